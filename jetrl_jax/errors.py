@@ -1,0 +1,15 @@
+"""The two ways in which a command ends that are not a bug of ours."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input: one message that says what, where, what was got, what is expected; exit status 2."""
+
+    exit_code = 2
+
+
+class RunStopped(Exception):
+    """A run that ended by its own rules (non-finite steps, mismatch above its budget); exit status 3."""
+
+    exit_code = 3
