@@ -1,0 +1,358 @@
+"""The architecture of a policy as one frozen value, from and to a Hugging Face ``config.json``.
+
+A dense decoder of the Qwen3, Qwen2 or Llama 3 kind is fixed by about twenty numbers. ``ModelConfig`` holds
+them; ``ModelConfig.from_hf`` reads both spellings of the rotary embedding (``rope_theta`` + ``rope_scaling``, written by
+transformers 4, and ``rope_parameters``, written by transformers 5) and ``to_hf`` writes both, so that either
+version reads the result.
+
+A value that ``config.json`` does not state is an error, never a default: transformers' own defaults differ
+between classes and versions, and a silently wrong ``rope_theta`` or ``rms_norm_eps`` yields a model that only
+looks healthy. Two things are fixed by the architecture and so are no values: Qwen2 always has biases on
+q, k, v and never on o; a Qwen2 or Llama file without ``head_dim`` means ``hidden_size / num_attention_heads``.
+
+Refused, by the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
+rotary types other than default, linear and llama3, quantised checkpoints, custom code, attention dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl_jax.errors import UserError
+
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# Keys that change the mathematics and are not implemented: each must be absent, null or one of the values given.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "compression_config": (),
+    "auto_map": (),
+    "use_sliding_window": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0.0,),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1.0,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the rotary frequencies are stretched beyond the pre-training length.
+
+    ``rope_type`` is "linear" (every frequency divided by ``factor``) or "llama3" (low frequencies divided by
+    ``factor``, high ones kept, a linear blend between the two wavelengths
+    ``original_max_position_embeddings / low_freq_factor`` and ``... / high_freq_factor``). The last three
+    fields are None for "linear". Raises UserError on values outside these rules.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        if self.rope_type not in ("linear", "llama3"):
+            problems.append(f"got rope_type={self.rope_type!r}, expected 'linear' or 'llama3'")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value, used = getattr(self, name), name in _ROPE_KEYS.get(self.rope_type, ())
+            if used and not _is_positive_number(value):
+                problems.append(f"got {name}={value!r}, expected a positive number")
+            if not used and self.rope_type == "linear" and value is not None:
+                problems.append(f"got {name}={value!r}, expected None for linear scaling")
+        original = self.original_max_position_embeddings
+        if self.rope_type == "llama3" and not _is_positive_int(original):
+            problems.append(f"got original_max_position_embeddings={original!r}, expected a positive integer")
+        if not problems and self.rope_type == "llama3" and not self.high_freq_factor > self.low_freq_factor:  # type: ignore[operator]
+            problems.append(f"got high_freq_factor={self.high_freq_factor!r}, expected more than low_freq_factor={self.low_freq_factor!r}")
+        _raise("RopeScaling", problems)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The rope dictionary of ``config.json``, without ``rope_theta``."""
+        return {"rope_type": self.rope_type, **{key: getattr(self, key) for key in _ROPE_KEYS[self.rope_type]}}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that fixes a dense decoder's shapes and mathematics; hashable, so it may be a static argument.
+
+    ``attention_bias`` puts a bias on q, k and v, and on o too where ``o_proj_bias`` says so (Llama and Qwen3;
+    Qwen2's o has none). ``qk_norm`` is RMSNorm over ``head_dim`` of every query and key head (Qwen3 only).
+    ``eos_token_ids`` may be empty. Raises UserError listing every field that breaks a rule.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _raise("ModelConfig", _field_problems(self))
+
+    @property
+    def o_proj_bias(self) -> bool:
+        """Whether the attention output projection has a bias: as ``attention_bias``, but never in Qwen2."""
+        return self.attention_bias and self.architecture != "qwen2"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read the dictionary of a ``config.json`` (transformers 4 or 5 spelling).
+
+        Raises UserError with one line for every missing key, every value of a wrong type and every key whose
+        value asks for something this decoder does not have.
+        """
+        architecture = config.get("model_type")
+        if architecture not in ARCHITECTURES:
+            raise UserError(f"ModelConfig.from_hf: unsupported model: got model_type={architecture!r}, expected one of {list(ARCHITECTURES)}")
+        problems = _unsupported(config)
+        fields: dict[str, Any] = {"architecture": architecture}
+        for name, key in (
+            ("vocab_size", "vocab_size"),
+            ("hidden_size", "hidden_size"),
+            ("intermediate_size", "intermediate_size"),
+            ("num_layers", "num_hidden_layers"),
+            ("num_heads", "num_attention_heads"),
+            ("num_kv_heads", "num_key_value_heads"),
+            ("max_position_embeddings", "max_position_embeddings"),
+            ("rms_norm_eps", "rms_norm_eps"),
+            ("tie_word_embeddings", "tie_word_embeddings"),
+        ):
+            fields[name] = _required(config, key, problems)
+        fields["head_dim"] = _head_dim(config, problems)
+        fields["attention_bias"] = _attention_bias(config, problems)
+        fields["qk_norm"] = architecture == "qwen3"
+        fields["rope_theta"], fields["rope_scaling"] = _rope(config, problems)
+        fields["eos_token_ids"] = _eos(config, problems)
+        fields["bos_token_id"], fields["pad_token_id"] = config.get("bos_token_id"), config.get("pad_token_id")
+        _raise("ModelConfig.from_hf", problems)
+        return cls(**fields)
+
+    def to_hf(self, *, dtype: str | None = None) -> dict[str, Any]:
+        """The dictionary of a ``config.json`` that transformers 4 and 5 (and vLLM) read as this model.
+
+        ``dtype`` names the stored floating type ("bfloat16", "float32" …) under both of its keys, or leaves
+        them out. ``ModelConfig.from_hf(c.to_hf()) == c`` for every valid ``c``.
+        """
+        rope = self.rope_scaling.to_hf() if self.rope_scaling is not None else None
+        result: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": rope,
+            "rope_parameters": {"rope_theta": self.rope_theta, **(rope or {"rope_type": "default"})},
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _scalar_or_list(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+        }
+        if self.architecture != "qwen2":
+            result["attention_bias"] = self.attention_bias
+        if self.architecture == "llama":
+            result["mlp_bias"] = False
+        else:
+            result |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": self.num_layers}
+        if dtype is not None:
+            result |= {"dtype": dtype, "torch_dtype": dtype}
+        return result
+
+
+def _raise(function: str, problems: list[str]) -> None:
+    if problems:
+        raise UserError(f"{function}: " + "; ".join(problems))
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_positive_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _scalar_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def _field_problems(config: ModelConfig) -> list[str]:
+    problems: list[str] = []
+
+    def rule(holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            problems.append(f"got {name}={getattr(config, name)!r}, expected {expected}")
+
+    rule(config.architecture in ARCHITECTURES, "architecture", f"one of {list(ARCHITECTURES)}")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
+    for name in sizes:
+        rule(_is_positive_int(getattr(config, name)), name, "a positive integer")
+    for name in ("rope_theta", "rms_norm_eps"):
+        rule(_is_positive_number(getattr(config, name)), name, "a positive number")
+    for name in ("tie_word_embeddings", "attention_bias", "qk_norm"):
+        rule(isinstance(getattr(config, name), bool), name, "true or false")
+    rule(config.rope_scaling is None or isinstance(config.rope_scaling, RopeScaling), "rope_scaling", "RopeScaling or None")
+    rule(isinstance(config.eos_token_ids, tuple), "eos_token_ids", "a tuple of token ids")
+    if problems:
+        return problems
+    rule(config.num_heads % config.num_kv_heads == 0, "num_kv_heads", f"a divisor of num_heads={config.num_heads}")
+    rule(config.head_dim % 2 == 0, "head_dim", "an even number, since RoPE turns pairs")
+    rule(config.qk_norm == (config.architecture == "qwen3"), "qk_norm", f"{config.architecture == 'qwen3'} for {config.architecture}")
+    if config.architecture == "qwen2":
+        rule(config.attention_bias, "attention_bias", "True for qwen2, whose q, k and v always have biases")
+    if config.architecture == "llama":
+        rule(config.hidden_size % config.num_heads == 0, "hidden_size", f"a multiple of num_heads={config.num_heads} for llama")
+    for name, ids in (("eos_token_ids", config.eos_token_ids), ("bos_token_id", (config.bos_token_id,)), ("pad_token_id", (config.pad_token_id,))):
+        known = [i for i in ids if i is not None or name == "eos_token_ids"]
+        inside = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.vocab_size for i in known)
+        rule(inside, name, f"token ids from 0 to vocab_size-1={config.vocab_size - 1}")
+    return problems
+
+
+def _required(config: Mapping[str, Any], key: str, problems: list[str]) -> Any:
+    if config.get(key) is None:
+        problems.append(f"missing {key}: config.json must state it")
+    return config.get(key)
+
+
+def _unsupported(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key, allowed in _UNSUPPORTED.items():
+        value = config.get(key)
+        if value is not None and value not in allowed:
+            expected = " or ".join(["absent", *(repr(a) for a in allowed)])
+            problems.append(f"unsupported {key}: got {value!r}, expected {expected}")
+    if config.get("model_type") == "llama" and config.get("sliding_window") is not None:
+        problems.append(f"unsupported sliding_window: got {config['sliding_window']!r}, expected null")
+    other = sorted({str(t) for t in config.get("layer_types") or () if t != "full_attention"})
+    if other:
+        problems.append(f"unsupported layer_types: got {other}, expected only 'full_attention'")
+    if _required(config, "hidden_act", problems) not in (None, "silu"):
+        problems.append(f"unsupported hidden_act: got {config['hidden_act']!r}, expected 'silu'")
+    expected_class, classes = ARCHITECTURES[config["model_type"]], config.get("architectures")
+    if classes and expected_class not in classes:
+        problems.append(f"unsupported architectures: got {classes!r}, expected [{expected_class!r}]")
+    return problems
+
+
+def _head_dim(config: Mapping[str, Any], problems: list[str]) -> Any:
+    if config["model_type"] == "qwen3":
+        return _required(config, "head_dim", problems)
+    if config.get("head_dim") is not None:
+        return config["head_dim"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not (_is_positive_int(hidden) and _is_positive_int(heads)):
+        return None
+    if hidden % heads:
+        problems.append(f"missing head_dim: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    return hidden // heads
+
+
+def _attention_bias(config: Mapping[str, Any], problems: list[str]) -> Any:
+    if config["model_type"] != "qwen2":
+        return _required(config, "attention_bias", problems)
+    if config.get("attention_bias", True) is not True:
+        problems.append(f"unsupported attention_bias: got {config['attention_bias']!r}, expected absent or true for qwen2")
+    return True
+
+
+def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[Any, RopeScaling | None]:
+    """rope_theta and the scaling, from either spelling; two spellings that disagree are a problem."""
+    thetas = [config["rope_theta"]] if config.get("rope_theta") is not None else []
+    scalings: list[RopeScaling | None] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            problems.append(f"unsupported {key}: got {value!r}, expected a dictionary")
+            continue
+        if value.get("rope_theta") is not None:
+            thetas.append(value["rope_theta"])
+        parsed = _rope_dictionary(key, value, problems)
+        if parsed is not False:
+            scalings.append(parsed)
+    if not thetas:
+        problems.append("missing rope_theta: config.json must state it, alone or in rope_parameters")
+    if len(set(thetas)) > 1:
+        problems.append(f"ambiguous rope_theta: got {thetas}, expected one value")
+    if len(set(scalings)) > 1:
+        problems.append("ambiguous rope scaling: rope_parameters and rope_scaling disagree")
+    return (float(thetas[0]) if thetas and _is_positive_number(thetas[0]) else thetas[0] if thetas else None), (scalings[0] if scalings else None)
+
+
+def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) -> RopeScaling | None | bool:
+    """RopeScaling, None for the plain embedding, or False where a problem was noted."""
+    kinds = {value[name] for name in ("rope_type", "type") if value.get(name) is not None and isinstance(value[name], str)}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind not in _ROPE_KEYS:
+        problems.append(f"unsupported {key}.rope_type: got {value.get('rope_type', value.get('type'))!r}, expected one of {list(_ROPE_KEYS)}")
+        return False
+    wanted = _ROPE_KEYS[kind]
+    missing = [f"missing {key}.{name}: config.json must state it" for name in wanted if value.get(name) is None]
+    known = {"rope_type", "type", "rope_theta", *wanted}
+    extra = {name: v for name, v in value.items() if name not in known and v is not None and not (name == "partial_rotary_factor" and v == 1.0)}
+    problems += missing + [f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra.items()]
+    if missing or extra:
+        return False
+    if kind == "default":
+        return None
+    numbers = {name: float(value[name]) if _is_positive_number(value[name]) else value[name] for name in wanted if name.endswith("factor")}
+    try:
+        return RopeScaling(kind, **numbers, original_max_position_embeddings=value.get("original_max_position_embeddings") if kind == "llama3" else None)
+    except UserError as error:
+        problems.append(f"unsupported {key}: {error}")
+        return False
+
+
+def _eos(config: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:
+    if "eos_token_id" not in config:
+        problems.append("missing eos_token_id: config.json must state it (null for none)")
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
