@@ -1,0 +1,124 @@
+"""The FP8 format and its rounding: the only place that spells its numbers.
+
+`float8_e4m3fn` has 1 sign, 4 exponent and 3 mantissa bits, no infinity and one NaN: largest value 448, smallest
+normal 2**-6, smallest subnormal 2**-9. A block of values shares one FP32 scale:
+
+    scale = max(amax(block), AMAX_FLOOR) / E4M3_MAX          (scale_format "float32")
+    scale = 2 ** ceil(log2(max(amax(block) / E4M3_MAX, AMAX_FLOOR)))     (scale_format "power_of_two")
+    code  = cast(clip(x / scale, -E4M3_MAX, E4M3_MAX))
+
+all in FP32 with IEEE division and round to nearest, ties to even. `code * scale` gives the value back. The first
+formula is that of vLLM's CUDA operation `per_token_group_quant_fp8`; the floor keeps a zero block's scale positive.
+In the second one the power is exact (found from the bits of the ratio, not through a rounded `log2`).
+
+Division. XLA rewrites `a / b` with a constant or broadcast `b` into `a * (1 / b)`, which is one unit in the last place
+off for about half of all values, and such a value can flip a code. Everything here divides in float64 and rounds
+once to FP32. That equals IEEE FP32 division even where XLA rewrites the float64 division: for 24-bit significands the
+exact quotient is never a midpoint of two normal FP32 numbers and stays at a relative distance of more than 2**-49 from
+every one, while a float64 reciprocal and product are off by at most about 2**-52. So `encode` multiplies by a float64
+reciprocal on purpose: one division per block instead of one per value, same bits.
+(tests/kernels/test_formats.py shows it bit for bit against numpy: jitted, fused, under vmap and scan.)
+
+Refuses: non-finite values are not clipped away. They make the block's scale non-finite, see `quantize`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E4M3 = jnp.float8_e4m3fn
+"""Storage type of the codes."""
+E4M3_MAX = 448.0
+"""Largest finite code."""
+AMAX_FLOOR = 1e-10
+"""Lower limit of amax ("float32") or of amax / 448 ("power_of_two"), so that scales stay positive."""
+BLOCK = 128
+"""Edge of a block along every axis that a block spans."""
+E4M3_ROUNDOFF = 2.0**-4
+"""Largest relative rounding error of a normal code."""
+E4M3_MIN_SUBNORMAL = 2.0**-9
+"""Distance of neighbouring codes below 2**-6."""
+BF16_ROUNDOFF = 2.0**-8
+"""Largest relative rounding error of bfloat16."""
+FP32_ROUNDOFF = 2.0**-24
+"""Largest relative rounding error of FP32."""
+SCALE_FORMATS = ("float32", "power_of_two")
+"""Names of the scale formats."""
+
+_FP32_MANTISSA_MASK = 0x007FFFFF
+_FP32_EXPONENT_MASK = 0xFF800000
+
+
+def to_float64(x: jax.Array) -> jax.Array:
+    """`x` as float64, whatever the global x64 flag. Inside jit only as an intermediate."""
+    with jax.enable_x64(True):
+        return lax.convert_element_type(x, jnp.float64)
+
+
+def round_to_float32(x: jax.Array) -> jax.Array:
+    """Rounds float64 to FP32 so that XLA cannot drop the rounding.
+
+    A plain convert may be deleted when the result is widened again (`xla_allow_excess_precision`, on by default);
+    `reduce_precision` may not. Results below the smallest normal FP32 number become zero.
+    """
+    with jax.enable_x64(True):
+        return lax.convert_element_type(lax.reduce_precision(x, 8, 23), jnp.float32)
+
+
+def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
+    """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a reciprocal.
+
+    Args:
+      a: dividend, any float type exact in FP32.
+      b: divisor, the same.
+    Returns:
+      float32 quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero. Division by
+      zero, infinities and NaN follow IEEE. Not meant to be differentiated.
+    """
+    a = jnp.asarray(a, jnp.float32)
+    b = jnp.asarray(b, jnp.float32)
+    with jax.enable_x64(True):
+        return round_to_float32(to_float64(a) / to_float64(b))
+
+
+def compute_scale(amax: jax.Array, scale_format: str = "float32") -> jax.Array:
+    """FP32 scale of blocks with the largest magnitude `amax`.
+
+    Args:
+      amax: float array of any shape, non-negative, non-finite where the block holds a non-finite value.
+      scale_format: "float32" or "power_of_two" (rounded up before any value is divided by it).
+    Returns:
+      float32 array like `amax`, positive where `amax` is finite, non-finite where it is not.
+    Raises:
+      ValueError: unknown `scale_format`.
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    if scale_format == "float32":
+        return divide(jnp.maximum(amax, jnp.float32(AMAX_FLOOR)), E4M3_MAX)
+    if scale_format == "power_of_two":
+        return _next_power_of_two(jnp.maximum(divide(amax, E4M3_MAX), jnp.float32(AMAX_FLOOR)))
+    raise ValueError(f"compute_scale: unknown format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}.")
+
+
+def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Codes of `x` under `scale`: cast(clip(x / scale, -448, 448)), round to nearest even.
+
+    Args:
+      x: float array (float32, bfloat16 or float16).
+      scale: float32, broadcasts to the shape of `x`; positive, from `compute_scale`.
+    Returns:
+      float8_e4m3fn array shaped like `x`. A NaN stays NaN; `x / scale` is the IEEE FP32 quotient.
+    """
+    with jax.enable_x64(True):
+        reciprocal = 1.0 / to_float64(scale)
+        quotient = lax.convert_element_type(to_float64(x) * reciprocal, jnp.float32)
+    return jnp.clip(quotient, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+
+
+def _next_power_of_two(x: jax.Array) -> jax.Array:
+    """Smallest power of two >= x for positive normal FP32 `x`; non-finite values stay."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + jnp.uint32(_FP32_MANTISSA_MASK)) & jnp.uint32(_FP32_EXPONENT_MASK)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x)

@@ -1,0 +1,139 @@
+"""The three GEMMs of a linear layer on block-scaled FP8 operands: y = x Wᵀ, dx = dy W, dW = dyᵀ x.
+
+    out[m, n] = sum over blocks kb of 128, ascending:  (sum_{k in kb} A[m, k] B[n, k]) * sa[m, kb] * sb[n, kb]
+
+with an FP32 accumulator. Two orders of the scale products exist in the field, `promotion_order`:
+  "deepgemm": acc = fma(dot, sa * sb, acc)      (DeepGEMM and cuBLASLt blockwise on Hopper)
+  "triton":   acc = fma(dot * sa, sb, acc)      (vLLM's Triton kernel)
+`implementation` says how the inner dot of 128 is formed:
+  "xla":      exactly (float64), rounded once to FP32: the definition; a row of the result does not depend on the others
+  "xla_fast": BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the last bits and
+              between batch sizes
+Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.
+None of these functions is meant to be differentiated: they are called from custom differentiation rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.gemm import reference
+from pallas_kernels.scaled_array import ScaledArray
+
+IMPLEMENTATIONS = {"xla": reference.matmul_exact, "xla_fast": reference.matmul_fast}
+"""Block-scaled A Bᵀ by name."""
+
+PROMOTION_ORDERS = ("deepgemm", "triton")
+OUT_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float16)
+
+
+def fprop(
+    x: ScaledArray,
+    w: ScaledArray,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    promotion_order: str = "deepgemm",
+    implementation: str = "xla",
+) -> jax.Array:
+    """y = x Wᵀ.
+
+    Args:
+      x: [M, K], block shape (1, 128).
+      w: [N, K], block shape (128, 128).
+      out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
+      promotion_order: "deepgemm" or "triton".
+      implementation: "xla" or "xla_fast".
+    Returns:
+      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
+    Raises:
+      ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
+    """
+    _check("fprop", ("x", x, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 1, out_dtype, promotion_order, implementation)
+    return IMPLEMENTATIONS[implementation](x, w, out_dtype, promotion_order)
+
+
+def dgrad(
+    dy: ScaledArray,
+    w: ScaledArray,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    promotion_order: str = "deepgemm",
+    implementation: str = "xla",
+) -> jax.Array:
+    """dx = dy W, with the codes that `fprop` used, transposed.
+
+    Args:
+      dy: [M, N], block shape (1, 128).
+      w: [N, K], block shape (128, 128).
+      out_dtype, promotion_order, implementation: as in `fprop`.
+    Returns:
+      [M, K] in `out_dtype`.
+    Raises:
+      ValueError: as `fprop`.
+    """
+    _check("dgrad", ("dy", dy, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 0, out_dtype, promotion_order, implementation)
+    return IMPLEMENTATIONS[implementation](dy, w.transpose(), out_dtype, promotion_order)
+
+
+def wgrad(
+    dy: ScaledArray,
+    x: ScaledArray,
+    *,
+    out_dtype: Any = jnp.float32,
+    promotion_order: str = "deepgemm",
+    implementation: str = "xla",
+) -> jax.Array:
+    """dW = dyᵀ x, contracted over tokens in blocks of 128 (the last one may be partial).
+
+    Args:
+      dy: [M, N], block shape (128, 1).
+      x: [M, K], block shape (128, 1) or (128, 128).
+      out_dtype, promotion_order, implementation: as in `fprop`; gradients of masters are float32.
+    Returns:
+      [N, K] in `out_dtype`.
+    Raises:
+      ValueError: as `fprop`.
+    """
+    blocks = ((BLOCK, 1), (BLOCK, BLOCK))
+    _check("wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation)
+    return IMPLEMENTATIONS[implementation](dy.transpose(), x.transpose(), out_dtype, promotion_order)
+
+
+_Operand = tuple[str, ScaledArray, tuple[tuple[int, int], ...]]
+
+
+def _check(
+    function: str,
+    left: _Operand,
+    right: _Operand,
+    left_axis: int,
+    right_axis: int,
+    out_dtype: Any,
+    promotion_order: str,
+    implementation: str,
+) -> None:
+    """Raises one ValueError that lists everything wrong with a call."""
+    problems = []
+    for name, array, block_shapes in (left, right):
+        if not isinstance(array, ScaledArray):
+            raise ValueError(f"{function}: wrong type: got {name}={type(array).__name__}, expected ScaledArray.")
+        array.check()
+        if array.block_shape not in block_shapes:
+            problems.append(f"wrong block shape: got {name}.block_shape={array.block_shape}, expected one of {block_shapes}")
+    if left[1].shape[left_axis] != right[1].shape[right_axis]:
+        problems.append(
+            f"contracted sizes differ: got {left[0]}.shape={left[1].shape} and {right[0]}.shape={right[1].shape}, "
+            f"expected {left[0]}.shape[{left_axis}] == {right[0]}.shape[{right_axis}]"
+        )
+    if out_dtype not in OUT_DTYPES:
+        problems.append(f"wrong dtype: got out_dtype={out_dtype}, expected bfloat16, float16 or float32")
+    if promotion_order not in PROMOTION_ORDERS:
+        problems.append(f"unknown order: got promotion_order={promotion_order!r}, expected one of {PROMOTION_ORDERS}")
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"unknown name: got implementation={implementation!r}, expected one of {tuple(IMPLEMENTATIONS)}")
+    if problems:
+        raise ValueError(f"{function}: " + "; ".join(problems) + ".")

@@ -1,0 +1,22 @@
+"""THE definition of the quantiser, in plain XLA. Every other implementation must give these bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import compute_scale, encode
+from pallas_kernels.scaled_array import ScaledArray, grid_shape
+
+
+def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> ScaledArray:
+    """`x` [R, C] to codes and scales; arguments are checked by the caller."""
+    rows, columns = x.shape
+    grid_rows, grid_columns = grid_shape(x.shape, block_shape)
+    padding = (grid_rows * block_shape[0] - rows, grid_columns * block_shape[1] - columns)
+    padded = jnp.pad(x, ((0, padding[0]), (0, padding[1]))) if any(padding) else x  # zeros: never raise amax
+    blocks = padded.reshape(grid_rows, block_shape[0], grid_columns, block_shape[1])
+    amax = jnp.max(jnp.abs(blocks), axis=(1, 3))  # NaN and infinity propagate
+    scale = compute_scale(amax, scale_format)
+    codes = encode(blocks, scale[:, None, :, None]).reshape(padded.shape)
+    return ScaledArray(codes[:rows, :columns], scale, block_shape)
