@@ -1,0 +1,90 @@
+# Everything a fresh machine needs is one of two commands: `make train` and `make test`.
+# `make help` lists the rest.  Any variable can be given on the command line: make test PYTHON=python3.11
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+PYTHON ?= python3
+CONFIG ?= configs/tiny_cpu.yaml
+RUN ?= runs/tiny_cpu
+# Extra arguments of the training command and of pytest.
+ARGS ?=
+PYTEST_ARGS ?=
+
+# The Python that counts is the environment's where there is one, else the one that will make it.
+ENV_PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
+PY_VERSION := $(shell $(ENV_PYTHON) -c 'import sys; print("%d%02d" % sys.version_info[:2])' 2>/dev/null)
+# Two sets of pinned versions: Python 3.11 with torch (the full tests), later Pythons with the newer JAX, without it.
+ifeq ($(PY_VERSION),311)
+CONSTRAINTS := $(CURDIR)/.ci/constraints-py311.txt
+TEST_EXTRAS ?= dev,hf,tasks,torch
+else
+CONSTRAINTS := $(CURDIR)/.ci/constraints-py312.txt
+TEST_EXTRAS ?= dev,hf,tasks
+endif
+
+RUN_PYTHON := $(VENV)/bin/python
+# The pins hold for what packages need to be built with, too; the two names are of older and newer releases of pip.
+PIP_INSTALL = PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)" PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	$(RUN_PYTHON) -m pip install -qq -c "$(CONSTRAINTS)"
+say = @printf '\033[1m==> %s\033[0m\n' $(1)
+
+.PHONY: help
+help:  ## List the commands
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(RUN_PYTHON):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "make: Python 3.11 or newer is needed: got PYTHON=$(PYTHON) ($$($(PYTHON) --version 2>&1)). Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
+	$(call say,"making the virtual environment $(VENV) with $$($(PYTHON) --version)")
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: the venv module failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+
+$(VENV)/.installed-train: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
+	$(call say,"installing jetrl-jax into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (about a minute and 1 GB)")
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
+	$(call say,"installing jetrl-jax[$(TEST_EXTRAS)] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and 3 GB)")
+	@$(PIP_INSTALL) -e '.[$(TEST_EXTRAS)]'
+	@touch $@ $(VENV)/.installed-train
+
+.PHONY: install
+install: $(VENV)/.installed-test  ## Make .venv with everything the tests need
+
+.PHONY: train
+train: $(VENV)/.installed-train  ## Make .venv where missing, run the main job on CPU, write its report
+	$(call say,"training: $(CONFIG) into $(RUN)")
+	$(RUN_PYTHON) -m jetrl_jax.train --config $(CONFIG) --set run.directory=$(RUN) $(ARGS)
+	$(call say,"report")
+	$(RUN_PYTHON) -m jetrl_jax.report $(RUN)
+
+.PHONY: test
+test: $(VENV)/.installed-test  ## Make .venv where missing, run every test; each skip prints its reason
+	$(call say,"testing with $$($(RUN_PYTHON) --version)")
+	$(RUN_PYTHON) -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-py312
+test-py312:  ## The tests on Python 3.12 with the newer JAX and without torch
+	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory test VENV=.venv-py312 PYTHON="$$python"
+
+.PHONY: lint
+lint: $(VENV)/.installed-test  ## ruff: errors, imports, format
+	$(RUN_PYTHON) -m ruff check .
+	$(RUN_PYTHON) -m ruff format --check .
+
+.PHONY: format
+format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
+	$(RUN_PYTHON) -m ruff check --fix .
+	$(RUN_PYTHON) -m ruff format .
+
+.PHONY: types
+types: $(VENV)/.installed-test  ## mypy on the three packages
+	$(RUN_PYTHON) -m mypy
+
+.PHONY: clean
+clean:  ## Remove environments and caches; runs/ stays
+	rm -rf .venv .venv-* .cache .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
