@@ -25,6 +25,16 @@ from jetrl_jax.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -81,8 +91,9 @@ class RopeScaling:
         original = self.original_max_position_embeddings
         if self.rope_type == "llama3" and not _is_positive_int(original):
             problems.append(f"got original_max_position_embeddings={original!r}, expected a positive integer")
-        if not problems and self.rope_type == "llama3" and not self.high_freq_factor > self.low_freq_factor:  # type: ignore[operator]
-            problems.append(f"got high_freq_factor={self.high_freq_factor!r}, expected more than low_freq_factor={self.low_freq_factor!r}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not problems and low is not None and high is not None and high <= low:
+            problems.append(f"got high_freq_factor={high!r}, expected more than low_freq_factor={low!r}")
         _raise("RopeScaling", problems)
 
     def to_hf(self) -> dict[str, Any]:
@@ -134,8 +145,9 @@ class ModelConfig:
         value asks for something this decoder does not have.
         """
         architecture = config.get("model_type")
-        if architecture not in ARCHITECTURES:
-            raise UserError(f"ModelConfig.from_hf: unsupported model: got model_type={architecture!r}, expected one of {list(ARCHITECTURES)}")
+        if architecture not in list(ARCHITECTURES):
+            known = list(ARCHITECTURES)
+            raise UserError(f"ModelConfig.from_hf: unsupported model: got model_type={architecture!r}, expected one of {known}")
         problems = _unsupported(config)
         fields: dict[str, Any] = {"architecture": architecture}
         for name, key in (
@@ -214,6 +226,11 @@ def _is_positive_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
+def _float(value: Any) -> Any:
+    """JSON writes 10000.0 as 10000 now and then; anything that is no good number is left for the rules to name."""
+    return float(value) if _is_positive_number(value) else value
+
+
 def _scalar_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     if not ids:
         return None
@@ -227,9 +244,8 @@ def _field_problems(config: ModelConfig) -> list[str]:
         if not holds:
             problems.append(f"got {name}={getattr(config, name)!r}, expected {expected}")
 
-    rule(config.architecture in ARCHITECTURES, "architecture", f"one of {list(ARCHITECTURES)}")
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
-    for name in sizes:
+    rule(config.architecture in list(ARCHITECTURES), "architecture", f"one of {list(ARCHITECTURES)}")
+    for name in _SIZES:
         rule(_is_positive_int(getattr(config, name)), name, "a positive integer")
     for name in ("rope_theta", "rms_norm_eps"):
         rule(_is_positive_number(getattr(config, name)), name, "a positive number")
@@ -246,9 +262,10 @@ def _field_problems(config: ModelConfig) -> list[str]:
         rule(config.attention_bias, "attention_bias", "True for qwen2, whose q, k and v always have biases")
     if config.architecture == "llama":
         rule(config.hidden_size % config.num_heads == 0, "hidden_size", f"a multiple of num_heads={config.num_heads} for llama")
-    for name, ids in (("eos_token_ids", config.eos_token_ids), ("bos_token_id", (config.bos_token_id,)), ("pad_token_id", (config.pad_token_id,))):
-        known = [i for i in ids if i is not None or name == "eos_token_ids"]
-        inside = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.vocab_size for i in known)
+    for name in ("eos_token_ids", "bos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = value if name == "eos_token_ids" else () if value is None else (value,)
+        inside = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.vocab_size for i in ids)
         rule(inside, name, f"token ids from 0 to vocab_size-1={config.vocab_size - 1}")
     return problems
 
@@ -284,7 +301,8 @@ def _head_dim(config: Mapping[str, Any], problems: list[str]) -> Any:
         return _required(config, "head_dim", problems)
     if config.get("head_dim") is not None:
         return config["head_dim"]
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden: Any = config.get("hidden_size")
+    heads: Any = config.get("num_attention_heads")
     if not (_is_positive_int(hidden) and _is_positive_int(heads)):
         return None
     if hidden % heads:
@@ -313,40 +331,40 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[Any, RopeScal
             continue
         if value.get("rope_theta") is not None:
             thetas.append(value["rope_theta"])
-        parsed = _rope_dictionary(key, value, problems)
-        if parsed is not False:
-            scalings.append(parsed)
+        scalings += _rope_dictionary(key, value, problems)
     if not thetas:
         problems.append("missing rope_theta: config.json must state it, alone or in rope_parameters")
-    if len(set(thetas)) > 1:
+    if any(theta != thetas[0] for theta in thetas):
         problems.append(f"ambiguous rope_theta: got {thetas}, expected one value")
     if len(set(scalings)) > 1:
         problems.append("ambiguous rope scaling: rope_parameters and rope_scaling disagree")
-    return (float(thetas[0]) if thetas and _is_positive_number(thetas[0]) else thetas[0] if thetas else None), (scalings[0] if scalings else None)
+    return _float(thetas[0] if thetas else None), (scalings[0] if scalings else None)
 
 
-def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) -> RopeScaling | None | bool:
-    """RopeScaling, None for the plain embedding, or False where a problem was noted."""
+def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) -> list[RopeScaling | None]:
+    """[RopeScaling], [None] for the plain embedding, or nothing where a problem was noted."""
     kinds = {value[name] for name in ("rope_type", "type") if value.get(name) is not None and isinstance(value[name], str)}
     kind = kinds.pop() if len(kinds) == 1 else None
-    if kind not in _ROPE_KEYS:
-        problems.append(f"unsupported {key}.rope_type: got {value.get('rope_type', value.get('type'))!r}, expected one of {list(_ROPE_KEYS)}")
-        return False
+    if kind is None or kind not in _ROPE_KEYS:
+        got = value.get("rope_type", value.get("type"))
+        problems.append(f"unsupported {key}.rope_type: got {got!r}, expected one of {list(_ROPE_KEYS)}")
+        return []
     wanted = _ROPE_KEYS[kind]
     missing = [f"missing {key}.{name}: config.json must state it" for name in wanted if value.get(name) is None]
     known = {"rope_type", "type", "rope_theta", *wanted}
-    extra = {name: v for name, v in value.items() if name not in known and v is not None and not (name == "partial_rotary_factor" and v == 1.0)}
-    problems += missing + [f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra.items()]
+    harmless = (("partial_rotary_factor", 1.0),)
+    extra = [(name, v) for name, v in value.items() if name not in known and v is not None and (name, v) not in harmless]
+    problems += missing + [f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra]
     if missing or extra:
-        return False
+        return []
     if kind == "default":
-        return None
-    numbers = {name: float(value[name]) if _is_positive_number(value[name]) else value[name] for name in wanted if name.endswith("factor")}
+        return [None]
+    numbers = {name: _float(value[name]) if name.endswith("factor") else value[name] for name in wanted}
     try:
-        return RopeScaling(kind, **numbers, original_max_position_embeddings=value.get("original_max_position_embeddings") if kind == "llama3" else None)
+        return [RopeScaling(kind, **numbers)]
     except UserError as error:
         problems.append(f"unsupported {key}: {error}")
-        return False
+        return []
 
 
 def _eos(config: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:

@@ -1,0 +1,184 @@
+"""Read a Hugging Face checkpoint directory into float32 master weights, one tensor at a time, without torch.
+
+    config.json · [generation_config.json] · model.safetensors | model.safetensors.index.json + its shards
+
+BF16, FP16 and FP32 tensors become float32 exactly. The end-of-sequence ids are those of
+``generation_config.json`` where it states them, as in transformers and vLLM, else those of ``config.json``.
+
+Nothing is guessed and nothing is skipped in silence: every missing, unmapped, wrong-shaped, wrongly typed or
+non-finite tensor stands in one error. Two things that old checkpoints carry are accepted because they hold no
+information: ``rotary_emb.inv_freq`` buffers, and a stored head of a tied model that equals the embedding bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from bridge.name_map import mismatches, name_map
+from bridge.safetensors_file import StoredTensor, parse_json, read_header
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.hf_config import ModelConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MASTER_DTYPES = ("BF16", "F16", "F32")
+_FIELDS_THAT_MAY_DIFFER = ("max_position_embeddings", "eos_token_ids", "bos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint directory whose names, shapes and dtypes were found good; no tensor is read yet."""
+
+    directory: Path
+    config: ModelConfig
+    tensors: dict[str, StoredTensor]  # by parameter path
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(parameter path, float32 array) one by one. Raises UserError after the last one, naming every non-finite tensor."""
+        non_finite = []
+        for path, stored in self.tensors.items():
+            array = stored.read().astype(np.float32)
+            if not np.isfinite(array).all():
+                non_finite.append(stored.name)
+            yield path, array
+        if non_finite:
+            raise UserError(f"Checkpoint.arrays: non-finite weights: got {non_finite} in {self.directory}, expected finite values")
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Check a checkpoint directory without reading its weights.
+
+    Raises UserError on a damaged file, on an architecture this project does not have, and, all in one message, on
+    every tensor that does not fit the model.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise UserError(f"open_checkpoint: no such directory: got {str(root)!r}, expected a Hugging Face checkpoint directory")
+    config = read_config(root)
+    found = _stored_tensors(root)
+    found = {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+    head = found.get("lm_head.weight")
+    if config.tie_word_embeddings and head is not None and "model.embed_tokens.weight" in found:
+        if _same_values(head, found["model.embed_tokens.weight"]):
+            del found["lm_head.weight"]
+        else:
+            raise UserError(
+                f"open_checkpoint: tied model with a head of its own: got lm_head.weight in {head.file} that differs from "
+                "model.embed_tokens.weight while config.json says tie_word_embeddings: true, expected one of the two to hold"
+            )
+    problems = mismatches(config, {name: tensor.shape for name, tensor in found.items()}, hf_names=True)
+    for name, tensor in found.items():
+        if tensor.dtype not in _MASTER_DTYPES:
+            problems.append(f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_MASTER_DTYPES)}")
+    if problems:
+        raise UserError(f"open_checkpoint: {root} does not hold the model that its config.json describes:\n  " + "\n  ".join(problems))
+    return Checkpoint(root, config, {path: found[name] for path, name in name_map(config).items()})
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """``config.json`` of a directory, with the end-of-sequence ids of ``generation_config.json`` where that states them."""
+    root = Path(directory)
+    if not (root / "config.json").is_file():
+        raise UserError(f"read_config: no config.json: got {str(root)!r}, expected a Hugging Face checkpoint directory")
+    values = parse_json((root / "config.json").read_bytes(), str(root / "config.json"))
+    generation = root / "generation_config.json"
+    if generation.is_file():
+        eos = parse_json(generation.read_bytes(), str(generation)).get("eos_token_id")
+        if eos is not None:
+            values["eos_token_id"] = eos
+    try:
+        return ModelConfig.from_hf(values)
+    except UserError as error:
+        raise UserError(f"{root / 'config.json'}: {error}") from error
+
+
+def load_checkpoint(directory: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """The model's configuration and {parameter path: float32 numpy array}.
+
+    Raises UserError as ``open_checkpoint`` and ``Checkpoint.arrays`` do.
+    """
+    checkpoint = open_checkpoint(directory)
+    return checkpoint.config, dict(checkpoint.arrays())
+
+
+def read_into(decoder: nnx.Module, directory: str | Path) -> ModelConfig:
+    """Fill a decoder's float32 parameters in place from a checkpoint directory, each on the devices it lies on.
+
+    One tensor is in host memory at a time. Returns the checkpoint's configuration. Raises UserError where the
+    directory is damaged or describes another model than ``decoder.config`` (no parameter has changed then), and
+    where weights are non-finite (the decoder holds them then).
+    """
+    checkpoint = open_checkpoint(directory)
+    config: ModelConfig = decoder.config  # type: ignore[attr-defined]
+    wanted, found = (replace(c, **{name: getattr(config, name) for name in _FIELDS_THAT_MAY_DIFFER}) for c in (config, checkpoint.config))
+    differing = [
+        f"{f.name}: got {getattr(found, f.name)!r}, expected {getattr(wanted, f.name)!r}"
+        for f in fields(ModelConfig)
+        if getattr(found, f.name) != getattr(wanted, f.name)
+    ]
+    if differing:
+        raise UserError(f"read_into: {directory} holds another model than the decoder: " + "; ".join(differing))
+    parameters = parameters_by_path(decoder)
+    for path, array in checkpoint.arrays():
+        value = parameters[path].get_value()
+        placed = isinstance(value, jax.Array) and value.committed
+        parameters[path].set_value(jax.device_put(array, value.sharding if placed else None))
+    return checkpoint.config
+
+
+def parameters_by_path(decoder: nnx.Module) -> dict[str, Any]:
+    """{parameter path: nnx.Param} of a decoder; the values are the decoder's own variables, not copies."""
+    return {".".join(map(str, path)): variable for path, variable in nnx.iter_graph(decoder) if isinstance(variable, nnx.Param)}
+
+
+def _stored_tensors(root: Path) -> dict[str, StoredTensor]:
+    """{Hugging Face name: StoredTensor} of the single file or of all shards of the index."""
+    single, index = root / SINGLE_FILE, root / INDEX_FILE
+    if single.is_file() and index.is_file():
+        raise UserError(f"open_checkpoint: ambiguous weights: got both {SINGLE_FILE} and {INDEX_FILE} in {root}, expected one of them")
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        return _sharded_tensors(root, index)
+    others = sorted(p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    raise UserError(f"open_checkpoint: no weights: got {others} in {root}, expected {SINGLE_FILE} or {INDEX_FILE}")
+
+
+def _sharded_tensors(root: Path, index: Path) -> dict[str, StoredTensor]:
+    weight_map = parse_json(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"open_checkpoint: damaged index {index}: got weight_map {weight_map!r}, expected tensor names with file names")
+    bad = sorted({repr(f) for f in weight_map.values() if not _is_plain_file_name(f)})
+    if bad:
+        raise UserError(f"open_checkpoint: damaged index {index}: got file names {', '.join(bad)}, expected plain *.safetensors names")
+    shards = sorted(set(weight_map.values()))
+    absent = [shard for shard in shards if not (root / shard).is_file()]
+    if absent:
+        raise UserError(f"open_checkpoint: missing shards: {root} lacks {absent}, which {INDEX_FILE} names")
+    found: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for shard in shards:
+        for name, tensor in read_header(root / shard).items():
+            if weight_map.get(name) != shard:
+                problems.append(f"{name} is stored in {shard}, but the index says {weight_map.get(name)}")
+            else:
+                found[name] = tensor
+    problems += [f"{name} is not in {shard}, where the index says it is" for name, shard in weight_map.items() if name not in found]
+    if problems:
+        raise UserError(f"open_checkpoint: {index} and its shards disagree:\n  " + "\n  ".join(problems))
+    return found
+
+
+def _is_plain_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and not any(c in name for c in "/\\:\0")
+
+
+def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a.read().view(np.uint8), b.read().view(np.uint8)))

@@ -1,0 +1,198 @@
+"""Write float32 master weights as a Hugging Face checkpoint directory, whole or not at all.
+
+    config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's files
+
+The files are written to a hidden sibling directory, flushed, read back and compared bit by bit, and only then
+renamed to their place, so that a kill at any moment leaves either no directory or a complete one. One process
+writes a given directory. ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and vLLM read the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from bridge.hf_read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
+from bridge.name_map import mismatches, name_map, parameter_shapes
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.hf_config import ModelConfig
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+class SavableTokenizer(Protocol):
+    """What a tokenizer must do here: write the files that transformers' AutoTokenizer reads."""
+
+    def save(self, directory: str | Path) -> Any: ...
+
+
+def decoder_parameters(decoder: nnx.Module) -> dict[str, Any]:
+    """{parameter path: array} of a decoder, as ``save_checkpoint`` takes it; the arrays stay on their devices."""
+    return {path: variable.get_value() for path, variable in parameters_by_path(decoder).items()}
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model_config: ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    tokenizer: SavableTokenizer | None = None,
+    max_shard_bytes: int | float = 5e9,
+    overwrite: bool = False,
+) -> Path:
+    """Write ``params`` ({parameter path: array, numpy or JAX}) with the model's configuration; returns the directory.
+
+    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all fits
+    into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own). ``overwrite``
+    replaces an earlier checkpoint; a directory with anything but a checkpoint's files is never replaced.
+
+    Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in ``dtype``;
+    UserError where the place is taken; RuntimeError where the files read back differently.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"save_checkpoint: unknown dtype: got dtype={dtype!r}, expected one of {list(DTYPES)}")
+    if not max_shard_bytes > 0:
+        raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
+    problems = mismatches(model_config, {path: tuple(np.shape(array)) for path, array in params.items()}, hf_names=False)
+    if problems:
+        raise ValueError("save_checkpoint: the parameters are not the model's:\n  " + "\n  ".join(problems))
+    target = Path(os.path.abspath(directory))
+    _check_place(target, overwrite)
+    partial = _sibling(target, "partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        _write_json(partial / "config.json", model_config.to_hf(dtype=dtype))
+        _write_json(partial / "generation_config.json", _generation_config(model_config))
+        _write_weights(partial, model_config, params, DTYPES[dtype], max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        _verify(partial, model_config, params, DTYPES[dtype])
+        _flush(partial)
+        _move_into_place(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _cast(path: str, array: Any, dtype: np.dtype) -> np.ndarray:
+    """A contiguous host copy in ``dtype``; the library would write a strided array's memory as it lies."""
+    with np.errstate(over="ignore"):  # an overflow becomes inf and is reported with its name
+        return np.ascontiguousarray(np.asarray(array, dtype=np.float32).astype(dtype))
+
+
+def _write_weights(directory: Path, config: ModelConfig, params: Mapping[str, Any], dtype: np.dtype, max_shard_bytes: float) -> None:
+    names, sizes = name_map(config), {p: int(np.prod(shape)) * dtype.itemsize for p, shape in parameter_shapes(config).items()}
+    shards = _plan_shards(sizes, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    non_finite: list[str] = []
+    for number, paths in enumerate(shards, start=1):
+        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        arrays = {names[path]: _cast(path, params[path], dtype) for path in paths}
+        non_finite += [name for name, array in arrays.items() if not np.isfinite(array).all()]
+        if not non_finite:
+            save_file(arrays, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, file_name)
+    if non_finite:
+        raise ValueError(f"save_checkpoint: non-finite weights in {dtype.name}: got {non_finite}, expected finite values")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(directory / INDEX_FILE, index)
+
+
+def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[list[str]]:
+    """Consecutive groups of paths, each within the limit or a single larger tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for path, size in sizes_bytes.items():
+        if shards[-1] and filled + size > limit_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(path)
+        filled += size
+    return shards
+
+
+def _verify(directory: Path, config: ModelConfig, params: Mapping[str, Any], dtype: np.dtype) -> None:
+    """Read the directory back with the reader and compare configuration and bits."""
+    written = open_checkpoint(directory)
+    wrong = ["config.json"] if written.config != config else []
+    for path, stored in written.tensors.items():
+        expected, got = _cast(path, params[path], dtype), stored.read()
+        if got.dtype != expected.dtype or not np.array_equal(got.view(np.uint8), expected.view(np.uint8)):
+            wrong.append(stored.name)
+    if wrong:
+        raise RuntimeError(f"save_checkpoint: {directory} reads back differently: {wrong}")
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    values = config.to_hf()
+    return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if values[key] is not None}
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sibling(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}")
+
+
+def _check_place(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir() or not overwrite:
+        raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected a new or empty directory")
+    foreign = sorted(p.name for p in target.iterdir() if p.is_dir())
+    if foreign or not (target / "config.json").is_file():
+        raise UserError(
+            f"save_checkpoint: will not replace {str(target)!r}: it is no plain checkpoint directory "
+            f"(config.json {'present' if (target / 'config.json').is_file() else 'absent'}, directories {foreign})"
+        )
+
+
+def _flush(directory: Path) -> None:
+    """Bring files and directory entries to the disk before the rename makes them visible."""
+    for path in [*(p for p in directory.rglob("*")), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Rename; an earlier checkpoint steps aside first and goes when the new one stands."""
+    old = _sibling(target, "old")
+    if target.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        target.rename(old)
+    partial.rename(target)
+    _flush_directory(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
