@@ -1,0 +1,222 @@
+"""The policy: a decoder-only transformer, Qwen3 first, Qwen2 and Llama 3 as configurations of the same file.
+
+    h = embed(ids)
+    per layer:  h += o_proj(attention(rope(q_norm(q)), rope(k_norm(k)), v)),  q, k, v from norm(h)
+                h += down_proj(silu(gate_proj(n)) * up_proj(n)),              n = norm(h)
+    logits = norm(h) . W_head^T          in FP32
+
+Parameters are FP32 masters under Hugging Face's names (without `model.`) in Hugging Face's layout [out, in],
+which is also the K-major layout that FP8 tensor cores want.  A parameter's value may be an array (BF16 or
+FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.fp8_linear`.
+The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
+
+Axes: B rows, T tokens, D width, V vocabulary, N query heads, K key/value heads, H head width, S cache length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jetrl_jax.models import ops
+from jetrl_jax.models.fp8_linear import linear
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import Numerics
+
+KeysValues = tuple[jax.Array, jax.Array]  # [B, S, K, H] each
+INIT_STDDEV = 0.02
+
+
+def _normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+    return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Weight(nnx.Module):
+    """A bare `weight`, so that embeddings and norms carry Hugging Face's names."""
+
+    def __init__(self, weight: nnx.Param) -> None:
+        self.weight = weight
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b; weight [out, in], optional bias [out]."""
+
+    def __init__(self, features_in: int, features_out: int, bias: bool, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+        self.numerics = numerics
+        self.weight = _normal(rngs, features_out, features_in)
+        self.bias = nnx.Param(jnp.zeros(features_out, jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] -> [..., out] in `numerics.dtype`."""
+        bias = None if self.bias is None else self.bias.get_value()
+        return linear(x, self.weight.get_value(), bias, self.numerics)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RoPE and, in Qwen3, RMSNorm of each query and key head."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+        self.config, self.numerics = config, numerics
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = Linear(config.hidden_size, heads, bias, numerics, rngs=rngs)
+        self.k_proj = Linear(config.hidden_size, kv_heads, bias, numerics, rngs=rngs)
+        self.v_proj = Linear(config.hidden_size, kv_heads, bias, numerics, rngs=rngs)
+        self.o_proj = Linear(heads, config.hidden_size, config.o_proj_bias, numerics, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = Weight(nnx.Param(jnp.ones(config.head_dim, jnp.float32)))
+            self.k_norm = Weight(nnx.Param(jnp.ones(config.head_dim, jnp.float32)))
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        rope_table: KeysValues,
+        mask: jax.Array,  # bool [B, T, S]
+        cache: KeysValues | None = None,
+        positions: jax.Array | None = None,  # int32 [B], where a decoded token goes
+    ) -> tuple[jax.Array, KeysValues]:
+        """[B, T, D] -> ([B, T, D], keys and values: the new ones, or the cache with them written at `positions`)."""
+        config, numerics = self.config, self.numerics
+        q, k, v = (
+            projection(x).reshape(*x.shape[:2], -1, config.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if config.qk_norm:
+            q = ops.rms_norm(q, self.q_norm.weight.get_value(), config.rms_norm_eps, numerics)
+            k = ops.rms_norm(k, self.k_norm.weight.get_value(), config.rms_norm_eps, numerics)
+        q, k = ops.rope(q, rope_table, numerics), ops.rope(k, rope_table, numerics)
+        if cache is not None:
+            rows = jnp.arange(x.shape[0])
+            k, v = (old.at[rows, positions].set(new[:, 0]) for old, new in zip(cache, (k, v), strict=True))
+        return self.o_proj(ops.attention(q, k, v, mask, numerics)), (k, v)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+        self.numerics = numerics
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, False, numerics, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> [..., D]."""
+        return self.down_proj(ops.silu_multiply(self.gate_proj(x), self.up_proj(x), self.numerics))
+
+
+class DecoderLayer(nnx.Module):
+    """Norm, attention, norm, MLP, with the residual added inside the norms."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+        self.eps, self.numerics = config.rms_norm_eps, numerics
+        self.input_layernorm = Weight(nnx.Param(jnp.ones(config.hidden_size, jnp.float32)))
+        self.self_attn = Attention(config, numerics, rngs=rngs)
+        self.post_attention_layernorm = Weight(nnx.Param(jnp.ones(config.hidden_size, jnp.float32)))
+        self.mlp = MLP(config, numerics, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D], the branch not yet added
+        residual: jax.Array | None,  # [B, T, D], None before the first layer
+        rope_table: KeysValues,
+        mask: jax.Array,
+        cache: KeysValues | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, KeysValues]:
+        """Returns (branch output, residual, keys and values)."""
+        weight = self.input_layernorm.weight.get_value()
+        if residual is None:
+            normed, residual = ops.rms_norm(x, weight, self.eps, self.numerics), x
+        else:
+            normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
+        x, keys_values = self.self_attn(normed, rope_table, mask, cache, positions)
+        weight = self.post_attention_layernorm.weight.get_value()
+        normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
+        return self.mlp(normed), residual, keys_values
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Args:
+      config: sizes and architecture.
+      numerics: dtype between operations, mirrored engine and exactness.
+      rngs: its `params` stream initialises: normal(0, 0.02) matrices, unit norms, zero biases.
+
+    Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is at
+    most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+        self.config, self.numerics = config, numerics
+        self.embed_tokens = Weight(_normal(rngs, config.vocab_size, config.hidden_size))
+        self.layers = nnx.List([DecoderLayer(config, numerics, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = Weight(nnx.Param(jnp.ones(config.hidden_size, jnp.float32)))
+        if not config.tie_word_embeddings:
+            self.lm_head = Weight(_normal(rngs, config.vocab_size, config.hidden_size))
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Hidden states after the final norm.
+
+        Args:
+          token_ids, positions, segment_ids: int32 [B, T].  A token sees the tokens at or before it in its row
+            whose segment id is its own; segment 0 is padding, left or right.
+
+        Returns:
+          [B, T, D] in `numerics.dtype`; what stands at padding is finite and meaningless.
+        """
+        return self.prefill(token_ids, positions, segment_ids)[0]
+
+    def prefill(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, list[KeysValues]]:
+        """As `__call__`, and each layer's keys and values [B, T, K, H]."""
+        length = token_ids.shape[1]
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        mask = causal & same & (segment_ids[:, :, None] > 0)
+        return self._run(token_ids, positions, mask, None)
+
+    def decode(
+        self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]
+    ) -> tuple[jax.Array, list[KeysValues]]:
+        """One token of each row, against a cache that holds the row's tokens 0 .. position - 1.
+
+        Args:
+          token_ids, positions: int32 [B]; positions are below S.
+          cache: each layer's keys and values [B, S, K, H].
+
+        Returns:
+          (hidden [B, D], the cache with the token written at its position).
+        """
+        slots = jnp.arange(cache[0][0].shape[1])
+        mask = slots[None, None, :] <= positions[:, None, None]
+        hidden, cache = self._run(token_ids[:, None], positions[:, None], mask, cache)
+        return hidden[:, 0], cache
+
+    def _run(
+        self, token_ids: jax.Array, positions: jax.Array, mask: jax.Array, cache: list[KeysValues] | None
+    ) -> tuple[jax.Array, list[KeysValues]]:
+        table = ops.rope_table(positions, self.config, self.numerics)
+        embedding = self.embed_tokens.weight.get_value()
+        x, residual, keys_values = ops.round_to(embedding[token_ids], self.numerics.dtype), None, []
+        for index, layer in enumerate(self.layers):
+            layer_cache = None if cache is None else cache[index]
+            x, residual, new = layer(x, residual, table, mask, layer_cache, positions[:, 0])
+            keys_values.append(new)
+        weight = self.norm.weight.get_value()
+        return ops.add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self.numerics)[0], keys_values
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., D] -> float32 logits [..., V]."""
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head.weight.get_value(), jnp.float32, self.numerics)
+        return flat.reshape(*hidden.shape[:-1], -1)
+
+
+def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int) -> list[KeysValues]:
+    """Zeroed keys and values for `rows` sequences of up to `length` tokens: [rows, length, K, H] per layer."""
+    shape = (rows, length, config.num_kv_heads, config.head_dim)
+    return [(jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)) for _ in range(config.num_layers)]

@@ -1,0 +1,102 @@
+"""The linear layer of every precision flow: y = x W^T + b, with three named GEMMs.
+
+The kind of the weight decides what runs; no layer looks at a preset:
+
+    ScaledArray          FProp on FP8 codes, no gradient                (rollout, generation)
+    TrainableFp8Weight   FProp on the same codes; DGrad and WGrad in FP8, or in BF16 on dequantised operands
+    array                BF16 or FP32 matrix multiplication, ordinary gradients
+
+FP8 flow (Jet-RL): X is quantised in 1x128 groups and only these codes are saved.
+
+    FProp  Y  = Xq(1,128)   . Wq(128,128)^T
+    DGrad  dX = dYq(1,128)  . Wq(128,128)          the same codes and scale grid, transposed
+    WGrad  dW = dYq(128,1)^T . Xq'                  Xq' by `wgrad_operand`:
+        requantize  the saved codes dequantised and quantised again along tokens (the paper's; +27 % error)
+        dual        X quantised along tokens from BF16 in the forward, and that copy saved
+        block       X quantised in 128x128 blocks from BF16 in the forward, and that copy saved
+
+Gradients between operations are BF16, the weight's gradient is FP32.  The quantisers are straight-through.
+With `numerics.exact` FProp uses the reference GEMM, whose bits do not depend on the number of rows; the
+backward needs no such property and always uses the fast form.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.models.ops import dense, round_to
+from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
+from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
+
+Weight = jax.Array | ScaledArray | TrainableFp8Weight
+
+
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+    """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
+
+    The bias [N] is added after the product is rounded in FP8 (as vLLM's block-FP8 layer does) and rounded again.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, TrainableFp8Weight):
+        out = _trainable(flat, weight.master, weight.quantized, weight.fp8_backward, numerics)
+    elif isinstance(weight, ScaledArray):
+        out = _fprop(_quantize(flat, ACTIVATION_BLOCK, numerics), weight, numerics)
+    else:
+        out = dense(flat, weight, numerics.dtype, numerics)
+    if bias is not None:
+        total = out.astype(jnp.float32) + round_to(bias, numerics.dtype).astype(jnp.float32)
+        out = round_to(total, numerics.dtype)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _quantize(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> ScaledArray:
+    return quantize(x, block, scale_format=numerics.scale_format)
+
+
+def _fprop(x: ScaledArray, weight: ScaledArray, numerics: Numerics) -> jax.Array:
+    return fprop(
+        x,
+        weight,
+        out_dtype=numerics.dtype,
+        promotion_order=numerics.promotion_order,
+        implementation="xla" if numerics.exact else "xla_fast",
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _trainable(x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, numerics: Numerics) -> jax.Array:
+    return _fprop(_quantize(x, ACTIVATION_BLOCK, numerics), weight, numerics)
+
+
+def _forward(x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, numerics: Numerics) -> Any:
+    codes = _quantize(x, ACTIVATION_BLOCK, numerics)
+    saved = codes
+    if fp8_backward and numerics.wgrad_operand != "requantize":
+        saved = _quantize(x, TOKEN_BLOCK if numerics.wgrad_operand == "dual" else WEIGHT_BLOCK, numerics)
+    return _fprop(codes, weight, numerics), (saved, weight)
+
+
+def _backward(fp8_backward: bool, numerics: Numerics, residuals: Any, dy: jax.Array) -> Any:
+    saved, weight = residuals
+    if not fp8_backward:
+        _, pullback = jax.vjp(
+            lambda x, w: dense(x, w, numerics.dtype, numerics),
+            saved.dequantize(numerics.dtype),
+            weight.dequantize(numerics.dtype).astype(jnp.float32),
+        )
+        dx, dw = pullback(dy)
+        return dx, dw, None
+    fast = {"promotion_order": numerics.promotion_order, "implementation": "xla_fast"}
+    dx = dgrad(_quantize(dy, ACTIVATION_BLOCK, numerics), weight, out_dtype=dy.dtype, **fast)
+    operand = saved
+    if numerics.wgrad_operand == "requantize":
+        operand = _quantize(saved.dequantize(jnp.float32), TOKEN_BLOCK, numerics)
+    dw = wgrad(_quantize(dy, TOKEN_BLOCK, numerics), operand, **fast)
+    return dx, dw, None
+
+
+_trainable.defvjp(_forward, _backward)

@@ -1,0 +1,221 @@
+"""The operations between the linear layers, with the rounding points of the mirrored engine.
+
+Every operation takes and gives arrays of `numerics.dtype` and computes in FP32 inside; where the engine
+rounds to BF16, `round_to` rounds, pinned so that no fusion keeps more bits.  With `numerics.exact` the
+inner reduction runs in float64, which makes the rounded result independent of tiling, batch size and
+padding; the gradient is then that of the FP32 form.
+
+    native: y = bf16(bf16(h * rsqrt(mean(h^2) + eps)) * w),   h = x + residual, unrounded
+    cuda:   y = bf16(h * rsqrt(mean(h^2) + eps) * w),         h = bf16(x + residual)
+
+Shapes: B rows, T tokens, D width, N query heads, K key/value heads, H head width, S keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import Numerics
+
+MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
+
+
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """x rounded to `dtype` here, whatever is fused around it (`reduce_precision` pins a BF16 rounding)."""
+    if dtype == jnp.bfloat16:
+        x = jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
+    return x.astype(dtype)
+
+
+def shape_independent(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Turns `function(static, dtype, *arrays)` into `f(static, exact, *arrays)`.
+
+    With exact the forward is `function` at float64; its gradient is always that of `function` at float32.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def exact_forward(static: Any, *arrays: jax.Array) -> jax.Array:
+        with jax.enable_x64(True):
+            return function(static, jnp.float64, *arrays)
+
+    def forward(static: Any, *arrays: jax.Array) -> Any:
+        return exact_forward(static, *arrays), arrays
+
+    def backward(static: Any, arrays: Any, cotangent: jax.Array) -> Any:
+        return jax.vjp(lambda *a: function(static, jnp.float32, *a), *arrays)[1](cotangent)
+
+    exact_forward.defvjp(forward, backward)
+
+    @functools.wraps(function)
+    def call(static: Any, exact: bool, *arrays: jax.Array) -> jax.Array:
+        return exact_forward(static, *arrays) if exact else function(static, jnp.float32, *arrays)
+
+    return call
+
+
+@shape_independent
+def _normalize(eps: float, dtype: Any, h: jax.Array) -> jax.Array:
+    """h * rsqrt(mean(h^2) + eps) over the last axis, float32 in and out."""
+    wide = h.astype(dtype)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + jnp.asarray(eps, dtype))).astype(jnp.float32)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    """RMSNorm of x [..., D] with weight [D]."""
+    return _scale(_normalize(eps, numerics.exact, x.astype(jnp.float32)), weight, numerics)
+
+
+def add_rms_norm(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
+    """RMSNorm of x + residual, both [..., D]; returns (normed, new residual)."""
+    h = x.astype(jnp.float32) + residual.astype(jnp.float32)
+    total = round_to(h, numerics.dtype)
+    if numerics.engine_variant == "cuda":
+        h = total.astype(jnp.float32)
+    return _scale(_normalize(eps, numerics.exact, h), weight, numerics), total
+
+
+def _scale(normed: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
+    if numerics.engine_variant == "native":
+        normed = round_to(normed, numerics.dtype).astype(jnp.float32)
+    weight = round_to(weight, numerics.dtype).astype(jnp.float32)
+    return round_to(normed * weight, numerics.dtype)
+
+
+@shape_independent
+def _silu(_: None, dtype: Any, gate: jax.Array) -> jax.Array:
+    wide = gate.astype(dtype)
+    return (wide * jax.nn.sigmoid(wide)).astype(jnp.float32)
+
+
+def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
+    """SiLU(gate) * up, rounded after each of the two (the engine's `silu_and_mul`)."""
+    silu = round_to(_silu(None, numerics.exact, gate.astype(jnp.float32)), numerics.dtype)
+    return round_to(silu.astype(jnp.float32) * up.astype(jnp.float32), numerics.dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where configured."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (np.float32(1.0) / (np.float32(config.rope_theta) ** exponent)).astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / np.float32(scaling.factor)
+    wavelength = 2 * np.pi / frequencies
+    low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = np.where(wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended))
+    return scaled.astype(np.float32)
+
+
+def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them."""
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    if numerics.exact:
+        with jax.enable_x64(True):
+            wide = angle.astype(jnp.float64)
+            cos, sin = jnp.cos(wide).astype(jnp.float32), jnp.sin(wide).astype(jnp.float32)
+    else:
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return round_to(cos, numerics.dtype), round_to(sin, numerics.dtype)
+
+
+def rope(x: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
+    """Rotary embedding of x [B, T, heads, H], halves as pairs (the Hugging Face convention), FP32 inside."""
+    cos, sin = (part.astype(jnp.float32)[:, :, None, :] for part in table)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    # BF16 products are exact in FP32, so a fused multiply-add changes nothing.
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return round_to(jnp.concatenate(turned, axis=-1), numerics.dtype)
+
+
+@shape_independent
+def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    precision = jax.lax.Precision.HIGHEST
+    queries = (q.astype(jnp.float32) * np.float32(scale)).astype(dtype).reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(dtype), precision=precision)
+    scores = jnp.where(mask[:, None, None], scores, jnp.asarray(-1e30, dtype))
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v.astype(dtype), precision=precision)
+    total = jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]  # [B, T, K, G, 1]
+    return (out / total).astype(jnp.float32).reshape(B, T, N * H)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, numerics: Numerics) -> jax.Array:
+    """Softmax attention; scores, weights and sums in FP32 (float64 with `exact`), one rounding at the end.
+
+    Args:
+      q: [B, T, N, H]; k, v: [B, S, K, H], N a multiple of K (grouped-query attention).
+      mask: bool [B, T, S], true where a key is visible; a row without any visible key gives the mean of all values.
+
+    Returns:
+      [B, T, N * H] in `numerics.dtype`.
+    """
+    return round_to(_attention(q.shape[-1] ** -0.5, numerics.exact, q, k, v, mask), numerics.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> jax.Array:
+    """x [M, K] . weight[N, K]^T with operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
+
+    The gradient of the weight is FP32 (its master's dtype) and is not rounded between; that of x has x's dtype.
+    """
+    rows = x.shape[0]
+    if numerics.exact and rows < MIN_ROWS:
+        x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
+    out = _dot(x, round_to(weight, numerics.dtype), 1, 1)
+    return round_to(out[:rows], out_dtype)
+
+
+def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> Any:
+    return dense(x, weight, out_dtype, numerics), (x, weight)
+
+
+def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
+    x, weight = saved
+    if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
+        dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
+        dw = _dot(dy, x.astype(jnp.float32), 0, 0)
+    else:
+        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, x, 0, 0)
+    return round_to(dx, x.dtype), dw.astype(weight.dtype)
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+@shape_independent
+def _log_normalizer(_: None, dtype: Any, logits: jax.Array) -> jax.Array:
+    wide = logits.astype(dtype)
+    top = jax.lax.stop_gradient(wide.max(-1, keepdims=True))
+    return (jnp.log(jnp.exp(wide - top).sum(-1)) + top[..., 0]).astype(jnp.float32)
+
+
+def log_normalizer(logits: jax.Array, numerics: Numerics) -> jax.Array:
+    """log(sum(exp(logits))) over the last axis, float32."""
+    return _log_normalizer(None, numerics.exact, logits)
