@@ -1,0 +1,1 @@
+"""The mathematics of reinforcement learning: advantages, losses, batches, metrics.  Pure functions without state."""

@@ -1,0 +1,135 @@
+"""From rewards [P, G] to advantages [P, G]: P prompts, G completions of each, on the host in float64.
+
+    GRPO      A_i = (r_i − mean) / (std + 1e-6),  std with n − 1     (DeepSeekMath; also DAPO)
+    Dr.GRPO   A_i = r_i − mean                                       (Understanding R1-Zero-Like Training)
+    RLOO      A_i = r_i − mean of the others                         (Back to Basics, REINFORCE leave-one-out)
+
+A sample outside ``mask`` (its reward failed or timed out) is in no mean and no std and has advantage 0.  A group with
+fewer than two samples left, or whose rewards are all equal, has advantage exactly 0: it says nothing about which of its
+completions is better.  G = 1 is refused rather than turned into NaN or 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+STD_EPSILON = 1e-6
+
+
+def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+    """(r − mean) / (std + 1e-6) within each group, std with n − 1.
+
+    Args:
+        rewards: [P, G], finite wherever ``mask`` is true; masked values may be anything, NaN included.
+        mask: bool [P, G], true for samples that count; None counts all.
+
+    Returns:
+        float64 [P, G].  Adding a constant to a group's rewards changes nothing; scaling them only through the epsilon.
+
+    Raises:
+        ValueError: not two-dimensional, fewer than two samples in a group, shapes that differ, a non-finite counted reward.
+    """
+    values, counted = _checked("grpo", rewards, mask)
+    centred = _centred(values, counted)
+    degrees = np.maximum(counted.sum(axis=1, keepdims=True) - 1, 1)
+    std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / degrees)
+    return _only_informative(centred / (std + STD_EPSILON), values, counted)
+
+
+def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+    """r − mean within each group: no division by std, so that easy and hard groups keep their weight.
+
+    Arguments, result and errors as in `grpo`.
+    """
+    values, counted = _checked("dr_grpo", rewards, mask)
+    return _only_informative(_centred(values, counted), values, counted)
+
+
+def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+    """r_i − mean of the other counted rewards of its group: n/(n − 1) times `dr_grpo`.
+
+    Arguments, result and errors as in `grpo`.
+    """
+    values, counted = _checked("rloo", rewards, mask)
+    others = np.maximum(counted.sum(axis=1, keepdims=True) - 1, 1)
+    baseline = (values.sum(axis=1, keepdims=True) - values) / others
+    return _only_informative(np.where(counted, values - baseline, 0.0), values, counted)
+
+
+def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.bool_]:
+    """Which groups dynamic sampling keeps: at least two counted samples whose rewards are not all equal.
+
+    DAPO judges the task's reward, before the overlong penalty is added.
+
+    Args:
+        rewards: [P, G], finite wherever ``mask`` is true.
+        mask: bool [P, G]; None counts all.
+
+    Returns:
+        bool [P].
+    """
+    values, counted = _checked("informative_groups", rewards, mask)
+    return _informative(values, counted)
+
+
+def overlong_penalty(completion_tokens: ArrayLike, max_tokens: int, buffer_tokens: int) -> NDArray[np.float64]:
+    """Soft penalty of DAPO for long completions, added to the reward: min(−(len − (L − buf)) / buf, 0), at least −1.
+
+    Args:
+        completion_tokens: integers of any shape, lengths in tokens (not characters), stop token included.
+        max_tokens: L, the longest completion.
+        buffer_tokens: buf, the length of the zone before L in which the penalty grows from 0 to −1; 0 switches it off.
+
+    Returns:
+        float64 of the same shape, in [−1, 0].
+
+    Raises:
+        ValueError: a buffer that is negative or longer than ``max_tokens``.
+    """
+    lengths = np.asarray(completion_tokens, np.float64)
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise ValueError(f"overlong_penalty: buffer does not fit: got buffer_tokens={buffer_tokens}, expected 0 to max_tokens={max_tokens}")
+    if buffer_tokens == 0:
+        return np.zeros(lengths.shape)
+    excess = lengths - (max_tokens - buffer_tokens)
+    return -np.clip(excess / buffer_tokens, 0.0, 1.0)
+
+
+def _checked(function: str, rewards: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Rewards with masked values set to 0, and the mask as bool."""
+    values = np.asarray(rewards, np.float64)
+    if values.ndim != 2 or values.shape[1] < 2:
+        raise ValueError(
+            f"{function}: no group to compare within: got rewards.shape={values.shape}, expected [P, G] with G >= 2. "
+            "A single completion of a prompt has no advantage."
+        )
+    counted = np.ones(values.shape, bool) if mask is None else np.asarray(mask, bool)
+    if counted.shape != values.shape:
+        raise ValueError(f"{function}: shapes differ: got mask.shape={counted.shape}, expected rewards.shape={values.shape}")
+    bad = np.argwhere(counted & ~np.isfinite(values))
+    if len(bad):
+        p, g = bad[0]
+        raise ValueError(
+            f"{function}: {len(bad)} rewards are not finite: got rewards[{p}, {g}]={values[p, g]}, expected finite numbers. "
+            "Leave failed samples out through mask."
+        )
+    return np.where(counted, values, 0.0), counted
+
+
+def _centred(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    mean = values.sum(axis=1, keepdims=True) / np.maximum(counted.sum(axis=1, keepdims=True), 1)
+    return np.where(counted, values - mean, 0.0)
+
+
+def _informative(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    highest = np.where(counted, values, -np.inf).max(axis=1)
+    lowest = np.where(counted, values, np.inf).min(axis=1)
+    return (counted.sum(axis=1) >= 2) & (highest > lowest)
+
+
+def _only_informative(
+    advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    # Explicit zeros: the roundoff of a mean of equal rewards, divided by an epsilon of 1e-6, would not be zero.
+    return np.where(_informative(values, counted)[:, None], advantages, 0.0)

@@ -1,0 +1,201 @@
+"""An algorithm's name and its null fields resolved to formulas and numbers, and the loss they make together.
+
+| name    | advantage | aggregation | clip       | dynamic sampling | overlong buffer                |
+|---------|-----------|-------------|------------|------------------|--------------------------------|
+| grpo    | GRPO      | token_mean  | 0.2 / 0.2  | no               | off                            |
+| dapo    | GRPO      | token_mean  | 0.2 / 0.28 | yes              | a fifth of the longest completion |
+| dr_grpo | Dr.GRPO   | constant    | 0.2 / 0.2  | no               | off                            |
+| rloo    | RLOO      | token_mean  | 0.2 / 0.2  | no               | off                            |
+
+A field that the config sets overrides its column.  Everything downstream reads the resolved values only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jetrl_jax.config import AlgorithmSection
+from jetrl_jax.errors import UserError
+from jetrl_jax.rl import advantages, losses
+from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rl.losses import Aggregation, Denominators, KLEstimator
+
+AdvantageFunction = Callable[[Any, Any], NDArray[np.float64]]
+
+OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
+
+
+@dataclass(frozen=True)
+class ResolvedAlgorithm:
+    """An algorithm without nulls; hashable, so usable as a static argument of ``jit``.
+
+    Attributes:
+        name: grpo, dapo, dr_grpo or rloo.
+        advantage: (rewards [P, G], mask [P, G]) -> advantages [P, G].
+        aggregation: how token losses become one number.
+        clip_low, clip_high: distances of the clip bounds from 1.
+        dual_clip: c, or None for off.
+        kl_coef, kl_estimator: the KL term; a coefficient of 0 is off.
+        epochs, minibatches: passes over a rollout batch and optimiser steps of one pass.
+        mask_truncated: completions cut by length are not trained (their rewards stay in the group's mean and std).
+        dynamic_sampling, max_generation_rounds: replacement of groups with equal rewards.
+        overlong_buffer_tokens: the zone of the overlong penalty; 0 is off.
+        max_completion_tokens: L of the overlong penalty and of the ``constant`` aggregation.
+        notes: sentences about settings that a user may not want; for the run's log.
+    """
+
+    name: str
+    advantage: AdvantageFunction
+    aggregation: Aggregation
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    kl_coef: float
+    kl_estimator: KLEstimator
+    epochs: int
+    minibatches: int
+    mask_truncated: bool
+    dynamic_sampling: bool
+    max_generation_rounds: int
+    overlong_buffer_tokens: int
+    max_completion_tokens: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every optimiser step sees the policy that generated: the ratio is 1, old_logprobs are not needed."""
+        return self.epochs == 1 and self.minibatches == 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads ref_logprobs."""
+        return self.kl_coef > 0
+
+    def shape_rewards(self, rewards: NDArray[np.float64], completion_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Rewards with the overlong penalty added, same shape; a masked (NaN) reward stays NaN."""
+        return rewards + advantages.overlong_penalty(completion_tokens, self.max_completion_tokens, self.overlong_buffer_tokens)
+
+    def record(self) -> dict[str, Any]:
+        """The resolved values as plain data for the run's record."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["advantage"] = getattr(self.advantage, "__name__", repr(self.advantage))
+        values["notes"] = list(self.notes)
+        return values
+
+
+def resolve_algorithm(section: AlgorithmSection, max_completion_tokens: int) -> ResolvedAlgorithm:
+    """Replaces every null of the config section by the default of the named algorithm (table above).
+
+    Args:
+        section: ``algorithm`` of the run's config.
+        max_completion_tokens: longest completion, in tokens.
+
+    Returns:
+        The resolved algorithm.
+
+    Raises:
+        UserError: an overlong buffer longer than the longest completion.
+    """
+    is_dapo = section.name == "dapo"
+    default_aggregation: Aggregation = "constant" if section.name == "dr_grpo" else "token_mean"
+    buffer = section.overlong_buffer_tokens
+    if buffer is None:
+        buffer = max_completion_tokens // OVERLONG_FRACTION if is_dapo else 0
+    if buffer > max_completion_tokens:
+        raise UserError(
+            f"resolve_algorithm: the penalty zone does not fit: got algorithm.overlong_buffer_tokens={buffer}, "
+            f"expected at most rollout.max_completion_tokens={max_completion_tokens}"
+        )
+    return ResolvedAlgorithm(
+        name=section.name,
+        advantage=_ADVANTAGES[section.name],
+        aggregation=section.loss_aggregation or default_aggregation,
+        clip_low=_or(section.clip_low, 0.2),
+        clip_high=_or(section.clip_high, 0.28 if is_dapo else 0.2),
+        dual_clip=section.dual_clip,
+        kl_coef=section.kl_coef,
+        kl_estimator=section.kl_estimator,
+        epochs=section.epochs,
+        minibatches=section.minibatches,
+        mask_truncated=section.mask_truncated,
+        dynamic_sampling=is_dapo if section.dynamic_sampling is None else section.dynamic_sampling,
+        max_generation_rounds=section.max_generation_rounds,
+        overlong_buffer_tokens=buffer,
+        max_completion_tokens=max_completion_tokens,
+        notes=_notes(section),
+    )
+
+
+def policy_objective(
+    logprobs: jax.Array,
+    batch: TrainBatch,
+    denominators: Denominators,
+    algorithm: ResolvedAlgorithm,
+    *,
+    entropy: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The share of one microbatch in the loss: aggregate(policy_loss + kl_coef · kl_penalty).
+
+    Args:
+        logprobs: [R, T] of the batch's tokens under the policy now, aligned with targets.
+        batch: its ``old_logprobs`` of None means on-policy.
+        denominators: counts of the whole batch of this optimiser step (`batching.count_denominators`).
+        algorithm: resolved; static under ``jit``.
+        entropy: [R, T], aligned with targets, for the statistics only.
+
+    Returns:
+        A scalar, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the reference, where there
+        is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of microbatches add up.
+
+    Raises:
+        ValueError: a KL term without ``batch.ref_logprobs``.
+    """
+    token_loss, stats = losses.policy_loss(
+        logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.loss_mask,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+    )
+    if algorithm.needs_reference:
+        if batch.ref_logprobs is None:
+            raise ValueError(f"policy_objective: no reference: got batch.ref_logprobs=None, expected [R, T] for kl_coef={algorithm.kl_coef}")
+        kl = losses.kl_penalty(logprobs, batch.ref_logprobs, batch.loss_mask, estimator=algorithm.kl_estimator)
+        token_loss = token_loss + algorithm.kl_coef * kl
+        stats["kl_sum"] = jax.lax.stop_gradient(losses.masked_sum(kl, batch.loss_mask))
+    if entropy is not None:
+        stats["entropy_sum"] = jax.lax.stop_gradient(losses.masked_sum(entropy, batch.loss_mask))
+    loss = losses.aggregate(
+        token_loss, batch.loss_mask, batch.inverse_length, aggregation=algorithm.aggregation, denominators=denominators
+    )
+    return loss, stats
+
+
+_ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": advantages.grpo,
+    "dapo": advantages.grpo,
+    "dr_grpo": advantages.dr_grpo,
+    "rloo": advantages.rloo,
+}
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _notes(section: AlgorithmSection) -> tuple[str, ...]:
+    notes = []
+    if section.kl_coef > 0 and section.kl_estimator == "k1":
+        notes.append("algorithm.kl_estimator k1 has zero expected gradient as a loss term; k2 has that of the reverse KL")
+    if section.clip_low is not None and section.clip_low >= 1:
+        notes.append(f"algorithm.clip_low = {section.clip_low} never clips: a ratio is positive")
+    return tuple(notes)

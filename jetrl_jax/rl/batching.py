@@ -1,0 +1,279 @@
+"""Trajectories of unequal length packed into rows of one fixed shape: where host data (numpy) meets the device (JAX).
+
+    row:  p p p c c c | p p c c c c c | . .      p prompt, c completion, . padding
+    segment_ids       1 1 1 1 1 1   2 2 2 2 2 2 2   0 0
+    positions         0 1 2 3 4 5   0 1 2 3 4 5 6   0 0
+    loss_mask         . . . x x x   . . x x x x x   . .
+
+Everything is aligned with targets: index t speaks of token t, whose log-probability comes from the hidden state at
+t − 1 of the same segment.  A prompt has at least one token, so the first position of a segment is never trained.
+
+Every microbatch has the same shape [rows, row_tokens], rows = microbatch_tokens // row_tokens, the last one filled with
+empty rows: a training step compiles once.  Packing is first-fit decreasing with ties in the given order: a function of
+the lengths alone, bit-stable when a run is repeated or resumed.  Trajectories that are not trained take no room.
+
+Nothing is truncated: a sequence longer than a row is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jetrl_jax.rl.losses import Denominators
+
+PADDING_TOKEN = 0  # any valid id: padding has segment 0 and is seen by nobody
+
+
+class TrajectoryLike(Protocol):
+    """What batching reads of a trajectory (`jetrl_jax.rollout.engine.Trajectory` has it)."""
+
+    @property
+    def prompt_ids(self) -> Any: ...
+    @property
+    def completion_ids(self) -> Any: ...
+    @property
+    def rollout_logprobs(self) -> Any: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainBatch:
+    """One microbatch of packed rows, a pytree usable as an argument of ``jit``; all arrays [R, T], numpy when built.
+
+    Attributes:
+        token_ids: int32.
+        positions: int32, from 0 in each segment.
+        segment_ids: int32, from 1 in each row; 0 is padding.
+        loss_mask: bool, true at trained completion tokens.
+        rollout_logprobs: float32 as the engine reported them; 0 outside ``loss_mask``.
+        advantages: float32, the trajectory's advantage at its trained tokens; 0 outside ``loss_mask``.
+        sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is padding.
+        inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside ``loss_mask``.
+        old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None on-policy.
+        ref_logprobs: the same of the frozen reference; None without a KL term.
+    """
+
+    token_ids: Any
+    positions: Any
+    segment_ids: Any
+    loss_mask: Any
+    rollout_logprobs: Any
+    advantages: Any
+    sequence_index: Any
+    inverse_length: Any
+    old_logprobs: Any = None
+    ref_logprobs: Any = None
+
+    def replace(self, **changes: Any) -> TrainBatch:
+        """A copy with other values, such as ``old_logprobs``."""
+        return dataclasses.replace(self, **changes)
+
+
+def sample_masks(
+    rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which samples count in their group, and which are trained.
+
+    Args:
+        rewards: [N], NaN where a reward failed.
+        finish_reasons: N of "stop" or "length".
+        mask_truncated: whether completions that end by "length" are left out of the loss.
+
+    Returns:
+        (counted, trained), bool [N] each: a NaN reward is in neither; a truncated completion counts in its group's mean
+        and std either way.
+    """
+    counted = ~np.isnan(np.asarray(rewards, np.float64))
+    truncated = np.asarray([reason == "length" for reason in finish_reasons], bool)
+    return counted, counted & ~(truncated & mask_truncated)
+
+
+def split_minibatches(num_prompts: int, group_size: int, minibatches: int, *, seed: int | Sequence[int]) -> list[NDArray[np.int64]]:
+    """Divides the prompts of a rollout batch, groups whole, among the optimiser steps of one pass.
+
+    Args:
+        num_prompts: P.
+        group_size: G; trajectory p·G + g is completion g of prompt p.
+        minibatches: number of parts, at most P; their sizes differ by at most one prompt.
+        seed: of the shuffle; a tuple such as (run seed, step, epoch) gives every pass its own.
+
+    Returns:
+        ``minibatches`` ascending index arrays into the P·G trajectories, disjoint, together all.  Within a part the order
+        is not shuffled, so a single part is the same for every seed.
+
+    Raises:
+        ValueError: fewer prompts than parts.
+    """
+    if not 1 <= minibatches <= num_prompts:
+        raise ValueError(f"split_minibatches: cannot split: got minibatches={minibatches}, expected 1 to num_prompts={num_prompts}")
+    order = np.random.default_rng(seed).permutation(num_prompts)
+    completions = np.arange(group_size)
+    return [(np.sort(part)[:, None] * group_size + completions).reshape(-1) for part in np.array_split(order, minibatches)]
+
+
+def pack(
+    trajectories: Sequence[TrajectoryLike],
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    row_tokens: int,
+    microbatch_tokens: int,
+    *,
+    indices: ArrayLike | None = None,
+    old_logprobs: Sequence[ArrayLike] | None = None,
+    ref_logprobs: Sequence[ArrayLike] | None = None,
+) -> list[TrainBatch]:
+    """Packs the trained trajectories into microbatches of one shape.
+
+    Args:
+        trajectories: N trajectories.
+        advantages: [N].
+        mask: bool [N], true for trajectories that are trained (`sample_masks`); the others are not packed.
+        row_tokens: length of a row; at least the longest packed sequence.
+        microbatch_tokens: tokens of a microbatch, padding included; rounded down to whole rows.
+        indices: which of the N to pack (a part of `split_minibatches`); None packs all.
+        old_logprobs: N arrays, one value per completion token; None leaves the field None.
+        ref_logprobs: likewise.
+
+    Returns:
+        At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained it is all
+        padding: its loss and gradient are 0.
+
+    Raises:
+        ValueError: sizes or lengths that do not fit, all of them in one message.
+    """
+    chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices, np.int64)
+    keep, values = np.asarray(mask, bool), np.asarray(advantages, np.float64)
+    extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    per_token = {"rollout_logprobs": [t.rollout_logprobs for t in trajectories]}
+    per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
+    _check_sizes(len(trajectories), values, keep, row_tokens, microbatch_tokens, per_token)
+    chosen = chosen[keep[chosen]]
+    _check_sequences(trajectories, chosen, row_tokens, values, per_token)
+
+    lengths = np.asarray([len(trajectories[i].prompt_ids) + len(trajectories[i].completion_ids) for i in chosen], np.int64)
+    row, start, num_rows = _first_fit_decreasing(lengths, row_tokens)
+    rows_each = microbatch_tokens // row_tokens
+    total_rows = max(-(-num_rows // rows_each), 1) * rows_each
+    arrays = _empty_rows(total_rows, row_tokens, list(per_token))
+    segments = np.zeros(total_rows, np.int32)
+    for place in np.lexsort((start, row)):
+        index = int(chosen[place])
+        r = row[place]
+        segments[r] += 1
+        whole = slice(start[place], start[place] + lengths[place])
+        completion = slice(whole.start + len(trajectories[index].prompt_ids), whole.stop)
+        arrays["token_ids"][r, whole] = np.concatenate([trajectories[index].prompt_ids, trajectories[index].completion_ids])
+        arrays["positions"][r, whole] = np.arange(lengths[place])
+        arrays["segment_ids"][r, whole] = segments[r]
+        arrays["sequence_index"][r, whole] = index
+        arrays["loss_mask"][r, completion] = True
+        arrays["advantages"][r, completion] = values[index]
+        arrays["inverse_length"][r, completion] = 1.0 / (completion.stop - completion.start)
+        for name, token_values in per_token.items():
+            arrays[name][r, completion] = token_values[index]
+    return [
+        TrainBatch(**{name: array[first : first + rows_each] for name, array in arrays.items()})
+        for first in range(0, total_rows, rows_each)
+    ]
+
+
+def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int) -> Denominators:
+    """Counts over all microbatches of one optimiser step, as float32 scalars.
+
+    Args:
+        batches: the microbatches that share one gradient.
+        max_completion_tokens: longest completion, in tokens.
+    """
+    trained = [np.asarray(b.sequence_index)[np.asarray(b.loss_mask)] for b in batches]
+    sequences = len(np.unique(np.concatenate(trained)))
+    return Denominators(
+        tokens=np.float32(sum(len(t) for t in trained)),
+        sequences=np.float32(sequences),
+        constant=np.float32(sequences * max_completion_tokens),
+    )
+
+
+def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_trajectories: int) -> list[NDArray[Any]]:
+    """Per-token results brought back to trajectories, to be packed again in another order.
+
+    Args:
+        batches: microbatches of `pack`.
+        values: for each of them an array [R, T], such as log-probabilities.
+        num_trajectories: N given to `pack`.
+
+    Returns:
+        N arrays, one value per completion token; empty for trajectories that were not packed.
+    """
+    masks = [np.asarray(b.loss_mask) for b in batches]
+    index = np.concatenate([np.asarray(b.sequence_index)[m] for b, m in zip(batches, masks, strict=True)])
+    flat = np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks, strict=True)])
+    order = np.argsort(index, kind="stable")  # a trajectory lies in one row, in order
+    counts = np.bincount(index, minlength=num_trajectories)
+    return np.split(flat[order], np.cumsum(counts)[:-1])
+
+
+def _first_fit_decreasing(lengths: NDArray[np.int64], row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Row and first position of each sequence, and the number of rows; at most 11/9 of the optimum and a row."""
+    row, start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    free = np.full(len(lengths), row_tokens, np.int64)  # an unopened row is a free one
+    for i in np.argsort(-lengths, kind="stable"):
+        r = int(np.argmax(free >= lengths[i]))
+        row[i], start[i] = r, row_tokens - free[r]
+        free[r] -= lengths[i]
+    return row, start, int((free < row_tokens).sum())
+
+
+def _empty_rows(rows: int, row_tokens: int, per_token: Sequence[str]) -> dict[str, NDArray[Any]]:
+    shape = (rows, row_tokens)
+    arrays: dict[str, NDArray[Any]] = {"token_ids": np.full(shape, PADDING_TOKEN, np.int32)}
+    arrays |= {name: np.zeros(shape, np.int32) for name in ("positions", "segment_ids")}
+    arrays |= {"sequence_index": np.full(shape, -1, np.int32), "loss_mask": np.zeros(shape, bool)}
+    return arrays | {name: np.zeros(shape, np.float32) for name in ("advantages", "inverse_length", *per_token)}
+
+
+def _check_sizes(
+    count: int, advantages: NDArray[Any], mask: NDArray[Any], row_tokens: int, microbatch_tokens: int, per_token: dict[str, list[Any]]
+) -> None:
+    problems = []
+    if not 1 <= row_tokens <= microbatch_tokens:
+        problems.append(f"row_tokens={row_tokens}, expected 1 to microbatch_tokens={microbatch_tokens}")
+    for name, array in (("advantages", advantages), ("mask", mask)):
+        if array.shape != (count,):
+            problems.append(f"{name}.shape={array.shape}, expected ({count},), one value per trajectory")
+    for name, arrays in per_token.items():
+        if len(arrays) != count:
+            problems.append(f"{len(arrays)} arrays in {name}, expected {count}, one per trajectory")
+    if problems:
+        raise ValueError("pack: sizes do not fit: got " + "; ".join(problems))
+
+
+def _check_sequences(
+    trajectories: Sequence[TrajectoryLike],
+    chosen: NDArray[np.int64],
+    row_tokens: int,
+    advantages: NDArray[np.float64],
+    per_token: dict[str, list[Any]],
+) -> None:
+    """Everything that is wrong with the trajectories to be packed, the first few in one message."""
+    problems = []
+    for i in (int(c) for c in chosen):
+        prompt, completion = len(trajectories[i].prompt_ids), len(trajectories[i].completion_ids)
+        if prompt == 0 or completion == 0:
+            problems.append(f"trajectory {i} with {prompt} prompt and {completion} completion tokens, expected at least one of each")
+        if prompt + completion > row_tokens:
+            problems.append(f"trajectory {i} with {prompt} + {completion} tokens, expected at most row_tokens={row_tokens}")
+        if not np.isfinite(advantages[i]):
+            problems.append(f"advantages[{i}]={advantages[i]}, expected a finite number")
+        for name, arrays in per_token.items():
+            if len(arrays[i]) != completion:
+                problems.append(f"{len(arrays[i])} {name} of trajectory {i}, expected {completion}, one per completion token")
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise ValueError("pack: trajectories do not fit: got " + "; ".join(problems[:5]) + more)

@@ -1,0 +1,211 @@
+"""Per-token policy losses and how they become one number, in JAX; no state, no config.
+
+    ratio_t = exp(clip(logprobs_t − old_logprobs_t, ±20))
+    PPO     L_t = max(−A·ratio, −A·clip(ratio, 1 − clip_low, 1 + clip_high));  dual clip, A < 0: min(L_t, −A·c)
+    KL      d = logprobs − ref_logprobs;  k1 = d,  k2 = d²/2,  k3 = e^(−d) − 1 + d
+
+Token arrays are [R, T] (packed rows, or any other shape: nothing here looks along an axis) and aligned with targets:
+``logprobs[r, t]`` is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is true at the
+tokens that are trained.  A masked value enters no exponential and no sum: −inf, inf or NaN there changes neither the
+value nor the gradient.  A non-finite value that is not masked is not hidden: it reaches the loss.
+
+Statistics are sums over the masked tokens of a call, so that those of microbatches add up; `jetrl_jax.rl.metrics`
+turns the sums into fractions and means.
+
+Sources: PPO (clip), dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO; constant
+denominator: Dr.GRPO; KL estimators: Schulman, "Approximating KL Divergence".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0  # of a log ratio, before any exp
+K3_LIMIT = 10.0  # of the value of k3
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Denominators:
+    """What the sums over the global batch of one optimiser step are divided by: across microbatches and devices.
+
+    A pytree of scalars, so that other counts do not compile again.  A microbatch's loss divided by the global counts is
+    its share of the loss: shares add up, and so do their gradients.
+
+    Attributes:
+        tokens: trained tokens of the batch (``token_mean``).
+        sequences: trajectories with at least one trained token (``sequence_mean``).
+        constant: sequences · longest completion in tokens (``constant``).
+    """
+
+    tokens: ArrayLike
+    sequences: ArrayLike
+    constant: ArrayLike
+
+
+def policy_loss(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array | None,
+    advantages: jax.Array,
+    loss_mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Clipped importance-ratio loss of each token.
+
+    At a ratio exactly on a bound the token counts as not clipped and keeps its gradient.
+
+    Args:
+        logprobs: [R, T] of the policy now; the only argument that receives a gradient.
+        old_logprobs: [R, T] of the policy that the ratio compares with; None takes ``logprobs`` itself without gradient
+            (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
+        advantages: [R, T], one value for all tokens of a sequence.
+        loss_mask: bool or 0/1 [R, T].
+        clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
+        clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.
+        dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
+
+    Returns:
+        The loss [R, T], 0 where masked, in at least float32, and a dict of scalar sums over the masked tokens:
+
+        tokens                  count of trained tokens
+        positive_tokens         those with A > 0
+        negative_tokens         those with A < 0
+        clipped_high_positive   A > 0 and ratio > 1 + clip_high: the gradient is zero
+        clipped_low_negative    A < 0 and ratio < 1 − clip_low: the gradient is zero
+        clipped_dual_negative   A < 0 and ratio > dual_clip: the gradient is zero (0 where dual clip is off)
+        outside_low_positive    A > 0 and ratio < 1 − clip_low: keeps its gradient
+        outside_high_negative   A < 0 and ratio > 1 + clip_high: keeps its gradient unless dual-clipped
+        ratio_sum               Σ ratio
+        old_kl_sum              Σ (ratio − 1 − log ratio), an estimate of KL(old ‖ now)
+    """
+    mask = loss_mask.astype(bool)
+    logprobs = _masked(logprobs, mask)
+    reference = logprobs if old_logprobs is None else _masked(old_logprobs, mask)
+    log_ratio = jnp.clip(logprobs - jax.lax.stop_gradient(reference), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = jnp.exp(log_ratio)
+    advantages = jax.lax.stop_gradient(_masked(advantages, mask))
+
+    positive, negative = mask & (advantages > 0), mask & (advantages < 0)
+    below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
+    # The maximum picks the clipped term exactly in these two cases; saying so gives both the loss and the statistics.
+    loss = jnp.where(positive & above, -advantages * (1.0 + clip_high), -advantages * ratio)
+    loss = jnp.where(negative & below, -advantages * (1.0 - clip_low), loss)
+    dual = jnp.zeros_like(mask)
+    if dual_clip is not None:
+        dual = negative & (ratio > dual_clip)
+        loss = jnp.where(dual, -advantages * dual_clip, loss)
+
+    counts = {
+        "tokens": mask,
+        "positive_tokens": positive,
+        "negative_tokens": negative,
+        "clipped_high_positive": positive & above,
+        "clipped_low_negative": negative & below,
+        "clipped_dual_negative": dual,
+        "outside_low_positive": positive & below,
+        "outside_high_negative": negative & above,
+    }
+    stats = {name: jnp.sum(where, dtype=ratio.dtype) for name, where in counts.items()}
+    stats["ratio_sum"] = masked_sum(ratio, mask)
+    stats["old_kl_sum"] = masked_sum(jnp.expm1(log_ratio) - log_ratio, mask)
+    return jnp.where(mask, loss, 0.0), jax.lax.stop_gradient(stats)
+
+
+def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator) -> jax.Array:
+    """Estimate of KL(policy ‖ reference) at each token, from tokens that the policy sampled.
+
+    The value and the gradient are two things.  All three have the KL as their mean (k2 approximately, k3 with less
+    variance than k1), but as a term of the loss their mean gradients, over tokens of the present policy, are:
+
+        k1   E[∇logprobs] = 0: the term does nothing but add noise
+        k2   E[d·∇logprobs] = ∇ KL(policy ‖ reference): the reverse KL's own gradient
+        k3   E[(1 − e^(−d))·∇logprobs] = ∇ KL(reference ‖ policy): the forward KL's gradient, close to k2's for small d
+
+    In k3, d is clamped to ±20 before exp and the value to ±10; beyond either the gradient is zero.
+
+    Args:
+        logprobs: [R, T], receives the gradient.
+        ref_logprobs: [R, T] of the frozen reference.
+        loss_mask: bool or 0/1 [R, T].
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        [R, T], 0 where masked.
+
+    Raises:
+        ValueError: another estimator.
+    """
+    mask = loss_mask.astype(bool)
+    difference = _masked(logprobs, mask) - jax.lax.stop_gradient(_masked(ref_logprobs, mask))
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    if estimator == "k3":
+        difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return jnp.clip(jnp.expm1(-difference) + difference, -K3_LIMIT, K3_LIMIT)
+    raise ValueError(f"kl_penalty: unknown estimator: got estimator={estimator!r}, expected one of {get_args(KLEstimator)}")
+
+
+def aggregate(
+    token_values: jax.Array,
+    loss_mask: jax.Array,
+    inverse_length: jax.Array,
+    *,
+    aggregation: Aggregation,
+    denominators: Denominators,
+) -> jax.Array:
+    """The share of these tokens in the loss of the global batch: shares of microbatches add up to the whole.
+
+        token_mean      Σ_t v_t / N_tokens                 every token weighs the same
+        sequence_mean   Σ_t v_t / len(sequence of t) / B   every sequence weighs the same
+        constant        Σ_t v_t / (B · max_tokens)         no length enters
+
+    Args:
+        token_values: [R, T].
+        loss_mask: bool or 0/1 [R, T].
+        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence; read by ``sequence_mean`` only.
+        aggregation: one of the names above.
+        denominators: counts of the global batch.  A count of zero (nothing to train) acts as one: the loss is 0, not NaN.
+
+    Returns:
+        A scalar in at least float32.
+
+    Raises:
+        ValueError: another aggregation.
+    """
+    mask = loss_mask.astype(bool)
+    if aggregation == "token_mean":
+        weight, denominator = None, denominators.tokens
+    elif aggregation == "sequence_mean":
+        weight, denominator = inverse_length, denominators.sequences
+    elif aggregation == "constant":
+        weight, denominator = None, denominators.constant
+    else:
+        raise ValueError(f"aggregate: unknown aggregation: got aggregation={aggregation!r}, expected one of {get_args(Aggregation)}")
+    values = _masked(token_values, mask)
+    if weight is not None:
+        values = values * _masked(weight, mask)
+    return jnp.sum(values) / jnp.maximum(jnp.asarray(denominator, values.dtype), 1.0)
+
+
+def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
+    """Σ of ``values`` [R, T] over the tokens where ``loss_mask`` is true; masked values may be non-finite."""
+    return jnp.sum(_masked(values, loss_mask.astype(bool)))
+
+
+def _masked(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Values in at least float32, 0 where masked; the gradient there is exactly 0."""
+    return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
+

@@ -1,0 +1,133 @@
+"""The RL formulas once more, in float64 with plain loops, straight from the papers; imports none of the code under test."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def advantages(name, rewards, mask):
+    """GRPO, Dr.GRPO or RLOO of rewards [P][G]; masked samples are out, groups of fewer than two left are zero."""
+    result = [[0.0] * len(group) for group in rewards]
+    for p, group in enumerate(rewards):
+        kept = [g for g in range(len(group)) if mask[p][g]]
+        values = [float(group[g]) for g in kept]
+        if len(kept) < 2 or all(value == values[0] for value in values):
+            continue
+        mean = math.fsum(values) / len(values)
+        std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        for g in kept:
+            if name == "grpo":
+                result[p][g] = (group[g] - mean) / (std + 1e-6)
+            elif name == "dr_grpo":
+                result[p][g] = group[g] - mean
+            else:
+                others = [float(group[o]) for o in kept if o != g]
+                result[p][g] = group[g] - math.fsum(others) / len(others)
+    return np.array(result)
+
+
+def overlong(length, max_tokens, buffer):
+    """DAPO's soft overlong punishment, in its three cases."""
+    if length <= max_tokens - buffer:
+        return 0.0
+    if length <= max_tokens:
+        return ((max_tokens - buffer) - length) / buffer
+    return -1.0
+
+
+def token_loss(logprob, old_logprob, advantage, clip_low, clip_high, dual_clip):
+    """PPO's clipped loss of one token, with the dual clip where A < 0."""
+    ratio = math.exp(min(max(logprob - old_logprob, -20.0), 20.0))
+    clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
+    loss = max(-advantage * ratio, -advantage * clipped)
+    if dual_clip is not None and advantage < 0:
+        loss = min(loss, -advantage * dual_clip)
+    return loss
+
+
+def token_gradient(logprob, old_logprob, advantage, clip_low, clip_high, dual_clip):
+    """d token_loss / d logprob, by cases."""
+    difference = logprob - old_logprob
+    if abs(difference) > 20:
+        return 0.0
+    ratio = math.exp(difference)
+    if advantage > 0 and ratio > 1 + clip_high:
+        return 0.0
+    if advantage < 0 and ratio < 1 - clip_low:
+        return 0.0
+    if advantage < 0 and dual_clip is not None and ratio > dual_clip:
+        return 0.0
+    return -advantage * ratio
+
+
+def kl(logprob, ref_logprob, estimator):
+    """k1, k2 or k3 of one token; k3's value lies within ±10."""
+    difference = logprob - ref_logprob
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference * difference / 2
+    difference = min(max(difference, -20.0), 20.0)
+    return min(max(math.exp(-difference) - 1 + difference, -10.0), 10.0)
+
+
+def aggregate(values, mask, sequence_index, aggregation, max_tokens):
+    """One number from token values [R, T]: sequences are gathered first, then averaged as the name says."""
+    sequences: dict[int, list[float]] = {}
+    for value, trained, index in zip(np.ravel(values), np.ravel(mask), np.ravel(sequence_index), strict=True):
+        if trained:
+            sequences.setdefault(int(index), []).append(float(value))
+    if not sequences:
+        return 0.0
+    if aggregation == "token_mean":
+        return math.fsum(v for s in sequences.values() for v in s) / sum(len(s) for s in sequences.values())
+    if aggregation == "sequence_mean":
+        return math.fsum(math.fsum(s) / len(s) for s in sequences.values()) / len(sequences)
+    return math.fsum(v for s in sequences.values() for v in s) / (len(sequences) * max_tokens)
+
+
+def objective(logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high, dual_clip, kl_coef, ref, estimator, aggregation, max_tokens):
+    """The whole loss of a batch [R, T]."""
+    values = np.zeros(np.shape(logprobs))
+    for place in np.ndindex(*values.shape):
+        if mask[place]:
+            values[place] = token_loss(logprobs[place], old[place], advantage[place], clip_low, clip_high, dual_clip)
+            values[place] += kl_coef * kl(logprobs[place], ref[place], estimator)
+    return aggregate(values, mask, sequence_index, aggregation, max_tokens)
+
+
+def central_difference(function, point, step=1e-6):
+    """Gradient of a scalar function of an array."""
+    gradient = np.zeros(point.shape)
+    for place in np.ndindex(*point.shape):
+        up, down = point.copy(), point.copy()
+        up[place] += step
+        down[place] -= step
+        gradient[place] = (function(up) - function(down)) / (2 * step)
+    return gradient
+
+
+def mismatch(old, rollout):
+    """The mismatch metrics from lists of sequences of log-probabilities."""
+    tokens = [(float(o), float(r)) for so, sr in zip(old, rollout, strict=True) for o, r in zip(so, sr, strict=True)]
+    n = len(tokens)
+    weights = [math.exp(min(max(o - r, -20.0), 20.0)) for o, r in tokens]
+    mean_weight = math.fsum(weights) / n
+    perplexity_ratios, squares = [], []
+    for so, sr in zip(old, rollout, strict=True):
+        perplexity_ratios.append(math.exp(sum(map(float, sr)) / len(sr) - sum(map(float, so)) / len(so)))
+        product = math.exp(min(max(sum(float(o) - float(r) for o, r in zip(so, sr, strict=True)), -20.0), 20.0))
+        squares.append(product**2)
+    return {
+        "mismatch/k1": sum(r - o for o, r in tokens) / n,
+        "mismatch/k3": sum(w - 1 - math.log(w) for w in weights) / n,
+        "mismatch/logprob_abs_mean": sum(abs(o - r) for o, r in tokens) / n,
+        "mismatch/logprob_abs_max": max(abs(o - r) for o, r in tokens),
+        "mismatch/ppl_ratio": sum(perplexity_ratios) / len(perplexity_ratios),
+        "mismatch/chi2_token": sum(w**2 for w in weights) / n - 1,
+        "mismatch/chi2_sequence": sum(squares) / len(squares) - 1,
+        "mismatch/ess": 1 / (sum((w / mean_weight) ** 2 for w in weights) / n),
+        "mismatch/token_mult_prob_error": sum(math.exp(abs(math.log(w))) for w in weights) / n,
+    }
