@@ -76,7 +76,7 @@ def policy_loss(
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
 
     Returns:
-        The loss [R, T], 0 where masked, in at least float32, and a dict of scalar sums over the masked tokens:
+        The loss [R, T], 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the masked tokens:
 
         tokens                  count of trained tokens
         positive_tokens         those with A > 0
@@ -89,7 +89,7 @@ def policy_loss(
         ratio_sum               Σ ratio
         old_kl_sum              Σ (ratio − 1 − log ratio), an estimate of KL(old ‖ now)
     """
-    mask = loss_mask.astype(bool)
+    mask = jnp.asarray(loss_mask).astype(bool)
     logprobs = _masked(logprobs, mask)
     reference = logprobs if old_logprobs is None else _masked(old_logprobs, mask)
     log_ratio = jnp.clip(logprobs - jax.lax.stop_gradient(reference), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -119,7 +119,7 @@ def policy_loss(
     stats = {name: jnp.sum(where, dtype=ratio.dtype) for name, where in counts.items()}
     stats["ratio_sum"] = masked_sum(ratio, mask)
     stats["old_kl_sum"] = masked_sum(jnp.expm1(log_ratio) - log_ratio, mask)
-    return jnp.where(mask, loss, 0.0), jax.lax.stop_gradient(stats)
+    return _masked(loss, mask), jax.lax.stop_gradient(stats)
 
 
 def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator) -> jax.Array:
@@ -146,7 +146,7 @@ def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Arra
     Raises:
         ValueError: another estimator.
     """
-    mask = loss_mask.astype(bool)
+    mask = jnp.asarray(loss_mask).astype(bool)
     difference = _masked(logprobs, mask) - jax.lax.stop_gradient(_masked(ref_logprobs, mask))
     if estimator == "k1":
         return difference
@@ -180,12 +180,12 @@ def aggregate(
         denominators: counts of the global batch.  A count of zero (nothing to train) acts as one: the loss is 0, not NaN.
 
     Returns:
-        A scalar in at least float32.
+        A scalar in float32 (float64 of float64).
 
     Raises:
         ValueError: another aggregation.
     """
-    mask = loss_mask.astype(bool)
+    mask = jnp.asarray(loss_mask).astype(bool)
     if aggregation == "token_mean":
         weight, denominator = None, denominators.tokens
     elif aggregation == "sequence_mean":
@@ -202,10 +202,11 @@ def aggregate(
 
 def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
     """Σ of ``values`` [R, T] over the tokens where ``loss_mask`` is true; masked values may be non-finite."""
-    return jnp.sum(_masked(values, loss_mask.astype(bool)))
+    return jnp.sum(_masked(values, jnp.asarray(loss_mask).astype(bool)))
 
 
 def _masked(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Values in at least float32, 0 where masked; the gradient there is exactly 0."""
-    return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
-
+    """Values in float32 (float64 stays), 0 where masked; the gradient there is exactly 0."""
+    values = jnp.asarray(values)
+    dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
+    return jnp.where(mask, values.astype(dtype), jnp.zeros((), dtype))

@@ -1,0 +1,56 @@
+"""Log-probabilities and entropies of given tokens, without ever holding the logits of a whole batch.
+
+The head and the softmax run over chunks of tokens (`lax.map`), each chunk recomputed in the backward
+(`jax.checkpoint`): memory is one chunk's [tokens, V] instead of [R, T, V].
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.models import ops
+from jetrl_jax.models.decoder import Decoder
+
+
+def completion_logprobs(
+    model: Decoder,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every token given those before it, and the entropy of the distribution it came from.
+
+    Args:
+      model: the policy with its weights bound.
+      token_ids, positions, segment_ids: int32 [R, T], packed rows.
+      temperature: the sampling temperature at which the rollout reported its logprobs.
+      chunk_tokens: tokens whose logits exist at once.
+
+    Returns:
+      (logprobs, entropy), float32 [R, T]; entry t belongs to token t, predicted from token t - 1.  Column 0 and
+      the first token of each segment hold no prediction (0, or that of a foreign context): mask them.
+      The entropy carries no gradient.
+    """
+    hidden = model(token_ids, positions, segment_ids)[:, :-1]
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), token_ids[:, 1:].reshape(-1)
+    count = flat.shape[0]
+    chunk = min(chunk_tokens, count)
+    padding = -count % chunk
+    flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = ops.scale_logits(model.logits(part[0]), temperature, model.numerics)
+        logprobs = ops.token_logprobs(logits, part[1], model.numerics)
+        log_softmax = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
+        return logprobs, -(jnp.exp(log_softmax) * log_softmax).sum(-1)
+
+    outputs = one_chunk((flat[0], targets[0])) if flat.shape[0] == 1 else jax.lax.map(one_chunk, (flat, targets))
+    rows = [part.reshape(-1)[:count].reshape(token_ids.shape[0], -1) for part in outputs]
+    logprobs, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in rows)
+    return logprobs, entropy
