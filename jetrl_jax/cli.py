@@ -1,0 +1,75 @@
+"""What all entry points share: the config arguments, and one way to end.
+
+    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules
+                  130 interrupted · 141 the reader of our output went away
+
+No module that a config needs imports jax, so that bad input ends before any device is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import load_config
+from jetrl_jax.errors import RunStopped, UserError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` --config and --set; `config_from_arguments` reads them."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the run (fields left out have their defaults, see docs/config.md)")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="change a field of the config, such as rollout.group_size=8 or rewards.0.weight=2; repeatable, the last one counts",
+    )
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
+    """The config that --config and --set describe; raises UserError."""
+    return load_config(arguments.config, arguments.overrides)
+
+
+def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run `main(sys.argv[1:])` and exit with its status; errors of the user end with a message, not with a traceback."""
+    try:
+        status = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
+    except UserError as error:
+        status = _end(f"error: {error}", error.exit_code)
+    except RunStopped as error:
+        status = _end(f"stopped: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        status = _end("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise  # another pipe broke, such as that of a worker process: a bug to be seen
+        status = BROKEN_PIPE
+    if status == BROKEN_PIPE or _nobody_reads(sys.stdout.fileno()):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit must not complain
+    sys.exit(status)
+
+
+def _end(message: str, status: int) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()  # what was printed comes before the message
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,0 +1,320 @@
+"""What one field of the config demands of another, as two tables.
+
+`RULES` are sizes and choices that must fit together.  `NO_EFFECT` are fields that do nothing under
+certain switches: setting one of them then is an error, since its author believes in an effect that does not
+exist.  A new rule is one entry.  `find_problems` reads both tables and the few rules that run over a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetrl_jax.config import RunConfig
+
+BUILTIN_REWARDS = ("task", "math_verify", "exact_match")
+FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where in the config (dotted path), what is wrong, what was got and expected, what to do.
+
+    involves: other paths whose values made this a mistake; where: file:line or the ``--set`` that says it.
+    """
+
+    path: str
+    what: str
+    got: str = ""
+    expected: str = ""
+    hint: str = ""
+    involves: tuple[str, ...] = ()
+    where: str = ""
+    no_effect: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields that must fit together; the first one is blamed."""
+
+    fields: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    what: str
+    expected: Callable[[RunConfig], str]
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Fields that do nothing while `idle` is true, as decided by `switches`."""
+
+    fields: tuple[str, ...]
+    switches: tuple[str, ...]
+    idle: Callable[[RunConfig], bool]
+    because: str
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+
+
+def _any_fp8(config: RunConfig) -> bool:
+    return config.precision.preset != "bf16" or any(item.format == "fp8" for item in config.precision.overrides)
+
+
+def _fp8_wgrad(config: RunConfig) -> bool:
+    return config.precision.preset in ("bf16", "fp8_unified") and _any_fp8(config)
+
+
+_LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
+_SUM = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("model.num_kv_heads", "model.num_heads", "model.path"),
+        lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
+        "query heads cannot be shared evenly among key/value heads",
+        lambda c: f"a divisor of model.num_heads = {c.model.num_heads}",
+    ),
+    Rule(
+        ("model.head_dim", "model.path"),
+        lambda c: c.model.path is not None or c.model.head_dim % 2 == 0,
+        "a head of odd width",
+        lambda c: "an even number",
+        "RoPE turns pairs of channels",
+    ),
+    Rule(
+        ("model.hidden_size", "model.num_heads", "model.architecture", "model.path"),
+        lambda c: c.model.path is not None or c.model.architecture != "llama" or c.model.hidden_size % c.model.num_heads == 0,
+        "the width of a llama model is not shared evenly among its heads",
+        lambda c: f"a multiple of model.num_heads = {c.model.num_heads}",
+    ),
+    Rule(
+        ("model.max_position_embeddings", *_LENGTHS, "model.path"),
+        lambda c: c.model.path is not None or _tokens(c) <= c.model.max_position_embeddings,
+        "the model is too short for the sequences of the run",
+        lambda c: f"at least {_SUM} = {_tokens(c)}",
+    ),
+    Rule(
+        ("rollout.top_p",),
+        lambda c: c.rollout.top_p == 1.0,
+        "training rollouts cannot be truncated",
+        lambda c: "1",
+        "a truncated distribution is not the policy that is trained; remove the line",
+    ),
+    Rule(
+        ("rollout.top_k",),
+        lambda c: c.rollout.top_k == 0,
+        "training rollouts cannot be truncated",
+        lambda c: "0 (off)",
+        "a truncated distribution is not the policy that is trained; remove the line",
+    ),
+    Rule(
+        ("batch.row_tokens", *_LENGTHS),
+        lambda c: c.row_tokens >= _tokens(c),
+        "a packed row is shorter than the longest sequence",
+        lambda c: f"at least {_SUM} = {_tokens(c)}, or null for exactly that",
+    ),
+    Rule(
+        ("batch.microbatch_tokens", "batch.row_tokens", *_LENGTHS),
+        lambda c: c.batch.microbatch_tokens >= c.row_tokens,
+        "a microbatch does not hold one row",
+        lambda c: f"at least the length of a row, {c.row_tokens} tokens",
+        "a row is batch.row_tokens long; where that is null, as long as the longest prompt plus the longest completion",
+    ),
+    Rule(
+        ("algorithm.minibatches", "rollout.prompts_per_step"),
+        lambda c: c.algorithm.minibatches <= c.rollout.prompts_per_step,
+        "more minibatches than prompts",
+        lambda c: f"at most rollout.prompts_per_step = {c.rollout.prompts_per_step}",
+    ),
+    Rule(
+        ("algorithm.overlong_buffer_tokens", "rollout.max_completion_tokens"),
+        lambda c: (c.algorithm.overlong_buffer_tokens or 0) <= c.rollout.max_completion_tokens,
+        "the soft penalty zone is longer than a completion",
+        lambda c: f"at most rollout.max_completion_tokens = {c.rollout.max_completion_tokens}",
+    ),
+    Rule(
+        ("tokenizer.path", "tokenizer.kind", "model.path"),
+        lambda c: c.tokenizer.kind != "huggingface" or c.tokenizer.path is not None or c.model.path is not None,
+        "tokenizer.kind: huggingface needs files",
+        lambda c: "a directory or a tokenizer.json, here or by model.path",
+    ),
+    Rule(
+        ("tokenizer.characters", "tokenizer.kind"),
+        lambda c: c.tokenizer.kind != "character" or len(set(c.tokenizer.characters)) == len(c.tokenizer.characters),
+        "a character stands twice in the alphabet",
+        lambda c: f"each once; twice: {json.dumps(''.join(sorted({x for x in c.tokenizer.characters if c.tokenizer.characters.count(x) > 1})))}",
+    ),
+    Rule(
+        ("tokenizer.chat_template", "tokenizer.kind"),
+        lambda c: not c.tokenizer.chat_template or c.tokenizer.kind == "huggingface",
+        "the built-in tokenizers have no chat template",
+        lambda c: "false, or tokenizer.kind: huggingface",
+    ),
+    Rule(
+        ("task.name", "task.kind"),
+        lambda c: c.task.kind not in ("reasoning_gym", "datasets") or c.task.name is not None,
+        "this kind of task needs a name",
+        lambda c: "name of a reasoning-gym dataset, such as basic_arithmetic" if c.task.kind == "reasoning_gym" else "a hub name or a local directory",
+    ),
+    Rule(
+        ("task.name", "task.kind"),
+        lambda c: c.task.kind != "function" or FUNCTION.fullmatch(c.task.name or "") is not None,
+        "this kind of task needs a Python function",
+        lambda c: FUNCTION_FORM,
+        "the module is imported from the current directory or from the installed packages",
+    ),
+    Rule(
+        ("task.path", "task.kind"),
+        lambda c: c.task.kind not in ("jsonl", "parquet") or c.task.path is not None,
+        "this kind of task needs a file",
+        lambda c: "path of the training file",
+    ),
+    Rule(
+        ("task.prompt_template",),
+        lambda c: "{prompt}" in c.task.prompt_template,
+        "the prompt has no place in the template",
+        lambda c: "text with {prompt} in it",
+    ),
+)
+
+_NEW_MODEL = (
+    "architecture",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rope_theta",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+
+
+def _task_kinds(field: str, *kinds: str) -> NoEffect:
+    listed = ", ".join(kinds[:-1]) + (" and " if len(kinds) > 1 else "") + kinds[-1]
+    return NoEffect((f"task.{field}",), ("task.kind",), lambda c: c.task.kind not in kinds, f"only the task kinds {listed} read it")
+
+
+NO_EFFECT: tuple[NoEffect, ...] = (
+    NoEffect(
+        tuple(f"model.{name}" for name in _NEW_MODEL),
+        ("model.path",),
+        lambda c: c.model.path is not None,
+        "model.path is set, and the sizes come from its config.json",
+    ),
+    NoEffect(("tokenizer.characters",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "character", "only the character tokenizer reads it"),
+    NoEffect(("tokenizer.path",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "huggingface", "only a huggingface tokenizer has files"),
+    NoEffect(
+        ("tokenizer.chat_template_kwargs", "tokenizer.system_prompt"),
+        ("tokenizer.chat_template", "tokenizer.kind"),
+        lambda c: not c.tokenizer.chat_template,
+        "tokenizer.chat_template is false",
+    ),
+    NoEffect(
+        ("precision.overrides",),
+        ("precision.preset",),
+        lambda c: not _any_fp8(c),
+        "precision.preset is bf16, and no exception puts a layer into FP8",
+    ),
+    NoEffect(
+        ("precision.scale_format", "precision.promotion_order"),
+        ("precision.preset", "precision.overrides"),
+        lambda c: not _any_fp8(c),
+        "nothing runs in FP8",
+    ),
+    NoEffect(
+        ("precision.wgrad_operand",),
+        ("precision.preset", "precision.overrides"),
+        lambda c: not _fp8_wgrad(c),
+        "WGrad does not run in FP8",
+    ),
+    _task_kinds("name", "arithmetic", "reasoning_gym", "datasets", "function"),
+    _task_kinds("path", "jsonl", "parquet", "gsm8k"),
+    _task_kinds("eval_path", "jsonl", "parquet"),
+    _task_kinds("prompt_field", "jsonl", "parquet", "datasets"),
+    _task_kinds("answer_field", "jsonl", "parquet", "datasets"),
+    _task_kinds("options", "arithmetic", "reasoning_gym", "datasets", "function"),
+    NoEffect(("task.eval_fraction",), ("task.eval_path",), lambda c: c.task.eval_path is not None, "task.eval_path gives the held-out items"),
+    NoEffect(
+        ("algorithm.max_generation_rounds",),
+        ("algorithm.dynamic_sampling", "algorithm.name"),
+        lambda c: not c.dynamic_sampling,
+        "dynamic sampling is off",
+    ),
+    NoEffect(
+        ("warm_start.batch_size", "warm_start.learning_rate", "warm_start.noise"),
+        ("warm_start.steps",),
+        lambda c: c.warm_start.steps == 0,
+        "warm_start.steps is 0",
+    ),
+)
+
+
+def find_problems(config: RunConfig) -> list[Problem]:
+    """Every violation of `RULES` and `NO_EFFECT` by a config whose fields are valid one by one."""
+    return [*_broken_rules(config), *_idle_problems(config), *_reward_problems(config)]
+
+
+def idle_fields(config: RunConfig) -> set[str]:
+    """Dotted paths of the fields that do nothing in this config."""
+    return {path for entry in NO_EFFECT if entry.idle(config) for path in entry.fields}
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a dotted path such as model.path or rewards.0.weight."""
+    for part in path.split("."):
+        config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
+    return config
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, on one line, at most about 60 characters long."""
+    if isinstance(value, float):
+        text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _broken_rules(config: RunConfig) -> Iterator[Problem]:
+    for rule in RULES:
+        if not rule.holds(config):
+            blamed, *others = rule.fields
+            yield Problem(blamed, rule.what, show(value_at(config, blamed)), rule.expected(config), rule.hint, tuple(others))
+
+
+def _idle_problems(config: RunConfig) -> Iterator[Problem]:
+    for entry in NO_EFFECT:
+        if not entry.idle(config):
+            continue
+        for path in entry.fields:
+            section, name = path.split(".")
+            part = getattr(config, section)
+            value = getattr(part, name)
+            says_off = not value and value == type(part).model_fields[name].default  # null, false, 0 or empty: true and harmless
+            if name in part.model_fields_set and not says_off:
+                yield Problem(
+                    path, "has no effect here", show(value), "the field left out", f"{entry.because}; remove it", entry.switches, no_effect=True
+                )
+
+
+def _reward_problems(config: RunConfig) -> Iterator[Problem]:
+    names = [reward.name for reward in config.rewards]
+    for i, name in enumerate(names):
+        path = f"rewards.{i}.name"
+        if name not in BUILTIN_REWARDS and FUNCTION.fullmatch(name) is None:
+            yield Problem(path, "unknown reward", show(name), f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}")
+        elif name in names[:i]:
+            yield Problem(path, "a reward stands twice", show(name), "each name once, since rewards are logged by name", "add the weights", (f"rewards.{names.index(name)}.name",))
+    if all(reward.weight == 0 for reward in config.rewards):
+        weights = tuple(f"rewards.{i}.weight" for i in range(len(names)))
+        yield Problem(weights[0], "no reward counts", "0 in every entry", "one weight that is not 0", involves=weights[1:])
