@@ -124,17 +124,17 @@ class TaskSection(Section):
     )
     path: Text | None = Field(None, description="jsonl and parquet: the training file; gsm8k: its directory.")
     eval_path: Text | None = Field(None, description="jsonl and parquet: the held-out file; null holds out eval_fraction of path.")
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="Share of the items held out where no eval file is given.")
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="Share of the items held out where no eval file or split is given.")
     prompt_field: Text = Field("prompt", description="Field of the prompt in a file or dataset.")
     answer_field: Text = Field("answer", description="Field of the answer in a file or dataset.")
     prompt_template: Text = Field("{prompt}", description="How a prompt is written; {prompt} stands for the task's text.")
-    options: Options = Field({}, description="Keyword arguments of the task (arithmetic, reasoning_gym, datasets, function).")
+    options: Options = Field({}, description="Options of the task, by kind; an unknown one is an error that lists them. function: its keyword arguments.")
 
 
 class RewardSection(Section):
     """One reward function."""
 
-    name: Text = Field("task", description="task: the task's own verifier; math_verify; exact_match; or module:function.")
+    name: Text = Field("task", description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, math_verify; or module:function.")
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(10.0, description="Time after which a call counts as failed and its sample is masked, in seconds.")
     separate_process: bool = Field(False, description="Whether it runs in worker processes; module:function always does.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
 
-BUILTIN_REWARDS = ("task", "math_verify", "exact_match")
+BUILTIN_REWARDS = ("task", "math_verify", "exact_match", "gsm8k", "boxed", "last_number")
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
 
@@ -242,7 +242,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     _task_kinds("eval_path", "jsonl", "parquet"),
     _task_kinds("prompt_field", "jsonl", "parquet", "datasets"),
     _task_kinds("answer_field", "jsonl", "parquet", "datasets"),
-    _task_kinds("options", "arithmetic", "reasoning_gym", "datasets", "function"),
+    _task_kinds("eval_fraction", "arithmetic", "jsonl", "parquet", "datasets", "function"),
     NoEffect(("task.eval_fraction",), ("task.eval_path",), lambda c: c.task.eval_path is not None, "task.eval_path gives the held-out items"),
     NoEffect(
         ("algorithm.max_generation_rounds",),
