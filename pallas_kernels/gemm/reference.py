@@ -1,18 +1,21 @@
 """THE definition of the block-scaled product A Bᵀ, in plain XLA, and a quicker relative of it.
 
-Exact form, block by block, K ascending (dot: exact sum of products, rounded once to FP32; f32, f64: roundings):
+Exact form, block by block, K ascending (dot: exact sum of 128 products, rounded once to FP32; f32, f64: roundings):
 
     "deepgemm"   acc = f32(f64(acc) + f64(dot) * f64(f32(sa * sb)))
     "triton"     acc = f32(f64(acc) + f64(f32(dot * sa)) * f64(sb))
 
-The products of two codes are multiples of 2**-18 and a sum of 128 of them stays below 2**25, so a float64 dot is exact
-in any order and on any number of threads. The scaled product of two FP32 numbers is exact in float64 too: a step is a
-fused multiply-add, up to a rare double rounding.
+The product of two codes is a multiple of 2**-18 and a sum of 128 of them stays below 2**25, so a float64 dot is exact
+in any order, tiling and number of threads: this is why a row of the result does not depend on its batch mates. The
+product of two FP32 numbers is exact in float64 too, so a step is a fused multiply-add up to a rare double rounding.
+
+The dots of all blocks are formed first and their promotion is one fused pass, unless they are many or large: then a
+loop forms one block at a time. The bits are the same in every form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,69 +25,108 @@ from jax import lax
 from pallas_kernels.formats import BLOCK, round_to_float32, to_float64
 from pallas_kernels.scaled_array import ScaledArray
 
-UNROLLED_BLOCKS = 16
+# Measured on 2 CPU cores; the choice changes the speed and the size of the program, never the bits of `matmul_exact`.
+UNROLLED_BLOCKS = 8
+"""Up to this many blocks of K have one dot each; more go through one batched dot, which compiles faster."""
+FUSED_BLOCKS = 64
 """More blocks of K than this run as a loop, so that the program stays small."""
+FUSED_BYTES = 32 << 20
+"""Larger dots (all blocks together) run as a loop, so that memory does not grow with K."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
+_CONTRACT_LAST_BATCHED = (((2,), (2,)), ((0,), (0,)))
+
+_Dot = Callable[[jax.Array, jax.Array, Any], jax.Array]
+_Promote = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str) -> jax.Array:
     """a [M, K] times b [N, K] transposed, blocks (1 or 128, 128) both: [M, N], row-invariant."""
 
-    def step(accumulator: jax.Array, a_codes: jax.Array, b_codes: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
-        with jax.enable_x64(True):
-            dot = lax.dot_general(to_float64(a_codes), to_float64(b_codes), _CONTRACT_LAST)
-            dot = round_to_float32(dot)
-            left, right = (dot, sa * sb) if promotion_order == "deepgemm" else (dot * sa, sb)
-            return round_to_float32(to_float64(accumulator) + to_float64(left) * to_float64(right))
+    def dot(a_codes: jax.Array, b_codes: jax.Array, dimensions: Any) -> jax.Array:
+        return lax.dot_general(to_float64(a_codes), to_float64(b_codes), dimensions)
 
-    return _over_blocks(step, a, b, out_dtype)
+    def promote(accumulator: jax.Array, product: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+        product = round_to_float32(product)
+        left, right = (product, sa * sb) if promotion_order == "deepgemm" else (product * sa, sb)
+        return round_to_float32(to_float64(accumulator) + to_float64(left) * to_float64(right))
+
+    with jax.enable_x64(True):
+        return _matmul(dot, promote, a, b, out_dtype)
 
 
 def matmul_fast(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str) -> jax.Array:
     """As `matmul_exact` with an FP32 dot of BF16 operands and FP32 promotion: [M, N], not row-invariant."""
 
-    def step(accumulator: jax.Array, a_codes: jax.Array, b_codes: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
-        a_values, b_values = a_codes.astype(jnp.bfloat16), b_codes.astype(jnp.bfloat16)  # exact
-        dot = lax.dot_general(a_values, b_values, _CONTRACT_LAST, preferred_element_type=jnp.float32)
-        return accumulator + (dot * (sa * sb) if promotion_order == "deepgemm" else dot * sa * sb)
+    def dot(a_codes: jax.Array, b_codes: jax.Array, dimensions: Any) -> jax.Array:
+        a_values, b_values = a_codes.astype(jnp.bfloat16), b_codes.astype(jnp.bfloat16)  # exact: 4 of 8 bits
+        return lax.dot_general(a_values, b_values, dimensions, preferred_element_type=jnp.float32)
 
-    return _over_blocks(step, a, b, out_dtype)
+    def promote(accumulator: jax.Array, product: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+        return accumulator + (product * (sa * sb) if promotion_order == "deepgemm" else product * sa * sb)
+
+    return _matmul(dot, promote, a, b, out_dtype)
 
 
-def _over_blocks(step: Callable[..., jax.Array], a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
-    """Runs `step` over the blocks of K, unrolled when few, and rounds the accumulator to `out_dtype`."""
-    rows, depth = a.shape
-    columns = b.shape[0]
-    a_scale = _per_row(a.scale, a.block_shape[0], rows)[:, None, :]  # [M, 1, Kb]
-    b_scale = _per_row(b.scale, b.block_shape[0], columns)[None, :, :]  # [1, N, Kb]
-    accumulator = jnp.zeros((rows, columns), jnp.float32)
-    blocks = a_scale.shape[-1]
+def _matmul(dot: _Dot, promote: _Promote, a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
+    """Forms the dots of the blocks of K, promotes them in order and rounds the accumulator to `out_dtype`."""
+    a_scale = _per_row(a)
+    b_scale = _per_row(b)
+    blocks = a_scale.shape[1]
+    accumulator = jnp.zeros((a.shape[0], b.shape[0]), jnp.float32)
+    if blocks > FUSED_BLOCKS or (blocks > 1 and 8 * blocks * accumulator.size > FUSED_BYTES):
+        accumulator = _loop(dot, promote, accumulator, a.qvalue, b.qvalue, a_scale, b_scale)
+    else:
+        for block, product in enumerate(_block_dots(dot, a.qvalue, b.qvalue, blocks)):
+            accumulator = promote(accumulator, product, a_scale[:, block, None], b_scale[None, :, block])
+    return _round_output(accumulator, out_dtype)
+
+
+def _block_dots(dot: _Dot, a_codes: jax.Array, b_codes: jax.Array, blocks: int) -> Sequence[jax.Array]:
+    """The dot [M, N] of each block of K."""
     if blocks <= UNROLLED_BLOCKS:
-        for block in range(blocks):
-            k = slice(block * BLOCK, min((block + 1) * BLOCK, depth))
-            accumulator = step(accumulator, a.qvalue[:, k], b.qvalue[:, k], a_scale[..., block], b_scale[..., block])
-        return _round_output(accumulator, out_dtype)
+        slices = [slice(block * BLOCK, (block + 1) * BLOCK) for block in range(blocks)]  # the last may be partial
+        return [dot(a_codes[:, k], b_codes[:, k], _CONTRACT_LAST) for k in slices]
+    a_blocks, b_blocks = (_pad_depth(codes, blocks).reshape(-1, blocks, BLOCK) for codes in (a_codes, b_codes))
+    products = dot(a_blocks.transpose(1, 0, 2), b_blocks.transpose(1, 0, 2), _CONTRACT_LAST_BATCHED)
+    return [products[block] for block in range(blocks)]
 
-    padding = ((0, 0), (0, blocks * BLOCK - depth))
-    a_codes, b_codes = jnp.pad(a.qvalue, padding), jnp.pad(b.qvalue, padding)  # zero codes add nothing
+
+def _loop(
+    dot: _Dot,
+    promote: _Promote,
+    accumulator: jax.Array,
+    a_codes: jax.Array,
+    b_codes: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+) -> jax.Array:
+    """One block of K per turn: the accumulator [M, N] after the last one."""
+    blocks = a_scale.shape[1]
+    a_codes, b_codes = _pad_depth(a_codes, blocks), _pad_depth(b_codes, blocks)
 
     def body(block: jax.Array, accumulator: jax.Array) -> jax.Array:
-        codes = (lax.dynamic_slice_in_dim(codes, block * BLOCK, BLOCK, 1) for codes in (a_codes, b_codes))
-        scales = (lax.dynamic_index_in_dim(scale, block, 2, keepdims=False) for scale in (a_scale, b_scale))
-        return step(accumulator, *codes, *scales)
+        a_block, b_block = (lax.dynamic_slice_in_dim(codes, block * BLOCK, BLOCK, 1) for codes in (a_codes, b_codes))
+        sa, sb = (lax.dynamic_index_in_dim(scale, block, 1, keepdims=False) for scale in (a_scale, b_scale))
+        return promote(accumulator, dot(a_block, b_block, _CONTRACT_LAST), sa[:, None], sb[None, :])
 
-    return _round_output(lax.fori_loop(0, blocks, body, accumulator), out_dtype)
+    return lax.fori_loop(0, blocks, body, accumulator)
 
 
-def _per_row(scale: jax.Array, edge: int, rows: int) -> jax.Array:
-    """Scales [ceil(rows / edge), Kb] as one per row [rows, Kb]."""
-    return jnp.repeat(scale, edge, axis=0)[:rows] if edge > 1 else scale
+def _pad_depth(codes: jax.Array, blocks: int) -> jax.Array:
+    """Codes with K filled up to whole blocks by zeros, which add nothing."""
+    missing = blocks * BLOCK - codes.shape[1]
+    return jnp.pad(codes, ((0, 0), (0, missing))) if missing else codes
+
+
+def _per_row(array: ScaledArray) -> jax.Array:
+    """Scales [ceil(R / r), Kb] as one per row [R, Kb]."""
+    edge = array.block_shape[0]
+    return jnp.repeat(array.scale, edge, axis=0)[: array.shape[0]] if edge > 1 else array.scale
 
 
 def _round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:
-    """FP32 to `out_dtype`; reduce_precision keeps XLA from dropping the rounding when the consumer widens again."""
-    if out_dtype == jnp.float32:
-        return accumulator
-    info = jnp.finfo(out_dtype)
-    return lax.reduce_precision(accumulator, info.nexp, info.nmant).astype(out_dtype)
+    """FP32 to `out_dtype`; for bfloat16 `reduce_precision` keeps XLA from dropping the rounding in a later widening."""
+    if out_dtype == jnp.bfloat16:
+        accumulator = lax.reduce_precision(accumulator, exponent_bits=8, mantissa_bits=7)
+    return accumulator.astype(out_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.formats import compute_scale, encode
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
@@ -15,8 +16,20 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> S
     grid_rows, grid_columns = grid_shape(x.shape, block_shape)
     padding = (grid_rows * block_shape[0] - rows, grid_columns * block_shape[1] - columns)
     padded = jnp.pad(x, ((0, padding[0]), (0, padding[1]))) if any(padding) else x  # zeros: never raise amax
-    blocks = padded.reshape(grid_rows, block_shape[0], grid_columns, block_shape[1])
+    blocks = _widen(padded).reshape(grid_rows, block_shape[0], grid_columns, block_shape[1])
     amax = jnp.max(jnp.abs(blocks), axis=(1, 3))  # NaN and infinity propagate
     scale = compute_scale(amax, scale_format)
     codes = encode(blocks, scale[:, None, :, None]).reshape(padded.shape)
     return ScaledArray(codes[:rows, :columns], scale, block_shape)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """`x` as float32, exactly.
+
+    BF16 goes through its bits: after a plain convert XLA may drop the caller's rounding to BF16
+    (`xla_allow_excess_precision`), and a fused quantiser would give other codes than a separate one.
+    """
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
+    return lax.bitcast_convert_type(bits, jnp.float32)
