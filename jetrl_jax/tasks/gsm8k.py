@@ -1,0 +1,64 @@
+"""GSM8K: grade school word problems whose worked answers end in ``#### 42``.
+
+Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021); files ``train.jsonl`` (7,473) and
+``test.jsonl`` (1,319), fields ``question`` and ``answer``.  The directory is ``task.path``, else the environment
+variable ``GSM8K_DIR``, else ``shared/data/gsm8k`` beside the checkout.  The worked solution is the file's answer as it
+stands, calculator marks ``<<2+3=5>>`` included; the example's answer is its final number.
+
+``options.extraction`` says where a completion's number is read: ``hash`` (default: after the last ``####``; a number
+that stands only in the working does not count), ``boxed`` or ``last_number``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jetrl_jax.config import TaskSection
+from jetrl_jax.errors import UserError
+from jetrl_jax.tasks import records, verify
+from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt
+
+_EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
+
+
+def directory(path: str | None) -> Path:
+    """Where the files are looked for: ``path``, else ``GSM8K_DIR``, else beside the checkout."""
+    beside = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
+    return Path(path or os.environ.get("GSM8K_DIR") or beside).expanduser()
+
+
+def build(section: TaskSection) -> ListTask:
+    """The task of ``kind: gsm8k``: train.jsonl to train on, test.jsonl held out."""
+    check_options("gsm8k", section.options, ["extraction"])
+    extraction = section.options.get("extraction", "hash")
+    if extraction not in _EXTRACTION:
+        raise UserError(f"gsm8k: unknown extraction: got task.options.extraction={extraction!r}, expected one of {', '.join(_EXTRACTION)}.")
+    folder = directory(section.path)
+    missing = [name for name in ("train.jsonl", "test.jsonl") if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"gsm8k: no {' and no '.join(missing)} in {str(folder)!r}. Set task.path or GSM8K_DIR to the directory that holds them."
+        )
+    problems: list[str] = []
+    train, held_out = (_examples(folder / name, section.prompt_template, problems) for name in ("train.jsonl", "test.jsonl"))
+    records.raise_broken("gsm8k", problems)
+    train, held_out, notes = records.split_examples("gsm8k", train, held_out, section.eval_fraction)
+    return ListTask("gsm8k", train, held_out, _EXTRACTION[extraction], notes)
+
+
+def _examples(path: Path, template: str, problems: list[str]) -> list[Example]:
+    examples: list[Example] = []
+    for where, row in records.jsonl_rows(path):
+        question, worked = (row.get("question"), row.get("answer")) if isinstance(row, dict) else (None, None)
+        worked = worked if isinstance(worked, str) else ""
+        number = verify.hash_number(worked)
+        if not isinstance(question, str) or not question.strip():
+            problems.append(
+                f"{where}: no question" if isinstance(row, dict) else f"{where}: {row if isinstance(row, str) else 'not an object'}"
+            )
+        elif number is None:
+            problems.append(f"{where}: no '#### number' in the answer")
+        else:
+            examples.append(Example(format_prompt(template, question), f"{number:f}", worked, len(examples)))
+    return examples

@@ -1,0 +1,211 @@
+"""The worker process of a reward function, and the call both sides share.
+
+Run as a file, not as a module, so that it starts in tens of milliseconds: standard library only, no jax, nothing of
+this package unless the reward itself imports it.  It speaks over one socket (argument 1): frames of 8 bytes length and
+a payload, pickles in, JSON out.  Standard input, output and error are not the protocol's: a reward may print bytes.
+
+A fork made by a reward that returns into this file leaves at once.  When the trainer is gone, the worker ends itself
+and its children.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence, Set
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+COLUMNS = ("prompts", "completions", "answers", "solutions", "completion_ids", "finish_reasons", "metadata")
+
+
+class BadReward(Exception):
+    """A reward function that does not keep its contract: not a failure of one sample but an error of its author."""
+
+
+class PerSample:
+    """A verifier ``(completion, example) -> number`` as a reward function over lists."""
+
+    per_sample = True
+
+    def __init__(self, verifier: Callable[[str, Any], Any]):
+        self._verifier = verifier
+
+    def __call__(self, completions: list[str], examples: list[Any]) -> list[Any]:
+        return [self._verifier(completion, example) for completion, example in zip(completions, examples, strict=True)]
+
+
+def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The columns a user's function takes, by the names of its parameters; raises BadReward for one we have not."""
+    if isinstance(function, PerSample):
+        return ("completions", "examples")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return COLUMNS
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise BadReward(f"takes {parameter.name!r} by position only, expected def reward(prompts, completions, answers, **kwargs)")
+        required = parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if required and parameter.name not in COLUMNS:
+            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(COLUMNS)}")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return COLUMNS
+    return tuple(parameter.name for parameter in parameters if parameter.name in COLUMNS)
+
+
+def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:
+    """Rewards as floats; None stays.  Booleans, numpy and zero-dimensional values count as numbers; raises BadReward for others."""
+    if len(values) != count:
+        raise BadReward(f"returned {'more than ' * (len(values) > count)}{min(len(values), count)} rewards for {count} completions")
+    numbers: list[float | None] = []
+    for index, value in enumerate(values):
+        if not isinstance(value, Real) and hasattr(value, "item"):
+            try:
+                value = value.item()
+            except Exception:
+                raise BadReward(
+                    f"returned {type(value).__name__} of more than one value for completion {index}, expected a number or None"
+                ) from None
+        if value is None:
+            numbers.append(None)
+        elif isinstance(value, Real | Decimal):
+            try:
+                numbers.append(float(value))
+            except OverflowError:
+                numbers.append(float("nan"))  # an integer beyond float64: not finite, so masked
+        else:
+            raise BadReward(f"returned {type(value).__name__} {_short(value)} for completion {index}, expected a number or None")
+    return numbers
+
+
+def call(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int) -> list[float | None]:
+    """One call of a reward function; what it raises passes through, a broken contract raises BadReward."""
+    returned = function(**columns)
+    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
+        raise BadReward(f"returned {type(returned).__name__} {_short(returned)}, expected a list of {count} numbers or None")
+    return to_numbers(list(itertools.islice(returned, count + 1)), count)
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place of an exception, whatever its __str__ does."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(no text)"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text[:500]}{place}"
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "(no text)"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def send_frame(connection: socket.socket, payload: bytes) -> None:
+    """Writes one frame."""
+    connection.sendall(len(payload).to_bytes(8, "big") + payload)
+
+
+def _receive_frame(connection: socket.socket) -> bytes | None:
+    """The next frame, or None where the other side is gone."""
+    with connection.makefile("rb", buffering=0) as stream:
+
+        def read(count: int) -> bytes | None:
+            parts = bytearray()
+            while len(parts) < count:
+                piece = stream.read(min(count - len(parts), 1 << 20))
+                if not piece:
+                    return None
+                parts += piece
+            return bytes(parts)
+
+        header = read(8)
+        return None if header is None else read(int.from_bytes(header, "big"))
+
+
+def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
+    """The reward function: ``module:function`` by import, or a pickled verifier."""
+    sys.path[:] = start["sys_path"]
+    if start["pickled"] is not None:
+        return PerSample(pickle.loads(start["pickled"]))
+    module_name, _, attribute = start["target"].partition(":")
+    found: Any = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise BadReward(f"is {type(found).__name__}, expected a function")
+    return found
+
+
+def _outcome(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Any]:
+    try:
+        return {"values": call(function, columns, count)}
+    except BadReward as error:
+        return {"bad": str(error)}
+    except TimeoutError as error:
+        return {"failed": "timeout", "message": describe(error)}
+    except BaseException as error:  # SystemExit too: a reward does not end its worker politely
+        errors = sys.modules.get("jetrl_jax.errors")
+        if errors is not None and isinstance(error, errors.UserError):
+            return {"bad": str(error)}
+        return {"failed": "exception", "message": describe(error)}
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main(descriptor: int) -> None:
+    """Loads the function, says so, then answers requests until the other side closes."""
+    faulthandler.enable()  # where it crashed, for the log
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    pid, parent = os.getpid(), os.getppid()
+
+    def reply(message: dict[str, Any]) -> None:
+        if os.getpid() != pid:
+            os._exit(0)
+        send_frame(connection, json.dumps(message).encode())
+
+    first = _receive_frame(connection)
+    if first is None:
+        return
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    try:
+        function = _load(pickle.loads(first))
+        accepted = accepted_columns(function)
+    except BadReward as error:
+        return reply({"bad": str(error)})
+    except BaseException as error:
+        return reply({"bad": f"cannot be loaded: {describe(error)}"})
+    reply({"ready": True, "columns": accepted, "per_sample": isinstance(function, PerSample)})
+    while (frame := _receive_frame(connection)) is not None:
+        request = pickle.loads(frame)
+        columns, count, step = request["columns"], request["count"], request["step"]
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            reply(_outcome(function, {key: values[start:stop] for key, values in columns.items()}, stop - start))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    os._exit(0)  # whatever threads a reward has left behind
