@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
         length = token_ids.shape[1]
         causal = jnp.tril(jnp.ones((length, length), bool))
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
-        mask = causal & same & (segment_ids[:, :, None] > 0)
+        mask = causal[None] & same & (segment_ids[:, :, None] > 0)
         return self._run(token_ids, positions, mask, None)
 
     def decode(

@@ -48,7 +48,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numer
     else:
         out = dense(flat, weight, numerics.dtype, numerics)
     if bias is not None:
-        total = out.astype(jnp.float32) + round_to(bias, numerics.dtype).astype(jnp.float32)
+        total = out.astype(jnp.float32) + round_to(bias, numerics.dtype).astype(jnp.float32)[None]
         out = round_to(total, numerics.dtype)
     return out.reshape(*x.shape[:-1], -1)
 

@@ -34,6 +34,11 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
+def along_last(vector: jax.Array, rank: int) -> jax.Array:
+    """A vector [D] as [1, ..., 1, D] of `rank` axes: broadcasting is written out, for strict rank promotion."""
+    return vector.reshape((1,) * (rank - 1) + vector.shape)
+
+
 def shape_independent(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Turns `function(static, dtype, *arrays)` into `f(static, exact, *arrays)`.
 
@@ -88,7 +93,7 @@ def _scale(normed: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Arra
     if numerics.engine_variant == "native":
         normed = round_to(normed, numerics.dtype).astype(jnp.float32)
     weight = round_to(weight, numerics.dtype).astype(jnp.float32)
-    return round_to(normed * weight, numerics.dtype)
+    return round_to(normed * along_last(weight, normed.ndim), numerics.dtype)
 
 
 @shape_independent
@@ -125,7 +130,8 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    frequencies = along_last(jnp.asarray(rope_frequencies(config)), positions.ndim + 1)
+    angle = positions[..., None].astype(jnp.float32) * frequencies
     if numerics.exact:
         with jax.enable_x64(True):
             wide = angle.astype(jnp.float64)
