@@ -172,8 +172,8 @@ with Console(3) as console:
             for _ in range(4):
                 time.sleep(0.02)
                 phase.advance()
-        print("printed by a reward function")
         console.step({"step": step, "reward/mean": 0.5})
+        print("printed by a reward function")
 """
 ROOT = Path(__file__).resolve().parents[2]
 
