@@ -168,7 +168,7 @@ def policy_objective(
     )
     if algorithm.needs_reference:
         if batch.ref_logprobs is None:
-            raise ValueError(f"policy_objective: no reference: got batch.ref_logprobs=None, expected [R, T] for kl_coef={algorithm.kl_coef}")
+            raise ValueError(f"policy_objective: no reference: got ref_logprobs=None, expected [R, T] for kl_coef={algorithm.kl_coef}")
         kl = losses.kl_penalty(logprobs, batch.ref_logprobs, batch.loss_mask, estimator=algorithm.kl_estimator)
         token_loss = token_loss + algorithm.kl_coef * kl
         stats["kl_sum"] = jax.lax.stop_gradient(losses.masked_sum(kl, batch.loss_mask))

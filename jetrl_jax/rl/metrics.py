@@ -92,7 +92,7 @@ def mismatch_metrics(
         return {}
     old, rollout = arrays[0][where].astype(np.float64), arrays[1][where].astype(np.float64)
     _, sequence = np.unique(arrays[3][where], return_inverse=True)
-    length = np.bincount(sequence)
+    length = np.bincount(sequence).astype(np.float64)
 
     difference = old - rollout
     log_ratio = _clamp(difference)

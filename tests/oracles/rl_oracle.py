@@ -88,8 +88,12 @@ def aggregate(values, mask, sequence_index, aggregation, max_tokens):
     return math.fsum(v for s in sequences.values() for v in s) / (len(sequences) * max_tokens)
 
 
-def objective(logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high, dual_clip, kl_coef, ref, estimator, aggregation, max_tokens):
+def objective(
+    logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high, dual_clip, kl_coef, ref, estimator, aggregation, max_tokens
+):
     """The whole loss of a batch [R, T]."""
+    # a float32 scalar of numpy would turn a product with a Python float into float32
+    logprobs, old, advantage, ref = (np.asarray(a, np.float64) for a in (logprobs, old, advantage, ref))
     values = np.zeros(np.shape(logprobs))
     for place in np.ndindex(*values.shape):
         if mask[place]:

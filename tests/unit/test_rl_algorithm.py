@@ -1,0 +1,145 @@
+"""Defaults of the algorithms, what overrides them, and the objective put together from its parts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jetrl_jax.config import AlgorithmSection
+from jetrl_jax.errors import UserError
+from jetrl_jax.rl import advantages
+from jetrl_jax.rl.algorithm import policy_objective, resolve_algorithm
+from jetrl_jax.rl.batching import TrainBatch, count_denominators
+from tests.oracles import rl_oracle
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "aggregation", "clip_high", "dynamic_sampling", "buffer"),
+    [
+        ("grpo", advantages.grpo, "token_mean", 0.2, False, 0),
+        ("dapo", advantages.grpo, "token_mean", 0.28, True, 4096),
+        ("dr_grpo", advantages.dr_grpo, "constant", 0.2, False, 0),
+        ("rloo", advantages.rloo, "token_mean", 0.2, False, 0),
+    ],
+)
+def test_resolve_algorithm_defaults(name, advantage, aggregation, clip_high, dynamic_sampling, buffer):
+    resolved = resolve_algorithm(AlgorithmSection(name=name), 20480)
+    assert (resolved.advantage, resolved.aggregation, resolved.clip_low, resolved.clip_high) == (advantage, aggregation, 0.2, clip_high)
+    assert (resolved.dynamic_sampling, resolved.overlong_buffer_tokens, resolved.max_completion_tokens) == (dynamic_sampling, buffer, 20480)
+    assert resolved.dual_clip is None and not resolved.needs_reference and resolved.on_policy and not resolved.notes
+    hash(resolved)
+
+
+OVERRIDES = {
+    "loss_aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "kl_coef": 0.01, "kl_estimator": "k2",
+    "epochs": 2, "minibatches": 4, "mask_truncated": True, "dynamic_sampling": False, "max_generation_rounds": 3,
+    "overlong_buffer_tokens": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo"])
+def test_resolve_algorithm_keeps_what_the_config_sets(name):
+    record = resolve_algorithm(AlgorithmSection(name=name, **OVERRIDES), 100).record()
+    assert set(OVERRIDES) == set(AlgorithmSection.model_fields) - {"name"}
+    for field, value in OVERRIDES.items():
+        assert record[field.removeprefix("loss_")] == value, field
+    assert record["name"] == name and isinstance(record["advantage"], str)
+
+
+def test_on_policy_needs_one_pass_and_one_minibatch():
+    assert not resolve_algorithm(AlgorithmSection(epochs=2), 10).on_policy
+    assert not resolve_algorithm(AlgorithmSection(minibatches=2), 10).on_policy
+
+
+def test_resolve_algorithm_raises_on_buffer_longer_than_completion():
+    with pytest.raises(UserError, match=r"overlong_buffer_tokens=11, expected at most rollout.max_completion_tokens=10"):
+        resolve_algorithm(AlgorithmSection(overlong_buffer_tokens=11), 10)
+
+
+@pytest.mark.parametrize(("settings", "word"), [({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1"), ({"clip_low": 1.0}, "clip_low")])
+def test_settings_without_the_wanted_effect_are_noted(settings, word):
+    (note,) = resolve_algorithm(AlgorithmSection(**settings), 10).notes
+    assert word in note
+
+
+def test_shape_rewards_adds_the_overlong_penalty():
+    resolved = resolve_algorithm(AlgorithmSection(name="dapo"), 100)
+    rewards = np.array([[1.0, 1.0, np.nan], [0.0, 1.0, 1.0]])
+    lengths = np.array([[80, 90, 100], [100, 81, 1]])
+    np.testing.assert_allclose(resolved.shape_rewards(rewards, lengths), [[1.0, 0.5, np.nan], [-1.0, 0.95, 1.0]])
+    np.testing.assert_array_equal(resolve_algorithm(AlgorithmSection(), 100).shape_rewards(rewards, lengths), rewards)
+
+
+def draw_batch():
+    rng = np.random.default_rng(0)
+    shape = (2, 8)
+    sequence = np.array([[0, 0, 0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 2, 2, -1, -1]])
+    mask = np.array([[0, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]], bool)
+    count = np.bincount(sequence[mask])
+    logprobs = -rng.exponential(1.0, shape).astype(np.float32)
+    # what is not trained is not finite, so that a mask left out anywhere is seen
+    noisy = lambda scale: np.where(mask, logprobs + scale * rng.normal(size=shape), np.nan).astype(np.float32)  # noqa: E731
+    batch = TrainBatch(
+        token_ids=np.zeros(shape, np.int32), positions=np.zeros(shape, np.int32), segment_ids=(sequence >= 0).astype(np.int32),
+        loss_mask=mask, rollout_logprobs=noisy(0.1), advantages=np.where(mask, np.array([-1.0, 0.7, 1.2])[sequence], 0).astype(np.float32),
+        sequence_index=sequence.astype(np.int32), inverse_length=np.where(mask, 1 / count[sequence], 0).astype(np.float32),
+        old_logprobs=noisy(0.4), ref_logprobs=noisy(0.3),
+    )  # fmt: skip
+    return np.where(mask, logprobs, -np.inf), batch
+
+
+@functools.partial(jax.jit, static_argnames="algorithm")
+def objective_and_gradient(logprobs, batch, denominators, algorithm, entropy):
+    function = functools.partial(policy_objective, batch=batch, denominators=denominators, algorithm=algorithm, entropy=entropy)
+    return jax.value_and_grad(function, has_aux=True)(logprobs)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"name": "dapo"}, {"name": "dr_grpo", "kl_coef": 0.2, "dual_clip": 1.5}, {"loss_aggregation": "sequence_mean"}]
+)
+def test_objective_matches_oracle(settings):
+    logprobs, batch = draw_batch()
+    algorithm = resolve_algorithm(AlgorithmSection(**settings), 6)
+
+    def oracle(point):
+        return rl_oracle.objective(
+            point, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.sequence_index,
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip, kl_coef=algorithm.kl_coef,
+            ref=batch.ref_logprobs, estimator="k3", aggregation=algorithm.aggregation, max_tokens=6,
+        )  # fmt: skip
+
+    entropy = np.where(batch.loss_mask, 0.5, np.nan)
+    (loss, stats), gradient = objective_and_gradient(logprobs, batch, count_denominators([batch], 6), algorithm, entropy)
+    finite = np.where(batch.loss_mask, logprobs, 0).astype(np.float64)
+    np.testing.assert_allclose(loss, oracle(finite), rtol=3e-6)
+    numeric = rl_oracle.central_difference(oracle, finite)
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-5, atol=1e-7)
+    assert np.abs(numeric).max() > 0.01
+    np.testing.assert_allclose(stats["entropy_sum"], 0.5 * batch.loss_mask.sum())
+    if algorithm.needs_reference:
+        pairs = zip(finite[batch.loss_mask], batch.ref_logprobs[batch.loss_mask].astype(float), strict=True)
+        kl = sum(rl_oracle.kl(now, ref, "k3") for now, ref in pairs)
+        np.testing.assert_allclose(stats["kl_sum"], kl, rtol=1e-5)
+    else:
+        assert "kl_sum" not in stats
+
+
+def test_objective_without_old_logprobs_is_on_policy():
+    logprobs, batch = draw_batch()
+    batch = batch.replace(old_logprobs=None, ref_logprobs=None)
+    algorithm = resolve_algorithm(AlgorithmSection(), 6)
+    (loss, stats), gradient = objective_and_gradient(logprobs, batch, count_denominators([batch], 6), algorithm, None)
+    expected = -batch.advantages / batch.loss_mask.sum()
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    np.testing.assert_allclose(loss, expected.sum(), rtol=1e-6)
+    assert not stats["clipped_low_negative"] and not stats["clipped_high_positive"]
+
+
+def test_objective_raises_without_reference():
+    logprobs, batch = draw_batch()
+    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1), 6)
+    with pytest.raises(ValueError, match="ref_logprobs=None"):
+        policy_objective(logprobs, batch.replace(ref_logprobs=None), count_denominators([batch], 6), algorithm)

@@ -1,0 +1,293 @@
+"""Packing: what lies where, that nothing is lost or truncated, and that packed equals unpacked in loss, gradient and metrics."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.rl import losses, metrics
+from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
+
+VOCABULARY = 7
+MAX_COMPLETION = 9
+
+
+@dataclass(frozen=True)
+class Sequence:
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    rollout_logprobs: np.ndarray
+
+
+def draw(count=17, seed=0):
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(count):
+        n = int(rng.integers(1, MAX_COMPLETION + 1))
+        ids = rng.integers(0, VOCABULARY, int(rng.integers(1, 6)) + n).astype(np.int32)
+        sequences.append(Sequence(ids[:-n], ids[-n:], -rng.exponential(1.5, n).astype(np.float32)))
+    return sequences, rng.normal(size=count).astype(np.float32)
+
+
+def padded(sequences, advantages):
+    """The unpacked batch, one sequence a row, padding on the right, built by hand."""
+    shape = (len(sequences), max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences))
+    rows = {name: np.zeros(shape, np.int32) for name in ("token_ids", "positions", "segment_ids")}
+    rows |= {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "inverse_length")}
+    rows |= {"loss_mask": np.zeros(shape, bool), "sequence_index": np.full(shape, -1, np.int32)}
+    for i, s in enumerate(sequences):
+        p, n = len(s.prompt_ids), len(s.completion_ids)
+        rows["token_ids"][i, : p + n] = [*s.prompt_ids, *s.completion_ids]
+        for t in range(p + n):
+            rows["positions"][i, t], rows["segment_ids"][i, t], rows["sequence_index"][i, t] = t, 1, i
+        for t in range(n):
+            rows["loss_mask"][i, p + t] = True
+            rows["rollout_logprobs"][i, p + t] = s.rollout_logprobs[t]
+            rows["advantages"][i, p + t] = advantages[i]
+            rows["inverse_length"][i, p + t] = 1 / n
+    return TrainBatch(**rows)
+
+
+def toy_logprobs(weights, batch):
+    """A causal language model of sums: what token t sees is the earlier tokens of its segment and their positions."""
+    index = jnp.arange(batch.token_ids.shape[1])
+    same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
+    seen = (same & (batch.segment_ids > 0)[:, :, None] & (index[None, None, :] <= index[None, :, None])).astype(jnp.float32)
+    state = jnp.einsum("rts,rsv->rtv", seen, weights["token"][batch.token_ids] + weights["position"][batch.positions])
+    logprobs = jax.nn.log_softmax(jnp.tanh(state), axis=-1)
+    targets = jnp.take_along_axis(logprobs[:, :-1], jnp.asarray(batch.token_ids)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(targets, ((0, 0), (1, 0)))  # target t is predicted from t − 1
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+
+@jax.jit
+def loss_gradient_logprobs(weights, batch, denominators):
+    """The three losses [3], their gradients, the sums and the log-probabilities."""
+
+    def loss(w):
+        logprobs = toy_logprobs(w, batch)
+        values, stats = losses.policy_loss(
+            logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.28, dual_clip=3.0
+        )
+        share = functools.partial(losses.aggregate, values, batch.loss_mask, batch.inverse_length, denominators=denominators)
+        shares = jnp.stack([share(aggregation=name) for name in AGGREGATIONS])
+        return shares, (shares, stats, logprobs)
+
+    gradient, (value, stats, logprobs) = jax.jacrev(loss, has_aux=True)(weights)
+    return value, gradient, stats, logprobs
+
+
+def toy_weights():
+    rng = np.random.default_rng(9)
+    return {name: rng.normal(size=(n, VOCABULARY)).astype(np.float32) for name, n in (("token", VOCABULARY), ("position", 16))}
+
+
+def everything(batches, denominators):
+    """Loss, gradient and sums added over microbatches, and the mismatch metrics of all of them."""
+    results = [loss_gradient_logprobs(toy_weights(), b, denominators) for b in batches]
+    total = jax.tree.map(lambda *parts: sum(np.asarray(p, np.float64) for p in parts), *[r[:3] for r in results])
+    names = ("rollout_logprobs", "loss_mask", "sequence_index")
+    mismatch = metrics.mismatch_metrics([r[3] for r in results], *([getattr(b, name) for b in batches] for name in names))
+    return total, mismatch
+
+
+def relayed(batches):
+    """Every token of the batches, read back from the rows."""
+    found = {}
+    for b in batches:
+        for r, t in zip(*np.nonzero(b.segment_ids), strict=True):
+            token = tuple(int(array[r, t]) for array in (b.segment_ids, b.positions, b.token_ids, b.loss_mask))
+            found.setdefault(int(b.sequence_index[r, t]), []).append(token)
+    return found
+
+
+@pytest.mark.parametrize(("row_tokens", "microbatch_tokens"), [(14, 14), (20, 61), (32, 4096)])
+def test_pack_places_every_token_once(row_tokens, microbatch_tokens):
+    sequences, advantages = draw()
+    batches = pack(sequences, advantages, np.ones(17, bool), row_tokens, microbatch_tokens)
+    assert {b.token_ids.shape for b in batches} == {(microbatch_tokens // row_tokens, row_tokens)}
+    found = relayed(batches)
+    assert sorted(found) == list(range(17))
+    for i, s in enumerate(sequences):
+        p, n = len(s.prompt_ids), len(s.completion_ids)
+        assert len({segment for segment, *_ in found[i]}) == 1
+        assert [position for _, position, *_ in found[i]] == list(range(p + n))
+        assert [token for *_, token, _ in found[i]] == [*s.prompt_ids, *s.completion_ids]
+        assert [trained for *_, trained in found[i]] == [False] * p + [True] * n
+    for b in batches:
+        padding = b.segment_ids == 0
+        assert (b.sequence_index[padding] == -1).all() and not b.loss_mask[padding].any() and not b.loss_mask[b.positions == 0].any()
+        for name in ("rollout_logprobs", "advantages", "inverse_length"):
+            assert not getattr(b, name)[~b.loss_mask].any() and getattr(b, name).dtype == np.float32
+        for row in b.segment_ids:  # 1 1 1 2 2 … 0 0
+            used = row[row > 0]
+            assert (row[: len(used)] > 0).all() and (np.diff(used, prepend=0) <= 1).all() and (np.diff(used) >= 0).all()
+        np.testing.assert_array_equal(b.advantages[b.loss_mask], advantages[b.sequence_index[b.loss_mask]])
+
+
+def test_packed_equals_unpacked_for_every_split_and_aggregation():
+    sequences, advantages = draw()
+    unpacked = padded(sequences, advantages)
+    reference, mismatch = everything([unpacked], count_denominators([unpacked], MAX_COMPLETION))
+    assert reference[2]["clipped_high_positive"] > 0 and reference[2]["clipped_low_negative"] > 0
+    for row_tokens, microbatch_tokens in ((14, 28), (20, 20), (40, 4 * 40)):
+        batches = pack(sequences, advantages, np.ones(17, bool), row_tokens, microbatch_tokens)
+        total, packed_mismatch = everything(batches, count_denominators(batches, MAX_COMPLETION))
+        # FP32 sums of ~80 terms in another order
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+        assert packed_mismatch == pytest.approx(mismatch, rel=1e-4, abs=1e-6)
+
+
+def test_minibatches_with_global_denominators_add_up_to_the_batch():
+    sequences, advantages = draw(16)
+    mask = np.ones(16, bool)
+    whole = pack(sequences, advantages, mask, 20, 60)
+    denominators = count_denominators(whole, MAX_COMPLETION)
+    reference, _ = everything(whole, denominators)
+    parts = [b for indices in split_minibatches(4, 4, 3, seed=5) for b in pack(sequences, advantages, mask, 20, 60, indices=indices)]
+    total, _ = everything(parts, denominators)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+
+
+def test_masked_trajectories_are_as_if_absent():
+    sequences, advantages = draw()
+    mask = np.arange(17) % 3 > 0
+    impossible = SimpleNamespace(prompt_ids=[], completion_ids=[1] * 99, rollout_logprobs=[np.nan] * 99)
+    spoiled = [s if kept else impossible for s, kept in zip(sequences, mask, strict=True)]
+    batches = pack(spoiled, np.where(mask, advantages, np.nan), mask, 20, 60)
+    absent = pack([s for s, kept in zip(sequences, mask, strict=True) if kept], advantages[mask], np.ones(mask.sum(), bool), 20, 60)
+    assert len(batches) == len(absent)
+    for b, a in zip(batches, absent, strict=True):
+        renumbered = b.replace(sequence_index=np.where(b.sequence_index >= 0, np.cumsum(mask)[b.sequence_index] - 1, -1))
+        jax.tree.map(np.testing.assert_array_equal, renumbered, a)
+    assert count_denominators(batches, MAX_COMPLETION) == count_denominators(absent, MAX_COMPLETION)
+
+
+def test_pack_of_nothing_is_one_batch_of_padding():
+    sequences, advantages = draw()
+    (batch,) = pack(sequences, advantages, np.zeros(17, bool), 14, 28)
+    assert batch.token_ids.shape == (2, 14) and not batch.segment_ids.any()
+    denominators = count_denominators([batch], MAX_COMPLETION)
+    assert (denominators.tokens, denominators.sequences, denominators.constant) == (0, 0, 0)
+    total, mismatch = everything([batch], denominators)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(total)) and mismatch == {}
+
+
+def test_pack_is_deterministic_and_tight():
+    sequences, advantages = draw(200, seed=3)
+    first, second = (pack(sequences, advantages, np.ones(200, bool), 32, 320) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in sequences)
+    rows = sum(int(b.segment_ids.any(axis=1).sum()) for b in first)
+    assert rows <= 11 / 9 * -(-tokens // 32) + 1
+    assert len(first) == -(-rows // 10)
+
+
+def test_denominators_count_the_batch():
+    sequences, advantages = draw()
+    batches = pack(sequences, advantages, np.ones(17, bool), 14, 28)
+    denominators = count_denominators(batches, MAX_COMPLETION)
+    assert denominators.tokens == sum(len(s.completion_ids) for s in sequences)
+    assert denominators.sequences == 17 and denominators.constant == 17 * MAX_COMPLETION
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(denominators))
+
+
+def test_unpack_inverts_pack():
+    sequences, advantages = draw()
+    mask = np.arange(17) != 4
+    logprobs = [s.rollout_logprobs for s in sequences]
+    batches = pack(sequences, advantages, mask, 20, 60)
+    recovered = unpack(batches, [b.rollout_logprobs for b in batches], 17)
+    assert len(recovered) == 17 and len(recovered[4]) == 0
+    for i in np.nonzero(mask)[0]:
+        np.testing.assert_array_equal(recovered[i], logprobs[i])
+    again = pack(sequences, advantages, mask, 14, 28, old_logprobs=[*recovered[:4], logprobs[4], *recovered[5:]], ref_logprobs=logprobs)
+    for b in again:
+        np.testing.assert_array_equal(b.old_logprobs, b.rollout_logprobs)
+        np.testing.assert_array_equal(b.ref_logprobs, b.rollout_logprobs)
+
+
+def test_train_batch_is_a_pytree_that_compiles_once():
+    sequences, advantages = draw()
+    traces = []
+
+    @jax.jit
+    def count(batch, denominators):
+        traces.append(1)
+        return batch.loss_mask.sum(dtype=jnp.float32) / denominators.tokens
+
+    batches = pack(sequences, advantages, np.ones(17, bool), 20, 40) + pack(sequences[:3], advantages[:3], np.ones(3, bool), 20, 40)
+    assert len(batches) > 3
+    for b in batches:
+        count(b, count_denominators([b], MAX_COMPLETION))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(("num_prompts", "minibatches"), [(8, 1), (8, 4), (7, 3), (5, 5)])
+def test_split_minibatches_keeps_groups_whole(num_prompts, minibatches):
+    parts = split_minibatches(num_prompts, 3, minibatches, seed=(1, 2, 3))
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(3 * num_prompts))
+    prompts = [np.unique(part // 3) for part in parts]
+    assert [3 * len(p) for p in prompts] == [len(part) for part in parts]
+    assert max(map(len, prompts)) - min(map(len, prompts)) <= 1
+    for part, again in zip(parts, split_minibatches(num_prompts, 3, minibatches, seed=(1, 2, 3)), strict=True):
+        np.testing.assert_array_equal(part, again)
+
+
+def test_split_minibatches_shuffles_by_seed():
+    parts = [split_minibatches(32, 2, 4, seed=seed)[0].tolist() for seed in range(3)]
+    assert parts[0] != parts[1] != parts[2]
+    assert split_minibatches(4, 2, 1, seed=0)[0].tolist() == split_minibatches(4, 2, 1, seed=1)[0].tolist()
+
+
+@pytest.mark.parametrize("minibatches", [0, 5])
+def test_split_minibatches_raises_on_too_few_prompts(minibatches):
+    with pytest.raises(ValueError, match=f"minibatches={minibatches}"):
+        split_minibatches(4, 2, minibatches, seed=0)
+
+
+def test_sample_masks_of_failed_and_truncated_samples():
+    rewards, reasons = [1.0, np.nan, 0.0, np.nan], ["stop", "stop", "length", "length"]
+    counted, trained = sample_masks(rewards, reasons, mask_truncated=False)
+    assert counted.tolist() == trained.tolist() == [True, False, True, False]
+    counted, trained = sample_masks(rewards, reasons, mask_truncated=True)
+    assert counted.tolist() == [True, False, True, False] and trained.tolist() == [True, False, False, False]
+
+
+def one(prompt=2, completion=3, logprobs=3):
+    return [Sequence(np.ones(prompt, np.int32), np.ones(completion, np.int32), np.zeros(logprobs, np.float32))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trajectories": one(prompt=0)}, "trajectory 0 with 0 prompt and 3 completion tokens"),
+        ({"trajectories": one(completion=0, logprobs=0)}, "trajectory 0 with 2 prompt and 0 completion tokens"),
+        ({"trajectories": one(prompt=9)}, r"9 \+ 3 tokens, expected at most row_tokens=8"),
+        ({"trajectories": one(logprobs=2)}, "2 rollout_logprobs of trajectory 0, expected 3"),
+        ({"advantages": [np.nan]}, r"advantages\[0\]=nan"),
+        ({"advantages": [1.0, 2.0]}, r"advantages.shape=\(2,\), expected \(1,\)"),
+        ({"mask": [[True]]}, r"mask.shape=\(1, 1\)"),
+        ({"microbatch_tokens": 7}, "row_tokens=8, expected 1 to microbatch_tokens=7"),
+        ({"old_logprobs": []}, "0 arrays in old_logprobs, expected 1"),
+        ({"ref_logprobs": [[0.0]]}, "1 ref_logprobs of trajectory 0, expected 3"),
+    ],
+)
+def test_pack_raises_on_what_does_not_fit(changes, message):
+    arguments = {"trajectories": one(), "advantages": [1.0], "mask": [True], "row_tokens": 8, "microbatch_tokens": 8}
+    assert len(pack(**arguments)) == 1
+    with pytest.raises(ValueError, match=message):
+        pack(**(arguments | changes))
+
+
+def test_pack_names_every_problem_at_once():
+    with pytest.raises(ValueError, match=r"(?s)trajectory 0.*trajectory 1.*\(and 2 more\)"):
+        pack(one(prompt=9) * 7, np.zeros(7), np.ones(7, bool), 8, 8)
