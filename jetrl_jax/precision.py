@@ -38,6 +38,8 @@ PRESETS: Mapping[str, tuple[str, str, str, str]] = {
     "fp8_rollout_only": ("fp8", "bf16", "bf16", "bf16"),
 }
 FP8_LAYERS = ("*.self_attn.?_proj.weight", "*.mlp.*_proj.weight")
+# XLA may otherwise keep FP32 where the contract rounds to BF16, differently in each program (on CPU and GPU).
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ACTIVATION_BLOCK, WEIGHT_BLOCK, TOKEN_BLOCK = (1, 128), (128, 128), (128, 1)
 
 
@@ -182,7 +184,7 @@ class PrecisionPlan:
         """
 
         def publish_one(path: str, value: jax.Array) -> Any:
-            source = value.astype(self.compute_dtype)
+            source = jnp.array(value, self.compute_dtype)  # a copy even in FP32: an update consumes the masters' buffers
             if self.formats.get(path, ("",))[0] == "fp8":
                 return quantize(source, WEIGHT_BLOCK, scale_format=self.scale_format)
             return source
@@ -203,6 +205,21 @@ class PrecisionPlan:
             return value
 
         return map_params(bind, params)
+
+    def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
+        """As `training_weights` without masters: the same forward, no gradient; a reference policy is kept so."""
+        codes = dict(named_params(published))
+
+        def freeze(path: str, value: jax.Array) -> Any:
+            flow = self.formats.get(path)
+            return codes[path] if flow is not None and flow[1] == "fp8" else jnp.array(value, self.compute_dtype)
+
+        return map_params(freeze, params)
+
+
+def jit(function: Any, **options: Any) -> Any:
+    """`jax.jit` under `COMPILER_OPTIONS`: how every program of a policy is compiled."""
+    return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
 
 
 def named_params(params: nnx.State) -> list[tuple[str, Any]]:

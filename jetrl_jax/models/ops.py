@@ -225,3 +225,22 @@ def _log_normalizer(_: None, dtype: Any, logits: jax.Array) -> jax.Array:
 def log_normalizer(logits: jax.Array, numerics: Numerics) -> jax.Array:
     """log(sum(exp(logits))) over the last axis, float32."""
     return _log_normalizer(None, numerics.exact, logits)
+
+
+@shape_independent
+def _divide(divisor: float, dtype: Any, logits: jax.Array) -> jax.Array:
+    return (logits.astype(dtype) / jnp.asarray(divisor, dtype)).astype(jnp.float32)
+
+
+def scale_logits(logits: jax.Array, temperature: float, numerics: Numerics) -> jax.Array:
+    """logits / temperature in FP32 (the identity at 1), float32 [..., V]."""
+    return logits if temperature == 1.0 else _divide(temperature, numerics.exact, logits)
+
+
+def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics) -> jax.Array:
+    """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
+
+    Engine and trainer both call this on logits already scaled by the temperature.
+    """
+    chosen = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
+    return chosen - log_normalizer(logits, numerics)

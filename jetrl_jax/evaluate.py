@@ -1,0 +1,52 @@
+"""`python -m jetrl_jax.evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
+
+With a run directory the run's own config says task and sizes; with a Hugging Face directory give `--config`.
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from jetrl_jax.cli import run_entry_point
+from jetrl_jax.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line, evaluates, prints the metrics."""
+    parser = argparse.ArgumentParser(prog="python -m jetrl_jax.evaluate", description="Evaluate a policy on held-out prompts.")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    parser.add_argument("--config", metavar="FILE", help="config with the task, needed for a Hugging Face directory")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024")
+    arguments = parser.parse_args(argv)
+
+    from jetrl_jax.policy import build_engine, is_run, load_policy, published_weights
+    from jetrl_jax.tasks.task import build_task
+    from jetrl_jax.training.evaluation import Evaluator
+
+    policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config)
+    config = policy.config
+    if arguments.config is None and not is_run(arguments.checkpoint):
+        raise UserError(f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE.")
+    rollout = config.rollout
+    evaluator = Evaluator(
+        build_task(config.task, config.seed),
+        policy.tokenizer,
+        prompts=config.eval.prompts,
+        samples=config.eval.samples,
+        temperature=rollout.temperature,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        seed=config.seed,
+    )
+    engine = build_engine(policy, rollout)
+    engine.load_weights(published_weights(policy), 0)
+    evaluation = evaluator(engine)
+    evaluator.close()
+    print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts)}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,208 @@
+"""A policy as a user holds it: model, tokenizer, precision plan; made new, or read from disk.
+
+The one module of `jetrl_jax` beside the entry points that reads and writes Hugging Face directories (through
+`bridge`, which is free of torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bridge.hf_read import read_config, read_into
+from bridge.hf_write import decoder_parameters, save_checkpoint
+from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
+from jetrl_jax.config_io import config_from_dict, load_config
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
+from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.tasks.tokenizer import Tokenizer, build_tokenizer
+from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.training.prompts import derived_seeds
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model, its tokenizer, the plan of its precision, and the config that said so."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    plan: PrecisionPlan
+    config: RunConfig
+
+    @property
+    def params(self) -> nnx.State:
+        """The FP32 masters."""
+        return nnx.state(self.model, nnx.Param)
+
+    def save(self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16") -> None:
+        """Writes a Hugging Face checkpoint directory that transformers and vLLM load."""
+        model = self.model
+        if params is not None:
+            model = nnx.merge(nnx.graphdef(model), params)
+        save_checkpoint(directory, self.model.config, decoder_parameters(model), dtype=dtype, tokenizer=self.tokenizer, overwrite=True)
+
+
+def new_model_config(section: ModelSection, tokenizer: Tokenizer) -> ModelConfig:
+    """The architecture of a new model with the tokenizer's vocabulary."""
+    return ModelConfig(
+        architecture=section.architecture,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_kv_heads,
+        head_dim=section.head_dim,
+        max_position_embeddings=section.max_position_embeddings,
+        rope_theta=section.rope_theta,
+        rope_scaling=None,
+        rms_norm_eps=section.rms_norm_eps,
+        tie_word_embeddings=section.tie_word_embeddings,
+        attention_bias=section.architecture == "qwen2",
+        qk_norm=section.architecture == "qwen3",
+        eos_token_ids=tuple(tokenizer.eos_ids),
+        pad_token_id=tokenizer.pad_id,
+    )
+
+
+def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None) -> Policy:
+    """The policy that a run starts from.
+
+    Args:
+      config: the run's config.
+      model: a `Decoder`, or a Hugging Face directory in place of `config.model.path`; None takes the config's.
+      tokenizer: in place of the config's.
+
+    Raises:
+      UserError: a checkpoint that cannot be read, sequences longer than the model's positions, or a tokenizer whose
+        ids the model does not have.
+    """
+    path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
+    tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
+    numerics = build_numerics(config.precision, config.numerics)
+    if isinstance(model, Decoder):
+        built = Decoder(model.config, numerics, rngs=nnx.Rngs(config.seed))
+        nnx.update(built, nnx.state(model, nnx.Param))
+    elif path is not None:
+        built = _read_model(path, numerics)
+    else:
+        built = Decoder(new_model_config(config.model, tokenizer), numerics, rngs=nnx.Rngs(config.seed))
+    if config.max_sequence_tokens > built.config.max_position_embeddings:
+        raise UserError(
+            f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={built.config.max_position_embeddings}."
+        )
+    if tokenizer.vocab_size > built.config.vocab_size:
+        raise UserError(
+            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
+            f"vocab_size={built.config.vocab_size}."
+        )
+    plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
+    return Policy(built, tokenizer, plan, config)
+
+
+def _read_model(path: str | Path, numerics: Any) -> Decoder:
+    """A decoder with the weights of a Hugging Face directory; never initialised twice."""
+    model_config = read_config(path)
+    model = nnx.eval_shape(lambda: Decoder(model_config, numerics, rngs=nnx.Rngs(0)))
+    read_into(model, path)
+    return model
+
+
+def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None) -> Policy:
+    """A trained policy: a run directory (its latest checkpoint), or a Hugging Face directory with tokenizer files.
+
+    Args:
+      directory: either of the two.
+      overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
+      config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
+
+    Raises:
+      UserError: neither, or unreadable.
+    """
+    path = Path(directory)
+    if is_run(path):
+        policy = build_policy(load_config(config or path / "config.yaml", overrides))
+        with CheckpointStore(path / "checkpoints", read_only=True) as store:
+            if not store.steps():
+                raise UserError(f"load_policy: no checkpoint: got the run {path}, expected one in {path / 'checkpoints'}.")
+            restored = store.restore_latest({"params": policy.params}, subset=True)
+        nnx.update(policy.model, restored.state["params"])
+        return policy
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
+        )
+    if config is not None:
+        return build_policy(load_config(config, overrides), model=path)
+    fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
+    return build_policy(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+
+
+def is_run(directory: str | Path) -> bool:
+    """Whether a directory is a run's."""
+    return (Path(directory) / "config.yaml").is_file()
+
+
+def _lengths(config: ModelConfig) -> dict[str, int]:
+    """Prompt and completion lengths that fit the model's positions."""
+    half = min(config.max_position_embeddings // 2, 1024)
+    return {"max_prompt_tokens": half, "max_completion_tokens": half}
+
+
+def build_engine(policy: Policy, rollout: RolloutSection) -> JaxEngine:
+    """The embedded engine for a policy, without weights yet."""
+    return JaxEngine(
+        policy.model,
+        policy.plan,
+        slots=rollout.slots,
+        prefill_rows=rollout.prefill_rows,
+        decode_chunk_tokens=rollout.decode_chunk_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        pad_id=policy.tokenizer.pad_id,
+    )
+
+
+def published_weights(policy: Policy) -> nnx.State:
+    """The policy's weights as an engine multiplies them."""
+    params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
+    return jit(policy.plan.publish)(params)
+
+
+
+class PolicySampler:
+    """Completes prompts with a policy on the embedded engine.
+
+    Args:
+      policy: as `load_policy` gives it; its config's `rollout` says lengths and temperature.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.engine = build_engine(policy, policy.config.rollout)
+        self.engine.load_weights(published_weights(policy), 0)
+
+    def __call__(self, prompt: str, samples: int = 1, *, seed: int = 0, greedy: bool = False) -> list[str]:
+        """`samples` completions of one prompt.
+
+        Raises:
+          UserError: a prompt that is empty or longer than `rollout.max_prompt_tokens`.
+        """
+        tokenizer, rollout = self.policy.tokenizer, self.policy.config.rollout
+        ids = tokenizer.encode_prompt(prompt)
+        if not 0 < len(ids) <= rollout.max_prompt_tokens:
+            raise UserError(f"prompt {prompt!r}: got {len(ids)} tokens, expected 1 to rollout.max_prompt_tokens={rollout.max_prompt_tokens}.")
+        requests = [Request(i, ids, one) for i, one in enumerate(derived_seeds(samples, seed))]
+        sampling = SamplingParams(rollout.temperature, rollout.max_completion_tokens, tuple(tokenizer.eos_ids), seed, greedy)
+        return [tokenizer.decode(t.completion_ids.tolist()) for t in self.engine.generate(requests, sampling)]

@@ -1,0 +1,113 @@
+"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy, by the task's own verifier."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jetrl_jax.config import RewardSection
+from jetrl_jax.errors import UserError
+from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
+from jetrl_jax.tasks.rewards import RewardFunctions
+from jetrl_jax.tasks.task import Task
+from jetrl_jax.tasks.tokenizer import Tokenizer
+from jetrl_jax.training.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
+
+SOLVED = 1.0  # a completion solves its prompt when the verifier's score is at least this
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics under their declared names, and one sample per prompt (greedy) for the record."""
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+def pass_at_k(solved: np.ndarray, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k completions solves (Chen et al. 2021).
+
+    Args:
+      solved: bool [P, n], n >= k.
+    """
+    n = solved.shape[1]
+    misses = [1.0 - math.comb(n - int(c), k) / math.comb(n, k) for c in solved.sum(axis=1)]
+    return float(np.mean(misses))
+
+
+class Evaluator:
+    """Evaluates an engine on the same held-out prompts and noise each time.
+
+    Args:
+      task, tokenizer: the task and how it is written.
+      prompts: most held-out prompts taken; samples: completions of one prompt at `temperature`.
+      max_prompt_tokens, max_completion_tokens: longer prompts are left out, completions are cut.
+      seed: of the sampling noise.
+
+    Raises:
+      UserError: no held-out prompt fits.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        *,
+        prompts: int,
+        samples: int,
+        temperature: float,
+        max_prompt_tokens: int,
+        max_completion_tokens: int,
+        seed: int,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.tokenizer, self.samples, self.seed = tokenizer, samples, seed
+        self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
+        chosen = [task.eval[i] for i in range(min(prompts, len(task.eval)))]
+        self.prompts: list[Prompt] = fitting_prompts(chosen, tokenizer, max_prompt_tokens)
+        if not self.prompts:
+            raise UserError(
+                f"task {task.name}: no held-out prompt fits: got {len(chosen)} of them, expected one of at most "
+                f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
+            )
+        self.verifier = RewardFunctions.from_config((RewardSection(name="task", timeout_s=timeout_s),), task)
+
+    def __call__(self, engine: RolloutEngine) -> Evaluation:
+        """Runs both passes with the engine's present weights."""
+        sampled, lengths, _ = self._run(engine, self.samples, greedy=False)
+        greedy, _, texts = self._run(engine, 1, greedy=True)
+        solved = sampled >= SOLVED
+        metrics = {
+            "eval/accuracy": float(solved.mean()),
+            "eval/greedy_accuracy": float((greedy >= SOLVED).mean()),
+            "eval/reward_mean": float(sampled.mean()),
+            "eval/completion_mean_tokens": float(lengths.mean()),
+        }
+        ks = sorted({1 << power for power in range(self.samples.bit_length())} | {self.samples})
+        metrics |= {f"eval/pass_at_{k}": pass_at_k(solved, k) for k in ks if 1 < k <= self.samples}
+        samples = [
+            {"split": "eval", "prompt": p.example.prompt, "completion": text, "answer": p.example.answer, "reward": float(score)}
+            for p, text, score in zip(self.prompts, texts, greedy[:, 0], strict=True)
+        ]
+        return Evaluation(metrics, samples)
+
+    def close(self) -> None:
+        """Ends the verifier's worker, where it has one."""
+        self.verifier.close()
+
+    def _run(self, engine: RolloutEngine, samples: int, *, greedy: bool) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """(scores [P, samples] with 0 for a failed verifier, lengths [P * samples], texts)."""
+        count = len(self.prompts) * samples
+        seeds = derived_seeds(count, self.seed, SEED_EVAL)
+        requests = [Request(i, self.prompts[i // samples].ids, seed) for i, seed in enumerate(seeds)]
+        sampling = SamplingParams(self.temperature, self.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.seed, greedy)
+        trajectories = engine.generate(requests, sampling)
+        ids = [t.completion_ids.tolist() for t in trajectories]
+        texts = [self.tokenizer.decode(one) for one in ids]
+        examples = [self.prompts[i // samples].example for i in range(count)]
+        result = self.verifier([e.prompt for e in examples], texts, examples, [t.finish_reason for t in trajectories], ids)
+        scores = np.nan_to_num(result.total, nan=0.0).reshape(-1, samples)
+        return scores, np.array([len(one) for one in ids]), texts
