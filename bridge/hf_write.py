@@ -31,6 +31,17 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+# What a checkpoint directory may hold to be replaced: what is written here, and tokenizer files.
+_OWN_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    INDEX_FILE,
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
 
 
 class SavableTokenizer(Protocol):
@@ -58,7 +69,7 @@ def save_checkpoint(
 
     Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all fits
     into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own). ``overwrite``
-    replaces an earlier checkpoint; a directory with anything but a checkpoint's files is never replaced.
+    replaces an earlier checkpoint whole; a directory with anything but a checkpoint's files is never replaced.
 
     Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in ``dtype``;
     UserError where the place is taken; RuntimeError where the files read back differently.
@@ -159,12 +170,10 @@ def _check_place(target: Path, overwrite: bool) -> None:
         return
     if not target.is_dir() or not overwrite:
         raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected a new or empty directory")
-    foreign = sorted(p.name for p in target.iterdir() if p.is_dir())
+    foreign = sorted(p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES))
     if foreign or not (target / "config.json").is_file():
-        raise UserError(
-            f"save_checkpoint: will not replace {str(target)!r}: it is no plain checkpoint directory "
-            f"(config.json {'present' if (target / 'config.json').is_file() else 'absent'}, directories {foreign})"
-        )
+        why = f"it also holds {foreign}" if foreign else "it has no config.json"
+        raise UserError(f"save_checkpoint: will not replace {str(target)!r}: {why}, expected a checkpoint's files alone")
 
 
 def _flush(directory: Path) -> None:

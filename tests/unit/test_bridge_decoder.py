@@ -65,6 +65,14 @@ def test_read_into_restores_what_was_saved(tmp_path):
         assert value.dtype == jnp.float32 and not value.committed
 
 
+def test_read_into_fills_an_abstract_decoder(tmp_path):
+    written, decoder = make_decoder(QWEN3, 1), nnx.eval_shape(lambda: make_decoder(QWEN3))
+    save_checkpoint(tmp_path / "out", QWEN3, decoder_parameters(written), dtype="float32")
+    read_into(decoder, tmp_path / "out")
+    row = jnp.ones((1, 4), jnp.int32)
+    np.testing.assert_array_equal(decoder(row, row, row), written(row, row, row))
+
+
 def test_read_into_keeps_the_placement(tmp_path):
     decoder = make_decoder(QWEN3)
     save_checkpoint(tmp_path / "out", QWEN3, decoder_parameters(decoder))

@@ -135,12 +135,20 @@ def test_save_checkpoint_replaces_only_a_checkpoint_and_only_on_request(tmp_path
     save_checkpoint(target, CONFIG, make_params(1), dtype="float32", max_shard_bytes=700, overwrite=True)
     np.testing.assert_array_equal(load_checkpoint(target)[1]["norm.weight"], make_params(1)["norm.weight"])
     assert sorted(os.listdir(tmp_path)) == ["out"]
+    (target / "README.md").write_text("x")
+    with pytest.raises(UserError, match=r"will not replace.*README\.md"):
+        save_checkpoint(target, CONFIG, make_params(2), overwrite=True)
+    (target / "README.md").unlink()
     (target / "notes").mkdir()
     with pytest.raises(UserError, match=r"will not replace.*notes"):
         save_checkpoint(target, CONFIG, make_params(2), overwrite=True)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"will not replace.*no config\.json"):
+        save_checkpoint(tmp_path / "tokens", CONFIG, make_params(2), overwrite=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"will not replace.*absent"):
+    with pytest.raises(UserError, match=r"will not replace.*thesis"):
         save_checkpoint(tmp_path / "home", CONFIG, make_params(), overwrite=True)
 
 
