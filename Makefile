@@ -84,6 +84,22 @@ format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
 types: $(VENV)/.installed-test  ## mypy on the three packages
 	$(RUN_PYTHON) -m mypy
 
+# Rivals need versions of their own, so each has an environment of its own (Python 3.11).
+PEERS := tests/benchmarks/peers
+PEER_SETTING ?= tiny
+CONTENDERS ?= jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16
+
+.venv-%/.installed: $(PEERS)/requirements-%.txt
+	$(call say,"making .venv-$* with the versions of $<")
+	@python=$$(bash .ci/find_python.sh 3.11) && "$$python" -m venv .venv-$*
+	@PIP_CONSTRAINT="$(CURDIR)/$<" .venv-$*/bin/python -m pip install -qq -r $<
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (idle machine; PEER_SETTING=small for the larger)
+	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
+		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
+
 .PHONY: clean
 clean:  ## Remove environments and caches; runs/ stays
 	rm -rf .venv .venv-* .cache .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

@@ -1,0 +1,165 @@
+"""Time a GRPO step and a rollout of our trainer, TRL's and Tunix's, in alternation: ``make bench-peers``.
+
+Each contender is a process of its own, built and warmed up before the first measurement, that sleeps while another
+one runs.  A round gives every contender one burst of steps and one of rollouts, in a new random order, so that all
+see the same states of the machine.  Reported are the medians over the rounds with the quartiles, and for each ratio
+to our trainer the 95 % bootstrap interval of the ratio of medians, rounds resampled in pairs.  A ratio counts only
+where that interval excludes 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+RESAMPLES = 10_000
+PAUSE_S = 0.3  # lets the spinning threads of the previous contender go to sleep
+
+
+@dataclass
+class Contender:
+    """A worker process and what was measured of it."""
+
+    name: str
+    process: subprocess.Popen[str]
+    about: dict[str, Any] = field(default_factory=dict)
+    step_s: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for a message of the worker."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"compare: {self.name} ended with status {self.process.wait()}; its messages stand above")
+        return json.loads(line)
+
+
+def start(name: str, python: str, setting: str, quiet: bool) -> Contender:
+    """Start the worker of a contender such as `trl:float32`."""
+    library, _, flavor = name.partition(":")
+    command = [python, str(HERE / f"worker_{library}.py"), "--setting", setting, "--flavor", flavor]
+    errors = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+    contender = Contender(name, process)
+    contender.about = contender.answer()
+    return contender
+
+
+def measure(contenders: list[Contender], rounds: int, burst: int, rollouts: int, warmup: int, seed: int = 0) -> None:
+    """Warm every contender up, then give each one burst of steps and one of rollouts per round."""
+    for contender in contenders:
+        contender.ask(command="steps", count=warmup)
+        contender.ask(command="decode", count=2)
+    shuffle = random.Random(seed)
+    for index in range(rounds):
+        for contender in shuffle.sample(contenders, len(contenders)):
+            time.sleep(PAUSE_S)
+            steps = contender.ask(command="steps", count=burst)
+            contender.step_s.append(steps["seconds"] / steps["steps"])
+            decode = contender.ask(command="decode", count=rollouts)
+            contender.tokens_per_s.append(decode["tokens"] / decode["seconds"])
+        line = "  ".join(f"{contender.name} {1e3 * contender.step_s[-1]:.0f}" for contender in contenders)
+        print(f"round {index + 1}/{rounds}, ms a step: {line}", flush=True)
+
+
+def ratio_interval(numerator: list[float], denominator: list[float], seed: int = 0) -> tuple[float, float, float]:
+    """Ratio of medians and its 95 % bootstrap interval, the pairs (rounds) resampled together."""
+    pairs = np.array([numerator, denominator])
+    rows = np.random.default_rng(seed).integers(0, pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
+    medians = np.median(pairs[:, rows], axis=2)
+    low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
+    center = np.median(pairs, axis=1)
+    return float(center[0] / center[1]), float(low), float(high)
+
+
+def verdict(ratio: tuple[float, float, float]) -> str:
+    """The ratio with its interval; a ratio whose interval holds 1 is no difference."""
+    center, low, high = ratio
+    text = f"{center:.2f} [{low:.2f}, {high:.2f}]"
+    return text if low > 1 or high < 1 else f"{text} (no difference)"
+
+
+def quartiles(values: list[float], scale: float, digits: int) -> str:
+    """Median and quartiles as text."""
+    low, middle, high = np.quantile(np.array(values) * scale, [0.25, 0.5, 0.75])
+    return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def table(contenders: list[Contender], ours: list[str]) -> str:
+    """Markdown: one row a contender, and one column of ratios for each of ours."""
+    known = {contender.name: contender for contender in contenders}
+    bases = [known[name] for name in ours if name in known]
+    heads = ["", "ms a step: median (quartiles)", "rollout tokens/s", *(f"step time / {base.name}" for base in bases)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for contender in contenders:
+        ratios = ["" if base is contender else verdict(ratio_interval(contender.step_s, base.step_s)) for base in bases]
+        cells = [contender.name, quartiles(contender.step_s, 1e3, 0), quartiles(contender.tokens_per_s, 1, 0), *ratios]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    return {"cpu": model, "cores": os.cpu_count(), "load_before": os.getloadavg(), "system": platform.platform()}
+
+
+def main() -> None:
+    """Run the comparison of the command line and write it beside its raw numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--setting", default="tiny", help="tiny or small (see job.py)")
+    parser.add_argument("--contenders", nargs="+", required=True, help="library:flavor, such as trl:float32")
+    parser.add_argument("--python", nargs="*", default=[], help="library=path of the Python of its environment")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--burst", type=int, default=5, help="steps of a burst")
+    parser.add_argument("--rollouts", type=int, default=3, help="rollouts of a burst")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the first round")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of all numbers")
+    parser.add_argument("--verbose", action="store_true", help="show what the workers print")
+    options = parser.parse_args()
+    pythons = dict(item.split("=", 1) for item in options.python)
+    about = machine()
+    if about["load_before"][0] > 0.5:
+        print(f"compare: the machine is not idle (load {about['load_before'][0]:.1f}); the numbers will say so", file=sys.stderr)
+    contenders: list[Contender] = []
+    try:
+        for name in options.contenders:
+            print(f"starting {name}", flush=True)
+            contenders.append(start(name, pythons.get(name.split(":")[0], sys.executable), options.setting, not options.verbose))
+        if len(counts := {contender.about["parameters"] for contender in contenders}) != 1:
+            raise RuntimeError(f"compare: the models differ in size: got {counts}")
+        measure(contenders, options.rounds, options.burst, options.rollouts, options.warmup)
+    finally:
+        for contender in contenders:
+            contender.process.stdin.close()
+            contender.process.wait(timeout=60)
+    ours = [name for name in options.contenders if name.startswith("jetrl")]
+    text = table(contenders, ours)
+    numbers = {c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}, indent=1))
+    print(f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, {about['cores']} cores\n\n{text}")
+    print(f"\nwritten to {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}")
+
+
+if __name__ == "__main__":
+    main()
