@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -245,7 +246,15 @@ class _Wandb:
             raise RuntimeError("wandb is not installed: pip install jetrl-jax[wandb]") from error
         id_file = directory / "wandb_id.txt"  # a resumed run goes on in the same W&B run
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._run = wandb.init(project=project, name=directory.name, dir=str(directory), config=config, id=run_id, resume="allow")
+        with open(os.devnull) as nobody:  # a run must not wait for a key to be typed: without one, init raises
+            stdin, sys.stdin = sys.stdin, nobody
+            try:
+                settings = wandb.Settings(init_timeout=30)
+                self._run = wandb.init(
+                    project=project, name=directory.name, dir=str(directory), config=config, id=run_id, resume="allow", settings=settings
+                )
+            finally:
+                sys.stdin = stdin
         if run_id is None:
             id_file.write_text(f"{self._run.id}\n")
 

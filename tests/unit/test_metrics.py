@@ -174,6 +174,9 @@ class FakeWandb(types.ModuleType):
         self.calls: list[Any] = []
         self.id = "run-1"
 
+    def Settings(self, **arguments: Any) -> dict[str, Any]:
+        return arguments
+
     def init(self, **arguments: Any) -> FakeWandb:
         self._call("init", arguments)
         return self
