@@ -80,6 +80,10 @@ format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
 	$(RUN_PYTHON) -m ruff check --fix .
 	$(RUN_PYTHON) -m ruff format .
 
+.PHONY: tree
+tree:  ## Bring the file tree of README.md up to date
+	@$(PYTHON) .ci/file_tree.py
+
 .PHONY: types
 types: $(VENV)/.installed-test  ## mypy on the three packages
 	$(RUN_PYTHON) -m mypy

@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
-import ast
+import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Files that need no word in the tree.
-SILENT = {"__init__.py", "py.typed", ".gitignore"}
-
-
 def code_blocks(text: str, language: str) -> list[str]:
     """Bodies of the fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def parse_tree(block: str) -> dict[str, str]:
-    """{path: comment} of a tree drawn by two spaces of indentation, directories ending in a slash."""
-    entries, stack = {}, []
-    for line in block.splitlines():
-        if not line.strip():
-            continue
-        depth = (len(line) - len(line.lstrip())) // 2
-        name, _, comment = line.strip().partition(" ")
-        stack = [*stack[:depth], name]
-        entries["".join(stack)] = comment.strip()
-    return entries
+def load_file_tree() -> ModuleType:
+    """`.ci/file_tree.py` as a module."""
+    spec = importlib.util.spec_from_file_location("file_tree", ROOT / ".ci" / "file_tree.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def tracked_files() -> set[str]:
-    """Files that git tracks or would track."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {path for path in listed if (ROOT / path).is_file() and Path(path).name not in SILENT}
-
-
-def suggestion(path: str) -> str:
-    """A line for the tree: the first line of the module's docstring."""
-    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) if path.endswith(".py") else None
-    return f"{path}  {(docstring or '?').splitlines()[0]}"
+file_tree = load_file_tree()
 
 
 def test_file_tree_names_every_file_with_a_comment() -> None:
-    entries = parse_tree(code_blocks(README, "tree")[0])
-    listed = {path for path in entries if not path.endswith("/")}
-    missing, gone = sorted(tracked_files() - listed), sorted(listed - tracked_files())
-    assert not missing, "not in the README's file tree:\n" + "\n".join(suggestion(path) for path in missing)
-    assert not gone, f"in the README's file tree, but not in the repository: {gone}"
-    assert not [path for path, comment in entries.items() if not comment], "an entry of the file tree without a comment"
+    entries = file_tree.parse(file_tree.FENCE.search(README).group(1))
+    listed, files = {path for path in entries if not path.endswith("/")}, file_tree.repository_files()
+    assert not files - listed, f"not in the README's file tree (`make tree` adds them): {sorted(files - listed)}"
+    assert not listed - files, f"in the README's file tree, but not in the repository: {sorted(listed - files)}"
+    bare = [path for path, comment in entries.items() if comment in ("", "?")]
+    assert not bare, f"entries of the README's file tree without a comment: {bare}"
 
 
-def test_tree_parser_reads_nested_directories() -> None:
-    assert parse_tree("a/    first\n  b/    second\n    c.py  third\n  d.py  fourth\ne.py\n") == {
-        "a/": "first",
-        "a/b/": "second",
-        "a/b/c.py": "third",
-        "a/d.py": "fourth",
-        "e.py": "",
-    }
+def test_file_tree_reads_what_it_draws() -> None:
+    comments = {"a/": "first", "a/b/": "second", "a/b/c.py": "third", "a/d.yaml": "fourth", "e.md": "fifth"}
+    drawn = file_tree.draw({"a/b/c.py", "a/d.yaml", "e.md"}, comments)
+    assert file_tree.parse(drawn) == comments
+    assert [line.split()[0] for line in drawn.splitlines()] == ["a/", "b/", "c.py", "d.yaml", "e.md"]
+    assert "?" in file_tree.draw({"new.yaml"}, comments)
 
 
 @pytest.mark.parametrize("index", range(len(code_blocks(README, "python"))))
 def test_python_of_the_readme_runs(index: int, tmp_path: Path) -> None:
-    """Each block runs alone, in an empty directory."""
+    """Each block runs alone, in a directory that holds nothing but the configs."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     program = tmp_path / "block.py"
     program.write_text(code_blocks(README, "python")[index], encoding="utf-8")
-    done = subprocess.run([sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,10 +15,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
-# These compose the parts, so they alone may import the bridge from jetrl_jax.
-ENTRY_MODULES = {f"jetrl_jax/{name}.py" for name in ("train", "evaluate", "generate", "report", "grpo", "mismatch", "plan")}
+# These compose the parts, so they alone of jetrl_jax may import the bridge.
+ENTRY_MODULES = {f"jetrl_jax/{name}.py" for name in ("train", "evaluate", "generate", "report", "grpo", "policy", "mismatch", "plan")}
 TOKENIZER = "jetrl_jax/tasks/tokenizer.py"  # the one file of jetrl_jax that may load transformers, inside functions
-OPTIONAL = {"torch", "transformers", "vllm", "wandb", "datasets", "pyarrow", "pandas", "reasoning_gym", "math_verify", "jax_triton", "triton"}
+OPTIONAL = {"torch", "transformers", "jinja2", "vllm", "wandb", "datasets", "pyarrow", "pandas", "reasoning_gym", "math_verify"}
+OPTIONAL |= {"jax_triton", "triton"}
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes", "tensorboardx": "tensorboardX"}
 MAX_FUNCTION_LINES = 80  # docstring not counted
 MAX_FILE_LINES = 450

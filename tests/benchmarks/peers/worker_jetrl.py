@@ -1,0 +1,123 @@
+"""Our trainer on the common job; flavors are a precision preset, and one ending in `-fast` is not exact (`numerics.exact: false`)."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import job
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where the package is not installed
+
+from jetrl_jax import GRPOTrainer, RunConfig
+from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.tasks.rewards import RewardFunctions
+
+WORDS = 4096
+
+
+class JobTokenizer:
+    """The common tokenizer in the form our trainer calls it; its stop id is never sampled."""
+
+    vocab_size = job.VOCAB
+    eos_ids = (job.VOCAB + 1,)
+    pad_id = 0
+
+    def __init__(self) -> None:
+        self._tokenizer = job.build_tokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self._tokenizer.encode(text).ids
+
+    encode_prompt = encode
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return self._tokenizer.decode(list(ids))
+
+    def fingerprint(self) -> str:
+        """Fixed: there is one such tokenizer."""
+        return "peers"
+
+    def save(self, directory: str | Path) -> None:
+        """Writes tokenizer.json."""
+        self._tokenizer.save(str(Path(directory) / "tokenizer.json"))
+
+
+def reward(prompts: list[str], completions: list[str], answers: list[str], **_: Any) -> list[float]:
+    """Rewards in the form our trainer calls them."""
+    return [job.reward_of(completion, expected) for completion, expected in zip(completions, answers, strict=True)]
+
+
+def build_config(setting: job.Setting, flavor: str) -> RunConfig:
+    """The common job as a config."""
+    preset, _, fast = flavor.partition("-")
+    tokens = setting.prompt_tokens + setting.completion_tokens
+    return config_from_dict(
+        {
+            "model": {
+                "hidden_size": setting.hidden_size,
+                "intermediate_size": setting.intermediate_size,
+                "num_layers": setting.num_layers,
+                "num_heads": setting.num_heads,
+                "num_kv_heads": setting.num_heads,
+                "head_dim": setting.head_dim,
+            },
+            "precision": {"preset": preset},
+            "numerics": {"exact": not fast},
+            "rollout": {
+                "prompts_per_step": setting.prompts,
+                "group_size": setting.group_size,
+                "max_prompt_tokens": setting.prompt_tokens,
+                "max_completion_tokens": setting.completion_tokens,
+                "slots": setting.sequences,
+                "prefill_rows": setting.sequences,
+                "decode_chunk_tokens": setting.completion_tokens,
+            },
+            "optimizer": {"learning_rate": setting.learning_rate},
+            "batch": {"microbatch_tokens": setting.sequences * tokens},
+        }
+    )
+
+
+def main() -> None:
+    """Build, introduce, train until told to quit."""
+    channel, options = job.Channel(), job.arguments()
+    setting = job.SETTINGS[options.setting]
+    drawn = list(islice(job.words(setting), WORDS))
+    records = [{"prompt": job.prompt_of(word), "answer": word[::-1]} for word in drawn]
+    run = GRPOTrainer(build_config(setting, options.flavor), tokenizer=JobTokenizer(), dataset=records)
+    rewards = RewardFunctions.from_functions([reward], run.task)
+    rewards.start()
+    programs = run.new_programs()
+    trainer = run.new_trainer(programs, programs.init(run.policy.params), None, rewards, None)
+    prompts = [run.policy.tokenizer.encode(job.prompt_of(word)) for word in islice(job.words(setting, 1), setting.prompts)]
+    sampling = SamplingParams(temperature=1.0, max_tokens=setting.completion_tokens, stop_token_ids=JobTokenizer.eos_ids, seed=0)
+
+    def decode() -> int:
+        requests = [Request(i, np.asarray(prompts[i // setting.group_size], np.int32), seed=i) for i in range(setting.sequences)]
+        trajectories = trainer.engine.generate(requests, sampling)
+        assert all(len(trajectory.completion_ids) == setting.completion_tokens for trajectory in trajectories)
+        return setting.sequences * setting.completion_tokens
+
+    gate = job.StepGate(channel, setting, lambda: jax.block_until_ready(trainer.state), decode)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.policy.params))
+    job.introduce(channel, parameters, {"jax": jax.__version__}, setting)
+    for step in range(1, 10**6):
+        gate.between_steps()
+        trainer.step(step)
+
+
+if __name__ == "__main__":
+    main()
