@@ -40,6 +40,7 @@ _OWN_FILES = (
     "*token*.json",
     "vocab.*",
     "merges.txt",
+    "*.model",
     "chat_template.*",
 )
 
