@@ -1,0 +1,53 @@
+"""Every tolerance of the FP8 tests, derived from unit roundoffs; no number here was fitted to a result.
+
+u is the largest relative error of one rounding, and gamma(n) = n u / (1 - n u) bounds n of them in a row (Higham,
+"Accuracy and Stability of Numerical Algorithms", lemma 3.1). All bounds are elementwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+U_E4M3 = 2.0**-4
+U_BF16 = 2.0**-8
+U_FP32 = 2.0**-24
+E4M3_SUBNORMAL_HALF_STEP = 2.0**-10
+BLOCK = 128
+
+
+def gamma(n: int, u: float = U_FP32) -> float:
+    """Relative error of n roundings in a row."""
+    return n * u / (1 - n * u)
+
+
+def quantized(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """|code * scale - x|: the code's own rounding (normal or subnormal), and the FP32 rounding of x / scale.
+
+    A value pushed past 448 by that last rounding is clipped back by no more than it, hence 2 u.
+    """
+    magnitude = np.abs(np.asarray(x, np.float64))
+    code = np.maximum(U_E4M3 * magnitude, E4M3_SUBNORMAL_HALF_STEP * np.asarray(scale, np.float64))
+    return code * (1 + 2 * U_FP32) + 2 * U_FP32 * magnitude
+
+
+def exact_dot_gemm(blocks: int, magnitude: np.ndarray) -> np.ndarray:
+    """FP32 accumulator with exact dots against float64; `magnitude`: sum over blocks of |dot * sa * sb|.
+
+    One block: the dot rounds to FP32, one scale product rounds (either order), and the accumulator rounds once per block
+    from its own on, `blocks` times at most. One more covers the float64 sums under the FP32 rounding.
+    """
+    return gamma(blocks + 3) * magnitude
+
+
+def fp32_dot_gemm(blocks: int, magnitude: np.ndarray) -> np.ndarray:
+    """FP32 accumulator with FP32 dots in any order against float64; `magnitude`: sum over K of |a * b| dequantised.
+
+    The dot: products of two codes are exact in FP32, 128 sums round. Then as above with one rounding more for
+    the product that is not fused.
+    """
+    return gamma(BLOCK + blocks + 4) * magnitude
+
+
+def output_rounding(value: np.ndarray, error: np.ndarray, u: float) -> np.ndarray:
+    """`error` of an accumulator near `value`, and then one rounding to a type of unit roundoff `u`."""
+    return error + u * (np.abs(value) + error)
