@@ -128,8 +128,6 @@ def _informative(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDA
     return (counted.sum(axis=1) >= 2) & (highest > lowest)
 
 
-def _only_informative(
-    advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]
-) -> NDArray[np.float64]:
+def _only_informative(advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
     # Explicit zeros: the roundoff of a mean of equal rewards, divided by an epsilon of 1e-6, would not be zero.
     return np.where(_informative(values, counted)[:, None], advantages, 0.0)

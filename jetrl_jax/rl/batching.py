@@ -76,9 +76,7 @@ class TrainBatch:
         return dataclasses.replace(self, **changes)
 
 
-def sample_masks(
-    rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def sample_masks(rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples count in their group, and which are trained.
 
     Args:
@@ -101,18 +99,19 @@ def split_minibatches(num_prompts: int, group_size: int, minibatches: int, *, se
     Args:
         num_prompts: P.
         group_size: G; trajectory p·G + g is completion g of prompt p.
-        minibatches: number of parts, at most P; their sizes differ by at most one prompt.
+        minibatches: number of parts, whose sizes differ by at most one prompt; fewer prompts make one part each.
         seed: of the shuffle; a tuple such as (run seed, step, epoch) gives every pass its own.
 
     Returns:
-        ``minibatches`` ascending index arrays into the P·G trajectories, disjoint, together all.  Within a part the order
+        min(minibatches, P) ascending index arrays into the P·G trajectories, disjoint, together all.  Within a part the order
         is not shuffled, so a single part is the same for every seed.
 
     Raises:
-        ValueError: fewer prompts than parts.
+        ValueError: no prompts, or fewer than one part.
     """
-    if not 1 <= minibatches <= num_prompts:
-        raise ValueError(f"split_minibatches: cannot split: got minibatches={minibatches}, expected 1 to num_prompts={num_prompts}")
+    if num_prompts < 1 or minibatches < 1:
+        raise ValueError(f"split_minibatches: nothing to split: got num_prompts={num_prompts}, minibatches={minibatches}, expected >= 1")
+    minibatches = min(minibatches, num_prompts)
     order = np.random.default_rng(seed).permutation(num_prompts)
     completions = np.arange(group_size)
     return [(np.sort(part)[:, None] * group_size + completions).reshape(-1) for part in np.array_split(order, minibatches)]

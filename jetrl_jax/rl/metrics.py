@@ -66,9 +66,7 @@ METRICS: dict[str, Metric] = {
 
 
 @np.errstate(invalid="ignore")  # inf − inf is NaN, which is what the caller should see
-def mismatch_metrics(
-    old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask: ArrayLike, sequence_index: ArrayLike
-) -> dict[str, float]:
+def mismatch_metrics(old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask: ArrayLike, sequence_index: ArrayLike) -> dict[str, float]:
     """Trainer against engine on the same tokens under the same weights.
 
     Args:
@@ -92,12 +90,12 @@ def mismatch_metrics(
         return {}
     old, rollout = arrays[0][where].astype(np.float64), arrays[1][where].astype(np.float64)
     _, sequence = np.unique(arrays[3][where], return_inverse=True)
-    length = np.bincount(sequence).astype(np.float64)
+    length = np.bincount(sequence)
 
     difference = old - rollout
     log_ratio = _clamp(difference)
     ratio = np.exp(log_ratio)
-    sequence_sum = np.bincount(sequence, weights=difference)
+    sequence_sum = np.bincount(sequence, weights=difference).astype(np.float64)
     return {
         "mismatch/k1": float(-difference.mean()),
         "mismatch/k3": float((np.expm1(log_ratio) - log_ratio).mean()),

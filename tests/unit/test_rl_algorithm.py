@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import policy_objective, resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch, count_denominators
+from jetrl_jax.rl.metrics import METRICS
 from tests.oracles import rl_oracle
 
 
@@ -82,11 +85,13 @@ def draw_batch():
     logprobs = -rng.exponential(1.0, shape).astype(np.float32)
     # what is not trained is not finite, so that a mask left out anywhere is seen
     noisy = lambda scale: np.where(mask, logprobs + scale * rng.normal(size=shape), np.nan).astype(np.float32)  # noqa: E731
+    log_ratio = np.zeros(shape)  # A < 0: dual clip, low clip; A > 0: inside, high clip; below, above, inside, and just outside 1.2
+    log_ratio[mask] = [0.6, -0.5, 0.1, 0.9, -0.9, 0.3, -0.1, 0.05, 0.22]
     batch = TrainBatch(
         token_ids=np.zeros(shape, np.int32), positions=np.zeros(shape, np.int32), segment_ids=(sequence >= 0).astype(np.int32),
         loss_mask=mask, rollout_logprobs=noisy(0.1), advantages=np.where(mask, np.array([-1.0, 0.7, 1.2])[sequence], 0).astype(np.float32),
         sequence_index=sequence.astype(np.int32), inverse_length=np.where(mask, 1 / count[sequence], 0).astype(np.float32),
-        old_logprobs=noisy(0.4), ref_logprobs=noisy(0.3),
+        old_logprobs=np.where(mask, logprobs - log_ratio, np.nan).astype(np.float32), ref_logprobs=noisy(0.3),
     )  # fmt: skip
     return np.where(mask, logprobs, -np.inf), batch
 
@@ -117,7 +122,8 @@ def test_objective_matches_oracle(settings):
     np.testing.assert_allclose(loss, oracle(finite), rtol=3e-6)
     numeric = rl_oracle.central_difference(oracle, finite)
     np.testing.assert_allclose(gradient, numeric, rtol=1e-5, atol=1e-7)
-    assert np.abs(numeric).max() > 0.01
+    assert stats["clipped_low_negative"] == 1 and stats["clipped_high_positive"] == (2 if settings.get("name") == "dapo" else 3)
+    assert stats["clipped_dual_negative"] == int("dual_clip" in settings)
     np.testing.assert_allclose(stats["entropy_sum"], 0.5 * batch.loss_mask.sum())
     if algorithm.needs_reference:
         pairs = zip(finite[batch.loss_mask], batch.ref_logprobs[batch.loss_mask].astype(float), strict=True)
@@ -143,3 +149,24 @@ def test_objective_raises_without_reference():
     algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1), 6)
     with pytest.raises(ValueError, match="ref_logprobs=None"):
         policy_objective(logprobs, batch.replace(ref_logprobs=None), count_denominators([batch], 6), algorithm)
+
+
+def test_documented_defaults_are_the_resolved_ones():
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    table = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:6]}
+    assert list(table) == ["grpo", "dapo", "dr_grpo", "rloo"]
+    for name, documented in table.items():
+        resolved = resolve_algorithm(AlgorithmSection(name=name), 20480)
+        assert documented["advantage"].lower().replace(".", "_") == resolved.advantage.__name__
+        assert documented["loss_aggregation"] == resolved.aggregation
+        assert (float(documented["clip_low"]), float(documented["clip_high"])) == (resolved.clip_low, resolved.clip_high)
+        assert documented["dynamic_sampling"] == str(resolved.dynamic_sampling).lower()
+        assert documented["overlong_buffer_tokens"].startswith("a fifth") == (resolved.overlong_buffer_tokens == 20480 // 5)
+        assert documented["overlong_buffer_tokens"].startswith("0") == (resolved.overlong_buffer_tokens == 0)
+
+
+def test_documented_metrics_are_declared():
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:mismatch|clip|policy)/\w+)`", text))
+    assert len(named) > 8 and named <= set(METRICS)

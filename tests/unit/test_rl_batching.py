@@ -138,7 +138,7 @@ def test_packed_equals_unpacked_for_every_split_and_aggregation():
     unpacked = padded(sequences, advantages)
     reference, mismatch = everything([unpacked], count_denominators([unpacked], MAX_COMPLETION))
     assert reference[2]["clipped_high_positive"] > 0 and reference[2]["clipped_low_negative"] > 0
-    for row_tokens, microbatch_tokens in ((14, 28), (20, 20), (40, 4 * 40)):
+    for row_tokens, microbatch_tokens in ((14, 28), (20, 60), (40, 4 * 40)):
         batches = pack(sequences, advantages, np.ones(17, bool), row_tokens, microbatch_tokens)
         total, packed_mismatch = everything(batches, count_denominators(batches, MAX_COMPLETION))
         # FP32 sums of ~80 terms in another order
@@ -248,10 +248,14 @@ def test_split_minibatches_shuffles_by_seed():
     assert split_minibatches(4, 2, 1, seed=0)[0].tolist() == split_minibatches(4, 2, 1, seed=1)[0].tolist()
 
 
-@pytest.mark.parametrize("minibatches", [0, 5])
-def test_split_minibatches_raises_on_too_few_prompts(minibatches):
-    with pytest.raises(ValueError, match=f"minibatches={minibatches}"):
-        split_minibatches(4, 2, minibatches, seed=0)
+def test_split_minibatches_of_few_prompts_has_one_part_each():
+    assert sorted(part.tolist() for part in split_minibatches(2, 2, 5, seed=0)) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(("num_prompts", "minibatches"), [(0, 1), (4, 0)])
+def test_split_minibatches_raises_on_nothing(num_prompts, minibatches):
+    with pytest.raises(ValueError, match=f"num_prompts={num_prompts}, minibatches={minibatches}"):
+        split_minibatches(num_prompts, 2, minibatches, seed=0)
 
 
 def test_sample_masks_of_failed_and_truncated_samples():

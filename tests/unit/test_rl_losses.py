@@ -37,7 +37,12 @@ def draw(seed=0, rows=4, tokens=12):
     inverse = np.where(mask, 1.0 / np.maximum(counts, 1)[sequence], 0.0)
     sequences = int((counts > 0).sum())
     return {
-        "logprobs": logprobs, "old": old, "advantages": advantages, "mask": mask, "sequence": sequence, "inverse": inverse,
+        "logprobs": logprobs,
+        "old": old,
+        "advantages": advantages,
+        "mask": mask,
+        "sequence": sequence,
+        "inverse": inverse,
         "ref": logprobs + 0.3 * rng.normal(size=(rows, tokens)),
         "denominators": Denominators(float(mask.sum()), float(sequences), float(sequences * MAX_TOKENS)),
     }
