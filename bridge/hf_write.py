@@ -48,7 +48,8 @@ _OWN_FILES = (
 class SavableTokenizer(Protocol):
     """What a tokenizer must do here: write the files that transformers' AutoTokenizer reads."""
 
-    def save(self, directory: str | Path) -> Any: ...
+    def save(self, directory: str | Path) -> Any:
+        """Write the tokenizer's files into an existing directory."""
 
 
 def decoder_parameters(decoder: nnx.Module) -> dict[str, Any]:
