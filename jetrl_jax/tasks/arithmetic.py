@@ -126,7 +126,7 @@ class ArithmeticTask:
         self.name = type(family).__name__.lower()
         self._family, self._seed = family, seed
         self._template, self._eval_fraction = section.prompt_template, section.eval_fraction
-        letters = _LETTERS if isinstance(family, Reverse) else "0123456789" + "+-" * isinstance(family, Sum | Chain)
+        letters = {Reverse: _LETTERS, Sum: "0123456789+", Chain: "0123456789+-", Sort: "0123456789"}[type(family)]
         self.characters = "".join(sorted(set(letters + "=" + format_prompt(self._template, ""))))
         self.train = LazyExamples(train_size, self._train_example)
         self.eval = self._held_out(eval_size)

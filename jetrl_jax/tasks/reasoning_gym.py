@@ -57,7 +57,7 @@ def _dataset(name: str, config: dict[str, Any]) -> Any:
 
 @dataclass
 class ReasoningGymVerifier:
-    """``score_answer`` of a dataset; small to pickle, it makes the dataset where it is first called."""
+    """``score_answer`` of a dataset; small to pickle, it makes the dataset where it is used."""
 
     name: str
     config: dict[str, Any]
@@ -67,10 +67,14 @@ class ReasoningGymVerifier:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scorer": None}
 
-    def __call__(self, completion: str, example: Example) -> float:
-        """The library's score of a completion, 0 to 1."""
+    def prepare(self) -> None:
+        """Imports the library and makes the dataset, so that the first call is as fast as the others."""
         if self._scorer is None:
             self._scorer = _dataset(self.name, {**self.config, "seed": 0, "size": 4})
+
+    def __call__(self, completion: str, example: Example) -> float:
+        """The library's score of a completion, 0 to 1."""
+        self.prepare()
         answer: str | None = completion.strip()
         if self.answer_tag is not None:
             from reasoning_gym.utils import extract_answer

@@ -242,7 +242,7 @@ class RewardProcess:
         self._stop()
         tail = ""
         if log is not None:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 400))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 1200))
             tail = log.read().decode("utf-8", "replace").strip()
         how = "it closed its connection" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
         return how + (f"; its last output: {tail!r}" if tail else "")

@@ -141,10 +141,12 @@ def _receive_frame(connection: socket.socket) -> bytes | None:
 
 
 def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
-    """The reward function: ``module:function`` by import, or a pickled verifier."""
+    """The reward function: ``module:function`` by import, or a pickled verifier, made ready by its ``prepare`` if it has one."""
     sys.path[:] = start["sys_path"]
     if start["pickled"] is not None:
-        return PerSample(pickle.loads(start["pickled"]))
+        verifier = pickle.loads(start["pickled"])
+        getattr(verifier, "prepare", lambda: None)()
+        return PerSample(verifier)
     module_name, _, attribute = start["target"].partition(":")
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
@@ -208,4 +210,5 @@ def main(descriptor: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    os._exit(0)  # whatever threads a reward has left behind
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # with whatever children and threads a reward has left behind

@@ -268,7 +268,7 @@ def _named(name: str, weight: float, timeout_s: float, separate_process: bool, t
         separate_process = separate_process or name in verify.NEEDS_PROCESS
     else:
         raise UserError(f"RewardFunctions: unknown reward: got {name!r}, expected task, {', '.join(verify.VERIFIERS)} or module:function.")
-    if verifier is verify.math_verify and importlib.util.find_spec("math_verify") is None:
+    if isinstance(verifier, verify.MathVerify) and importlib.util.find_spec("math_verify") is None:
         raise missing_extra("RewardFunctions", "math-verify", "tasks")
     if not separate_process:
         return _Reward(name, weight, _InProcess(name, reward_worker.PerSample(verifier)))

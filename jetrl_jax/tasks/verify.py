@@ -16,6 +16,7 @@ one that corrects itself is believed.  A heading such as ``#### Note`` is passed
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -33,9 +34,9 @@ _MINUS = "-\u2212\u2013"
 _NUMBER = rf"([{_MINUS}+]?)[ ]?(?:\\?[$€£]){{0,2}}[ ]?([{_MINUS}+]?)({_DIGITS})"
 # What makes the text before it part of an expression or of a longer, malformed number.
 _CONTINUES = re.compile(
-    rf"[0-9]|[.{_GROUP[1:-1]}][0-9]|[eE][-+]?[0-9]|\s*[{_MINUS}+*/=^×÷:<>]\s*[$(]?[0-9.]|\\frac|\s*\\(?:times|cdot|div|pm)"
+    rf"[0-9]|[.{_GROUP[1:-1]}][0-9]|[eE:][-+]?[0-9]|\s*[{_MINUS}+*/=^×÷]\s*[$(]?[0-9.]|\\frac|\s*\\(?:times|cdot|div|pm)"
 )
-_HASHES = re.compile(r"#{4,}[ \t]*(?:\*\*|__|`|\\boxed\{|\\\(|\\\[)*[ ]?(?=[-+\u2212\u2013$€£\\.0-9])")
+_HASHES = re.compile(r"(?<!#)#{4,}+[ \t]*+(?:\*\*|__|`|\\boxed\{|\\\(|\\\[)*[ ]?(?=[-+\u2212\u2013$€£\\.0-9])")
 _NUMBER_HERE = re.compile(_NUMBER)
 _NUMBER_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z_.,])(?:(?<![)\]])[{_MINUS}])?(?:\\?[$€£])?(?:{_DIGITS})|(?:{_DIGITS})")
 
@@ -109,41 +110,50 @@ def boxed(completion: str, example: Example) -> float:
     return _same_number(boxed_number, completion, example)
 
 
-def math_verify(completion: str, example: Example) -> float | None:
+class MathVerify:
     """1.0 where the library math-verify finds the completion's answer equal to the example's.
 
     None where the example's answer cannot be parsed.  Raises TimeoutError where the library's own limits (5 s to
     parse, 5 s to compare) are passed.  It sets SIGALRM, so it runs in the main thread of a worker process.
     """
-    try:
-        import math_verify as library
-        from math_verify.errors import TimeoutException
-    except ImportError as error:
-        from jetrl_jax.tasks.task import missing_extra
 
-        raise missing_extra("math_verify", "math-verify", "tasks") from error
-    try:
-        gold = _parse_gold(library, str(example.answer))
-        if not gold:
-            return None
+    def prepare(self) -> Any:
+        """Imports the library, which takes seconds."""
         try:
-            found = library.parse(without_thinking(completion), raise_on_error=True)
-        except Exception:  # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
-            return 0.0
+            return importlib.import_module("math_verify")
+        except ImportError as error:
+            from jetrl_jax.tasks.task import missing_extra
+
+            raise missing_extra("math_verify", "math-verify", "tasks") from error
+
+    def __call__(self, completion: str, example: Example) -> float | None:
+        """Score of a completion."""
+        library = self.prepare()
+        from math_verify.errors import TimeoutException
+
         try:
-            return float(library.verify(gold, found, raise_on_error=True))
-        except Exception:  # one pair of readings cannot be compared; let the library try the others
-            return float(library.verify(gold, found))
-    except TimeoutException as error:
-        raise TimeoutError("math_verify passed its own time limit") from error
+            gold = _parse_gold(library, str(example.answer))
+            if not gold:
+                return None
+            try:
+                found = library.parse(without_thinking(completion), raise_on_error=True)
+            except Exception:  # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
+                return 0.0
+            try:
+                return float(library.verify(gold, found, raise_on_error=True))
+            except Exception:  # one pair of readings cannot be compared; let the library try the others
+                return float(library.verify(gold, found))
+        except TimeoutException as error:
+            raise TimeoutError("math_verify passed its own time limit") from error
 
 
 def _parse_gold(library: Any, answer: str) -> list[Any]:
     """The answer, written as LaTeX in dollars, as a bare LaTeX or Python-like expression."""
     gold = library.parse(f"${answer}$") if "$" not in answer and "\\boxed" not in answer else library.parse(answer)
-    return gold or library.parse(answer)
+    return list(gold or library.parse(answer))
 
 
+math_verify = MathVerify()
 VERIFIERS: dict[str, Callable[[str, Any], float | None]] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
