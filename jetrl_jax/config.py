@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jetrl_jax.config_rules import find_problems
+from jetrl_jax.config_rules import find_problems, value_at
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
 PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
@@ -55,9 +55,13 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy: a Hugging Face directory to start from, or the sizes of a new model."""
 
-    path: Text | None = Field(None, description="Hugging Face checkpoint directory to start from; null builds a new model from the sizes below.")
+    path: Text | None = Field(
+        None, description="Hugging Face checkpoint directory to start from; null builds a new model from the sizes below."
+    )
     architecture: Literal["qwen3", "qwen2", "llama"] = Field("qwen3", description="Architecture of a new model.")
-    hidden_size: PositiveInt = Field(128, description="Width of the residual stream of a new model, in channels; any size, FP8 blocks may be partial.")
+    hidden_size: PositiveInt = Field(
+        128, description="Width of the residual stream of a new model, in channels; any size, FP8 blocks may be partial."
+    )
     intermediate_size: PositiveInt = Field(384, description="Width of the SwiGLU layer of a new model, in channels.")
     num_layers: PositiveInt = Field(2, description="Number of decoder layers of a new model.")
     num_heads: PositiveInt = Field(4, description="Number of query heads of a new model.")
@@ -72,9 +76,13 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     """How text becomes token ids."""
 
-    kind: Literal["character", "byte", "huggingface"] = Field("character", description="character and byte are built in; huggingface loads tokenizer files.")
+    kind: Literal["character", "byte", "huggingface"] = Field(
+        "character", description="character and byte are built in; huggingface loads tokenizer files."
+    )
     path: Text | None = Field(None, description="Directory or tokenizer.json of a huggingface tokenizer; null takes model.path.")
-    characters: Text = Field("0123456789+-*= abcdefghijklmnopqrstuvwxyz", description="Alphabet of the character tokenizer, one token per character.")
+    characters: Text = Field(
+        "0123456789+-*= abcdefghijklmnopqrstuvwxyz", description="Alphabet of the character tokenizer, one token per character."
+    )
     chat_template: bool = Field(False, description="Whether a prompt is wrapped by the tokenizer's chat template.")
     chat_template_kwargs: Options = Field({}, description="Keyword arguments of the chat template, such as enable_thinking: false.")
     system_prompt: str | None = Field(None, description="System message put before each prompt by the chat template; null: none.")
@@ -83,7 +91,9 @@ class TokenizerSection(Section):
 class PrecisionOverride(Section):
     """One exception to the preset."""
 
-    pattern: Text = Field(description="Glob over parameter paths, such as layers.0.* or *.down_proj.weight; one that matches nothing is an error.")
+    pattern: Text = Field(
+        description="Glob over parameter paths, such as layers.0.* or *.down_proj.weight; one that matches nothing is an error."
+    )
     format: Literal["bf16", "fp8"] = Field(description="bf16 takes the matched linear layers out of FP8; fp8 puts them in.")
 
 
@@ -98,7 +108,8 @@ class PrecisionSection(Section):
     overrides: tuple[PrecisionOverride, ...] = Field((), description="Exceptions to the preset; the last match wins.")
     wgrad_operand: Literal["requantize", "dual", "block"] = Field(
         "requantize",
-        description="How the saved activation reaches WGrad: from its FP8 codes (the paper's), quantised a second time from BF16, or in 128x128 blocks.",
+        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the paper's), quantised a second time "
+        "from BF16 (dual) or in 128x128 blocks (block).",
     )
     scale_format: Literal["float32", "power_of_two"] = Field("float32", description="Values that a block's scale may take.")
     promotion_order: Literal["deepgemm", "triton"] = Field(
@@ -109,7 +120,9 @@ class PrecisionSection(Section):
 class NumericsSection(Section):
     """Rounding points and exactness of the forward pass."""
 
-    exact: bool = Field(True, description="Shape-independent reductions, so that rollout and training logprobs are the same bits; false is faster.")
+    exact: bool = Field(
+        True, description="Shape-independent reductions, so that rollout and training logprobs are the same bits; false is faster."
+    )
     engine_variant: Literal["native", "cuda"] = Field(
         "native", description="Whose rounding points the model mirrors: those of vLLM's native operations or of its CUDA kernels."
     )
@@ -118,23 +131,32 @@ class NumericsSection(Section):
 class TaskSection(Section):
     """Where prompts, answers and worked solutions come from."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "gsm8k", "function"] = Field("arithmetic", description="Kind of task.")
+    kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "gsm8k", "function"] = Field(
+        "arithmetic",
+        description="Kind of task: arithmetic and reasoning_gym are generated; jsonl, parquet, datasets and gsm8k are read; function is yours.",
+    )
     name: Text | None = Field(
         None, description="reasoning_gym: dataset name; datasets: path or hub name; function: module:function; arithmetic: problem family."
     )
     path: Text | None = Field(None, description="jsonl and parquet: the training file; gsm8k: its directory.")
     eval_path: Text | None = Field(None, description="jsonl and parquet: the held-out file; null holds out eval_fraction of path.")
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="Share of the items held out where no eval file or split is given.")
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="Share of the items held out where no eval file or split is given."
+    )
     prompt_field: Text = Field("prompt", description="Field of the prompt in a file or dataset.")
     answer_field: Text = Field("answer", description="Field of the answer in a file or dataset.")
     prompt_template: Text = Field("{prompt}", description="How a prompt is written; {prompt} stands for the task's text.")
-    options: Options = Field({}, description="Options of the task, by kind; an unknown one is an error that lists them. function: its keyword arguments.")
+    options: Options = Field(
+        {}, description="Options of the task, by kind; an unknown one is an error that lists them. function: its keyword arguments."
+    )
 
 
 class RewardSection(Section):
     """One reward function."""
 
-    name: Text = Field("task", description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, math_verify; or module:function.")
+    name: Text = Field(
+        "task", description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, math_verify; or module:function."
+    )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(10.0, description="Time after which a call counts as failed and its sample is masked, in seconds.")
     separate_process: bool = Field(False, description="Whether it runs in worker processes; module:function always does.")
@@ -144,12 +166,19 @@ class RolloutSection(Section):
     """What is generated in a step and how."""
 
     prompts_per_step: PositiveInt = Field(32, description="Number of prompts of one step (P).")
-    group_size: Annotated[int, Field(ge=2, le=INT32_MAX)] = Field(16, description="Completions of one prompt (G); a group of one has no advantage.")
+    group_size: Annotated[int, Field(ge=2, le=INT32_MAX)] = Field(
+        16, description="Completions of one prompt (G); a group of one has no advantage."
+    )
     max_prompt_tokens: PositiveInt = Field(32, description="Longest prompt, in tokens; a longer one is skipped and counted.")
     max_completion_tokens: PositiveInt = Field(32, description="Longest completion, in tokens.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature of training rollouts; logprobs are taken at it.")
-    top_p: float = Field(1.0, description="Nucleus of the sampling; must be 1, since a truncated distribution is not the policy that is trained.")
-    top_k: int = Field(0, description="Number of candidate tokens of the sampling; must be 0 (off), since a truncated distribution is not the trained policy.")
+    top_p: float = Field(
+        1.0, description="Nucleus of the sampling; must be 1, since a truncated distribution is not the policy that is trained."
+    )
+    top_k: int = Field(
+        0,
+        description="Candidate tokens of the sampling; must be 0 (off), since a truncated distribution is not the policy that is trained.",
+    )
     slots: PositiveInt = Field(256, description="Number of sequences that the embedded engine decodes at once.")
     prefill_rows: PositiveInt = Field(32, description="Number of prompts that the embedded engine prefills at once.")
     decode_chunk_tokens: PositiveInt = Field(8, description="Tokens decoded between two looks at finished sequences.")
@@ -163,17 +192,24 @@ class AlgorithmSection(Section):
         None, description="How token losses become one number; null: constant for dr_grpo, else token_mean."
     )
     clip_low: PositiveFloat | None = Field(None, description="Distance below 1 at which the importance ratio is clipped; null: 0.2.")
-    clip_high: PositiveFloat | None = Field(None, description="Distance above 1 at which the importance ratio is clipped; null: 0.28 for dapo, else 0.2.")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="Bound c of the loss of negative advantages (3 is common); null: off.")
+    clip_high: PositiveFloat | None = Field(
+        None, description="Distance above 1 at which the importance ratio is clipped; null: 0.28 for dapo, else 0.2."
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Bound c of the loss of negative advantages (3 is common); null: off."
+    )
     kl_coef: NonNegativeFloat = Field(0.0, description="Factor of the KL term to the frozen start policy; 0 is off.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
     epochs: PositiveInt = Field(1, description="Passes over a rollout batch.")
     minibatches: PositiveInt = Field(1, description="Optimiser steps of one pass.")
     mask_truncated: bool = Field(False, description="Whether completions cut at max_completion_tokens get no gradient.")
-    dynamic_sampling: bool | None = Field(None, description="Whether groups with equal rewards are replaced by new ones; null: true for dapo, else false.")
+    dynamic_sampling: bool | None = Field(
+        None, description="Whether groups with equal rewards are replaced by new ones; null: true for dapo, else false."
+    )
     max_generation_rounds: PositiveInt = Field(10, description="Most rounds of dynamic sampling in a step.")
     overlong_buffer_tokens: NonNegativeInt | None = Field(
-        None, description="Length of the soft penalty zone before max_completion_tokens, in tokens; null: a fifth of it for dapo, else 0 (off)."
+        None,
+        description="Length of the soft penalty zone before max_completion_tokens, in tokens; null: a fifth of it for dapo, else 0 (off).",
     )
 
 
@@ -193,7 +229,9 @@ class OptimizerSection(Section):
 class BatchSection(Section):
     """Shapes of the training batch."""
 
-    row_tokens: PositiveInt | None = Field(None, description="Length of a packed row, in tokens; null: longest prompt plus longest completion.")
+    row_tokens: PositiveInt | None = Field(
+        None, description="Length of a packed row, in tokens; null: longest prompt plus longest completion."
+    )
     microbatch_tokens: PositiveInt = Field(
         8192, description="Size of one forward and backward pass, in tokens (padding included); rounded down to whole rows of row_tokens."
     )
@@ -241,7 +279,9 @@ class RunConfig(Section):
     """The whole config of a run."""
 
     seed: NonNegativeInt = Field(0, description="Seed of initialisation, data order and sampling.")
-    model: ModelSection = Field(default_factory=ModelSection, description="The policy: a checkpoint to start from, or the sizes of a new model.")
+    model: ModelSection = Field(
+        default_factory=ModelSection, description="The policy: a checkpoint to start from, or the sizes of a new model."
+    )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes token ids.")
     precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Which matrix multiplication runs in which format.")
     numerics: NumericsSection = Field(default_factory=NumericsSection, description="Rounding points and exactness of the forward pass.")
@@ -267,45 +307,23 @@ class RunConfig(Section):
         return self.batch.row_tokens or self.max_sequence_tokens
 
     @property
-    def loss_aggregation(self) -> str:
-        """`algorithm.loss_aggregation` with its null resolved."""
-        return self.algorithm.loss_aggregation or ("constant" if self.algorithm.name == "dr_grpo" else "token_mean")
-
-    @property
-    def clip_low(self) -> float:
-        """`algorithm.clip_low` with its null resolved."""
-        return self.algorithm.clip_low or 0.2
-
-    @property
-    def clip_high(self) -> float:
-        """`algorithm.clip_high` with its null resolved."""
-        return self.algorithm.clip_high or (0.28 if self.algorithm.name == "dapo" else 0.2)
-
-    @property
     def dynamic_sampling(self) -> bool:
-        """`algorithm.dynamic_sampling` with its null resolved."""
+        """Whether groups with equal rewards are replaced by new ones."""
         given = self.algorithm.dynamic_sampling
         return self.algorithm.name == "dapo" if given is None else given
 
-    @property
-    def overlong_buffer_tokens(self) -> int:
-        """`algorithm.overlong_buffer_tokens` with its null resolved; 0 is off."""
-        given = self.algorithm.overlong_buffer_tokens
-        if given is None:
-            return self.rollout.max_completion_tokens // 5 if self.algorithm.name == "dapo" else 0
-        return given
-
     def resolved_nulls(self) -> dict[str, Any]:
-        """What a null stands for, by dotted path, for the fields that are null and resolve to a value."""
+        """What a null stands for, by dotted path, for every field that is null and stands for a value."""
+        name = self.algorithm.name
         resolved = {
-            "batch.row_tokens": self.row_tokens,
-            "algorithm.loss_aggregation": self.loss_aggregation,
-            "algorithm.clip_low": self.clip_low,
-            "algorithm.clip_high": self.clip_high,
+            "algorithm.loss_aggregation": "constant" if name == "dr_grpo" else "token_mean",
+            "algorithm.clip_low": 0.2,
+            "algorithm.clip_high": 0.28 if name == "dapo" else 0.2,
             "algorithm.dynamic_sampling": self.dynamic_sampling,
-            "algorithm.overlong_buffer_tokens": self.overlong_buffer_tokens,
+            "algorithm.overlong_buffer_tokens": self.rollout.max_completion_tokens // 5 if name == "dapo" else 0,
+            "batch.row_tokens": self.row_tokens,
         }
-        return {path: value for path, value in resolved.items() if getattr(getattr(self, path.split(".")[0]), path.split(".")[1]) is None}
+        return {path: value for path, value in resolved.items() if value_at(self, path) is None}
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jetrl_jax.config import INT32_MAX
 from jetrl_jax.config_rules import Problem, show
 from jetrl_jax.config_schema import FieldType, about, dotted, look_up, split, suggest
-from jetrl_jax.config_yaml import Mark, Source
+from jetrl_jax.config_yaml import Mark, Source, labelled
 from jetrl_jax.errors import UserError
 
-WIDTH = 110
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "string_too_short", "too_long")
 _NUMBER = re.compile(r"[-+]?(\d[\d_, ]*)?\.?\d+([eE][-+]?\d+)?")
 
@@ -26,7 +24,9 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
     mark = source.mark(path)
     where = mark.where if mark else ""
     if path[-1:] == ("[key]",) or error["type"] == "invalid_key":
-        return Problem(dotted(path[:-1]), "a key that is not text", show(error["input"]), "a name", where=where)
+        return Problem(
+            dotted(path[:-1] if len(path) == 1 else path[:-2]), "a key that is not text", show(error["input"]), "a name", where=where
+        )
     if error["type"] == "extra_forbidden":
         return Problem(dotted(path), "unknown key", where=where, hint=suggest(path))
     found = look_up(path)
@@ -35,10 +35,14 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
     if error["type"] == "missing":
         return Problem(dotted(path), "missing", "nothing", expected, where=where)
     if error["type"] == "config_value":
-        return Problem(dotted(path), error["ctx"]["what"], expected="text, finite numbers, true, false, null, lists and mappings", where=where)
+        return Problem(
+            dotted(path), error["ctx"]["what"], expected="text, finite numbers, true, false, null, lists and mappings", where=where
+        )
     exact = source.marks.get(path)
     got = (exact.got() if exact else None) or show(error["input"])
-    what = "not one of the choices" if error["type"] == "literal_error" else "out of range" if error["type"] in _RANGE_ERRORS else "wrong type"
+    what = (
+        "not one of the choices" if error["type"] == "literal_error" else "out of range" if error["type"] in _RANGE_ERRORS else "wrong type"
+    )
     if error["type"] == "less_than_equal" and error["ctx"]["le"] == INT32_MAX:
         expected += f", at most {error['ctx']['le']}"
     if what == "wrong type":
@@ -125,8 +129,4 @@ def _paragraph(problem: Problem, name: str) -> str:
     lines = [("got", problem.got), ("expected", problem.expected), ("hint", problem.hint)]
     if problem.what != "unknown key":
         lines.append(("meaning", about(split(problem.path)) if problem.path else ""))
-    return "\n".join([head, *(_wrapped(label, text) for label, text in lines if text)])
-
-
-def _wrapped(label: str, text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=f"  {label:<10}", subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([head, *(labelled(label, text) for label, text in lines if text)])

@@ -22,14 +22,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from jetrl_jax.config import RunConfig, Section
 from jetrl_jax.config_errors import field_problem, raise_all
-from jetrl_jax.config_rules import Problem, idle_fields, show
-from jetrl_jax.config_schema import FieldType, Path, all_fields, default_of, dotted, in_options, likely_fields, look_up, split, suggest, type_of
-from jetrl_jax.config_yaml import Dumper, Mark, Source, encodable, read_yaml
+from jetrl_jax.config_rules import Problem, no_effects, show
+from jetrl_jax.config_schema import (
+    FieldType,
+    Path,
+    all_fields,
+    default_of,
+    dotted,
+    in_options,
+    likely_fields,
+    look_up,
+    split,
+    suggest,
+    type_of,
+)
+from jetrl_jax.config_yaml import Mark, Source, encodable, read_yaml, write_yaml
 from jetrl_jax.errors import UserError
 
 MAX_BYTES = 1 << 20
@@ -38,7 +49,8 @@ REFERENCE_INTRODUCTION = """
 A config is one YAML file; every entry point takes it as `--config FILE`. Fields that are left out have their default.
 
 - `--set KEY=VALUE` changes a field after the file was read, as often as needed, the last one counts: `--set rollout.group_size=8`,
-  `--set rewards.0.weight=2`, `--set 'model={path: runs/a/hf}'` (a section is replaced whole). The value is YAML; a text field takes it as it stands.
+  `--set rewards.0.weight=2`, `--set 'model={path: runs/a/hf}'` (a section is replaced whole). The value is YAML; a text field takes
+  it as it stands.
 - Booleans are `true` and `false` only (`yes` and `on` are text), `1e-6` is a number, a whole number is fine where a number is expected.
 - An unknown field, a field twice, a wrong type, sizes that do not fit together and a field without an effect are errors; all of
   them are told at once, before anything starts, with exit status 2.
@@ -57,14 +69,18 @@ def load_config(path: str | FilePath | None, overrides: Sequence[str] = ()) -> R
     """
     if path is None:
         return _build(Source(data={}), overrides, "the config")
-    name = str(path)
+    name = str(path) if str(path).isprintable() and str(path) else ascii(str(path))
+    if not str(path):
+        raise UserError("no config file: got an empty path, expected the path of a YAML file")
     source = read_yaml(_read_text(FilePath(path), name), name)
     if source.data is None:
         raise UserError(f"{name}: no fields: got an empty file, expected a YAML mapping such as\n\n    seed: 1\n    run:\n      steps: 100")
     if not isinstance(source.data, dict):
         mark = source.marks[()]
         kind = "a list" if isinstance(source.data, list) else f"the value {mark.got()}"
-        raise UserError(f"{mark.where}: not a mapping: got {kind} at the top level, expected sections such as\n\n    run:\n      steps: 100")
+        raise UserError(
+            f"{mark.where}: not a mapping: got {kind} at the top level, expected sections such as\n\n    run:\n      steps: 100"
+        )
     return _build(source, overrides, name)
 
 
@@ -84,15 +100,10 @@ def dump_config(config: RunConfig) -> str:
     Every field that has an effect is written, so that the text can be read alone; a null that stands for a
     value is followed by that value in a comment.
     """
-    idle, nulls = idle_fields(config), config.resolved_nulls()
+    idle, nulls = {path for path, _ in no_effects(config)}, config.resolved_nulls()
     parts = []
-    for name, value in config.model_dump().items():
-        if isinstance(value, dict):
-            declared = type(getattr(config, name)).model_fields
-            value = {key: item for key, item in value.items() if f"{name}.{key}" not in idle or item != declared[key].default}
-            if not value:
-                continue
-        text = yaml.dump({name: _lists(value)}, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    for name, value in _written(config, "", idle).items():
+        text = write_yaml({name: value})
         for path, resolved in nulls.items():
             if path.startswith(f"{name}."):
                 line = f"  {path.split('.')[1]}: null\n"
@@ -101,10 +112,21 @@ def dump_config(config: RunConfig) -> str:
     return "".join(parts)
 
 
-def _lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, tuple | list) else value
+def _written(value: Any, path: str, idle: set[str]) -> Any:
+    """Sections as dictionaries and tuples as lists, without the fields that do nothing and the sections left empty."""
+    if isinstance(value, tuple):
+        return [_written(item, f"{path}{i}.", idle) for i, item in enumerate(value)]
+    if not isinstance(value, Section):
+        return value
+    result = {}
+    for name, info in type(value).model_fields.items():
+        item = getattr(value, name)
+        if path + name in idle and item == info.default:
+            continue
+        written = _written(item, f"{path}{name}.", idle)
+        if written != {} or not isinstance(item, Section):
+            result[name] = written
+    return result
 
 
 def _copy(value: Any) -> Any:
@@ -140,7 +162,9 @@ def _read_text(path: FilePath, name: str) -> str:
 def _similar_files(path: FilePath) -> str:
     try:
         there = sorted(item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml"))
-    except OSError:
+    except FileNotFoundError:
+        return f" There is no directory {path.parent} either."
+    except (OSError, ValueError):
         return ""
     close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.6)
     if close:
@@ -188,7 +212,12 @@ def _override_value(source: Source, path: Path, raw: str, kind: FieldType | None
     """The value of an override, or _NOWHERE after noting what is wrong with it."""
     _forget(source, path)
     problems = len(source.problems)
-    if kind is not None and kind.kind == "text" and not (kind.optional and raw.strip() in ("null", "~")) and raw.strip()[:1] not in ("'", '"'):
+    if (
+        kind is not None
+        and kind.kind == "text"
+        and not (kind.optional and raw.strip() in ("null", "~"))
+        and raw.strip()[:1] not in ("'", '"')
+    ):
         source.marks[path] = Mark(where, raw, True, True)
         if not encodable(raw):
             source.report(path, "not text in UTF-8", where, got=show(raw.encode("utf-8", "replace").decode()))
@@ -218,7 +247,9 @@ def _put(source: Source, path: Path, value: Any, where: str) -> None:
             if not isinstance(part, int) or part >= len(holder):
                 name, count = dotted(path[: end - 1]), len(holder)
                 has = f"{count} entries, 0 to {count - 1}" if count > 1 else "one entry, 0" if count else "no entry"
-                source.report(path, "no such entry", where, expected=f"{name} has {has}", hint=f"--set '{name}=[...]' writes the whole list")
+                source.report(
+                    path, "no such entry", where, expected=f"{name} has {has}", hint=f"--set '{name}=[...]' writes the whole list"
+                )
                 return
             if end == len(path):
                 holder[part] = value
@@ -285,8 +316,9 @@ def _validate(source: Source) -> RunConfig | None:
         if first_round:  # later rounds only see what taking values out has caused
             source.problems += [problem for problem in found if problem.path not in refused]
         first_round = False
-        for item in errors:
-            _remove(source, tuple(item["loc"]))
+        removed = [_remove(source, _outermost(tuple(item["loc"]))) for item in errors]
+        if not any(removed):
+            return None
 
 
 def _meant(problem: Problem) -> list[str]:
@@ -307,16 +339,20 @@ def _switched_off_by_set(problem: Problem, source: Source) -> bool:
     return not from_set(problem.path) and any(from_set(switch) for switch in problem.involves)
 
 
-def _remove(source: Source, path: tuple[Any, ...]) -> None:
-    """Take a value out, with the whole list where it is in one, so that the default stands in."""
-    ends = [end for end in range(1, len(path)) if (found := look_up(path[:end])) and found[0].kind in ("list", "options")]
-    path = path[: ends[0]] if ends else path
+def _remove(source: Source, path: tuple[Any, ...]) -> bool:
+    """Take a value out, so that its default stands in; whether it was there."""
     holder = source.data
     for part in path[:-1]:
-        holder = holder.get(part) if isinstance(holder, dict) else None
-    if isinstance(holder, dict):
-        holder.pop(path[-1], None)
+        is_there = part in holder if isinstance(holder, dict) else isinstance(holder, list) and part < len(holder)
+        holder = holder[part] if is_there else None
     _forget(source, path)
+    return isinstance(holder, dict) and holder.pop(path[-1], _NOWHERE) is not _NOWHERE
+
+
+def _outermost(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path, cut at the first list or field of free names: what is taken out with a bad value."""
+    ends = [end for end in range(1, len(path)) if (found := look_up(path[:end])) and found[0].kind in ("list", "options")]
+    return path[: ends[0]] if ends else path
 
 
 def _tuples(value: Any, owner: type[Section] | None) -> Any:
@@ -349,7 +385,9 @@ def reference() -> str:
         kind = type_of(RunConfig, name)
         lines += ["", f"## {name}", "", str(info.description), ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        rows = [(name, kind, info)] if kind.section is None else list(all_fields(kind.section, name + (".N." if kind.kind == "list" else ".")))
+        rows = (
+            [(name, kind, info)] if kind.section is None else list(all_fields(kind.section, name + (".N." if kind.kind == "list" else ".")))
+        )
         lines += [f"| `{path}` | {row.in_words()} | `{default_of(field)}` | {field.description} |" for path, row, field in rows]
     return "\n".join(lines).replace("| `required` |", "| required |") + "\n"
 

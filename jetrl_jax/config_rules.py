@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
 
-BUILTIN_REWARDS = ("task", "math_verify", "exact_match", "gsm8k", "boxed", "last_number")
-FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: they run in the trainer's process
+BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
+_DOTTED_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+FUNCTION = re.compile(f"{_DOTTED_NAME}:{_DOTTED_NAME}")
 FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
 
 
@@ -149,7 +151,9 @@ RULES: tuple[Rule, ...] = (
         ("tokenizer.characters", "tokenizer.kind"),
         lambda c: c.tokenizer.kind != "character" or len(set(c.tokenizer.characters)) == len(c.tokenizer.characters),
         "a character stands twice in the alphabet",
-        lambda c: f"each once; twice: {json.dumps(''.join(sorted({x for x in c.tokenizer.characters if c.tokenizer.characters.count(x) > 1})))}",
+        lambda c: (
+            f"each once; twice: {json.dumps(''.join(sorted({x for x in c.tokenizer.characters if c.tokenizer.characters.count(x) > 1})))}"
+        ),
     ),
     Rule(
         ("tokenizer.chat_template", "tokenizer.kind"),
@@ -161,7 +165,11 @@ RULES: tuple[Rule, ...] = (
         ("task.name", "task.kind"),
         lambda c: c.task.kind not in ("reasoning_gym", "datasets") or c.task.name is not None,
         "this kind of task needs a name",
-        lambda c: "name of a reasoning-gym dataset, such as basic_arithmetic" if c.task.kind == "reasoning_gym" else "a hub name or a local directory",
+        lambda c: (
+            "name of a reasoning-gym dataset, such as basic_arithmetic"
+            if c.task.kind == "reasoning_gym"
+            else "a hub name or a local directory"
+        ),
     ),
     Rule(
         ("task.name", "task.kind"),
@@ -211,8 +219,12 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         lambda c: c.model.path is not None,
         "model.path is set, and the sizes come from its config.json",
     ),
-    NoEffect(("tokenizer.characters",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "character", "only the character tokenizer reads it"),
-    NoEffect(("tokenizer.path",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "huggingface", "only a huggingface tokenizer has files"),
+    NoEffect(
+        ("tokenizer.characters",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "character", "only the character tokenizer reads it"
+    ),
+    NoEffect(
+        ("tokenizer.path",), ("tokenizer.kind",), lambda c: c.tokenizer.kind != "huggingface", "only a huggingface tokenizer has files"
+    ),
     NoEffect(
         ("tokenizer.chat_template_kwargs", "tokenizer.system_prompt"),
         ("tokenizer.chat_template", "tokenizer.kind"),
@@ -240,10 +252,12 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     _task_kinds("name", "arithmetic", "reasoning_gym", "datasets", "function"),
     _task_kinds("path", "jsonl", "parquet", "gsm8k"),
     _task_kinds("eval_path", "jsonl", "parquet"),
-    _task_kinds("prompt_field", "jsonl", "parquet", "datasets"),
-    _task_kinds("answer_field", "jsonl", "parquet", "datasets"),
+    _task_kinds("prompt_field", "jsonl", "parquet", "datasets", "function"),
+    _task_kinds("answer_field", "jsonl", "parquet", "datasets", "function"),
     _task_kinds("eval_fraction", "arithmetic", "jsonl", "parquet", "datasets", "function"),
-    NoEffect(("task.eval_fraction",), ("task.eval_path",), lambda c: c.task.eval_path is not None, "task.eval_path gives the held-out items"),
+    NoEffect(
+        ("task.eval_fraction",), ("task.eval_path",), lambda c: c.task.eval_path is not None, "task.eval_path gives the held-out items"
+    ),
     NoEffect(
         ("algorithm.max_generation_rounds",),
         ("algorithm.dynamic_sampling", "algorithm.name"),
@@ -260,13 +274,25 @@ NO_EFFECT: tuple[NoEffect, ...] = (
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
-    """Every violation of `RULES` and `NO_EFFECT` by a config whose fields are valid one by one."""
-    return [*_broken_rules(config), *_idle_problems(config), *_reward_problems(config)]
+    """Every violation of the rules by a config whose fields are valid one by one."""
+    broken = [
+        Problem(rule.fields[0], rule.what, show(value_at(config, rule.fields[0])), rule.expected(config), rule.hint, rule.fields[1:])
+        for rule in RULES
+        if not rule.holds(config)
+    ]
+    return [*broken, *_idle_problems(config), *_reward_problems(config)]
 
 
-def idle_fields(config: RunConfig) -> set[str]:
-    """Dotted paths of the fields that do nothing in this config."""
-    return {path for entry in NO_EFFECT if entry.idle(config) for path in entry.fields}
+def no_effects(config: RunConfig) -> Iterator[tuple[str, NoEffect]]:
+    """Dotted path and reason of each field that does nothing in this config."""
+    for entry in NO_EFFECT:
+        if entry.idle(config):
+            yield from ((path, entry) for path in entry.fields)
+    for i, reward in enumerate(config.rewards):
+        if reward.name in UNTIMED_REWARDS and not reward.separate_process:
+            switches = (f"rewards.{i}.separate_process", f"rewards.{i}.name")
+            because = f"{reward.name} runs in the trainer's process, where nothing can end it"
+            yield f"rewards.{i}.timeout_s", NoEffect((f"rewards.{i}.timeout_s",), switches, lambda c: True, because)
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -285,26 +311,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _broken_rules(config: RunConfig) -> Iterator[Problem]:
-    for rule in RULES:
-        if not rule.holds(config):
-            blamed, *others = rule.fields
-            yield Problem(blamed, rule.what, show(value_at(config, blamed)), rule.expected(config), rule.hint, tuple(others))
-
-
 def _idle_problems(config: RunConfig) -> Iterator[Problem]:
-    for entry in NO_EFFECT:
-        if not entry.idle(config):
-            continue
-        for path in entry.fields:
-            section, name = path.split(".")
-            part = getattr(config, section)
-            value = getattr(part, name)
-            says_off = not value and value == type(part).model_fields[name].default  # null, false, 0 or empty: true and harmless
-            if name in part.model_fields_set and not says_off:
-                yield Problem(
-                    path, "has no effect here", show(value), "the field left out", f"{entry.because}; remove it", entry.switches, no_effect=True
-                )
+    for path, entry in no_effects(config):
+        section, name = path.rsplit(".", 1)
+        part, value = value_at(config, section), value_at(config, path)
+        says_off = not value and value == type(part).model_fields[name].default  # null, false, 0 or empty: true and harmless
+        if name in part.model_fields_set and not says_off:
+            hint = f"{entry.because}; remove it"
+            yield Problem(path, "has no effect here", show(value), "the field left out", hint, entry.switches, no_effect=True)
 
 
 def _reward_problems(config: RunConfig) -> Iterator[Problem]:
@@ -314,7 +328,10 @@ def _reward_problems(config: RunConfig) -> Iterator[Problem]:
         if name not in BUILTIN_REWARDS and FUNCTION.fullmatch(name) is None:
             yield Problem(path, "unknown reward", show(name), f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}")
         elif name in names[:i]:
-            yield Problem(path, "a reward stands twice", show(name), "each name once, since rewards are logged by name", "add the weights", (f"rewards.{names.index(name)}.name",))
+            first = f"rewards.{names.index(name)}.name"
+            yield Problem(
+                path, "a reward stands twice", show(name), "each name once, since rewards are logged by name", "add the weights", (first,)
+            )
     if all(reward.weight == 0 for reward in config.rewards):
         weights = tuple(f"rewards.{i}.weight" for i in range(len(names)))
         yield Problem(weights[0], "no reward counts", "0 in every entry", "one weight that is not 0", involves=weights[1:])

@@ -104,7 +104,7 @@ def type_of(owner: type[Section], name: str) -> FieldType:
         return FieldType("list", optional, (), args[0], _bounds(metadata))
     if origin is dict:
         return FieldType("options", optional)
-    if issubclass(annotation, Section):  # type: ignore[arg-type]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return FieldType("section", optional, (), annotation)
     kind = {int: "int", float: "float", bool: "bool", str: "text"}[annotation]  # type: ignore[index]
     return FieldType(kind, optional, (), None, _bounds(metadata, kind == "int"))

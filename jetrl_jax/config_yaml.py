@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from jetrl_jax.config_rules import Problem
 from jetrl_jax.config_schema import Path, dotted
 from jetrl_jax.errors import UserError
 
+WIDTH = 110
 MAX_DEPTH = 40
 MAX_DIGITS = 300
 _SKIP = object()
@@ -31,12 +33,25 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
 )
 _SYNTAX_HINTS: tuple[tuple[str, str], ...] = (
     (r"character '\\t'", "indent with spaces, not with tabs"),
-    (r"while scanning an (alias|anchor)|aliases", "text that begins with * or & needs quotes: \"*.down_proj.weight\""),
-    (r"could not find expected ':'", "a key is followed by a colon and a space; is one missing on this line or the one before?"),
-    (r"mapping values are not allowed", "one key per line; text that holds a colon and a space needs quotes"),
+    (
+        r"while scanning an (alias|anchor)|aliases",
+        'write the value out; text that begins with * or & needs quotes, such as "*.down_proj.weight"',
+    ),
+    (r"tags", "text that begins with ! needs quotes"),
+    (r"escape", "a backslash between double quotes is written twice; between single quotes it stands for itself"),
+    (r"could not find expected ':'", "a key is followed by a colon and a space; is one missing here or on the line before?"),
+    (
+        r"mapping values are not allowed",
+        "is this line indented like the one before, and has the one before a space after its colon? "
+        "Text that holds a colon and a space needs quotes",
+    ),
     (r"flow (sequence|mapping)", "is a closing ] or } missing?"),
     (r"quoted scalar", "is a closing quote missing?"),
     (r"cannot start any token", "text that begins with this character needs quotes"),
+    (
+        r"but found '<(scalar|block sequence start|flow|\?)",
+        "text that begins with {, [ or a quote and goes on after it needs quotes around all of it",
+    ),
     (r"expected <block end>", "fields of one section are indented by the same number of spaces"),
 )
 _TOKENS = {
@@ -52,7 +67,8 @@ _TOKENS = {
     "'<block end>'": "a line indented less",
     "'the end of the section'": "a line indented less",
     "could not find expected ':'": "a key without its ':'",
-    "mapping values are not allowed here": "a second ': ' on one line",
+    "mapping values are not allowed here": "a ': ' that cannot stand here",
+    "found unexpected end of stream": "the text ends",
 }
 
 
@@ -80,7 +96,7 @@ for _name, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])])
 
 
-class Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):
     """Writes text in quotes wherever YAML 1.2 or YAML 1.1 would read something else than text."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -88,7 +104,7 @@ class Dumper(yaml.SafeDumper):
 
 
 for _name, _pattern, _first in _SCALARS:
-    Dumper.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+    _Dumper.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
 def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
@@ -98,7 +114,19 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     return dumper.represent_scalar(_PREFIX + "float", text)
 
 
-Dumper.add_representer(float, _represent_float)
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # Line breaks and odd spaces survive all readers as escapes only.
+    plain = value.isprintable() and value == value.strip()
+    return dumper.represent_scalar(_PREFIX + "str", value, style=None if plain else '"')
+
+
+_Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_text)
+
+
+def write_yaml(data: Any) -> str:
+    """Plain values as YAML that `read_yaml`, and readers of YAML 1.1, read back equal; one line per value."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 @dataclass(frozen=True)
@@ -118,7 +146,7 @@ class Mark:
         """The scalar as it was written."""
         if self.raw is None:
             return None
-        text = json.dumps(self.raw, ensure_ascii=False) if self.quoted else self.raw or "nothing"
+        text = json.dumps(self.raw, ensure_ascii=not encodable(self.raw)) if self.quoted else self.raw or "nothing"
         return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -135,9 +163,9 @@ class Source:
         """The mark of `path`, or of the closest thing around it that was written."""
         return next((self.marks[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.marks), None)
 
-    def report(self, path: Path, what: str, where: str, **rest: str) -> None:
+    def report(self, path: Path, what: str, where: str, *, got: str = "", expected: str = "", hint: str = "") -> None:
         """Note a problem at `path`."""
-        self.problems.append(Problem(dotted(path), what, where=where, **rest))
+        self.problems.append(Problem(dotted(path), what, got, expected, hint, where=where))
 
 
 def read_yaml(text: str, name: str, *, source: Source | None = None, at: Path = (), where: str | None = None) -> Source:
@@ -164,9 +192,13 @@ def read_yaml(text: str, name: str, *, source: Source | None = None, at: Path = 
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        raise UserError(f"{name}:{line}:{column}: not text: got the character U+{ord(str(error.character)):04X}, expected printable text in UTF-8") from None
+        raise UserError(
+            f"{name}:{line}:{column}: not text: got the character U+{int(error.character):04X}, expected printable text in UTF-8"
+        ) from None
     except (ValueError, OverflowError):  # a \U escape beyond Unicode, a directive of a thousand digits
-        raise UserError(f"{name}: YAML syntax: an escape or directive that stands for no character") from None
+        raise UserError(
+            f"{name}:{loader.line + 1}:{loader.column + 1}: YAML syntax: an escape or directive that stands for no character"
+        ) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -204,12 +236,21 @@ class _Reader:
             where = self.where(key_node)
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _PREFIX + "str":
                 shown = key_node.value or "nothing" if isinstance(key_node, yaml.ScalarNode) else "a list or section"
-                self.source.report(path, "a key that is not text", where, got=shown, expected="a name", hint="put it in quotes if it is one")
+                self.source.report(
+                    path, "a key that is not text", where, got=shown, expected="a name", hint="put it in quotes if it is one"
+                )
                 continue
             key = key_node.value
             if key in first:
                 again = "merge the two sections" if isinstance(value_node, yaml.MappingNode) else "keep one of them"
-                self.source.report((*path, key), "stands twice", where, got=f"a second {key}; the first: {first[key]}", expected="each key once", hint=again)
+                self.source.report(
+                    (*path, key),
+                    "stands twice",
+                    where,
+                    got=f"a second {key}; the first: {first[key]}",
+                    expected="each key once",
+                    hint=again,
+                )
                 continue
             if not encodable(key):
                 self.source.report(path, "a key with half a character (a lone surrogate)", where, expected="text in UTF-8")
@@ -270,6 +311,14 @@ def _syntax_message(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
         line, column = error.context_mark.line, error.context_mark.column
         shown = lines[line] if line < len(lines) else ""
     message = f"{name}:{line + 1}:{column + 1}: YAML syntax: {problem}"
+    shown = shown.replace("\t", "\N{RIGHTWARDS ARROW}")
     if len(shown) <= 160 and shown.isprintable():
         message += f"\n\n    {shown}\n    {' ' * column}^"
-    return message + (f"\n\n  hint      {hint}" if hint else "")
+    return message + (f"\n\n{labelled('hint', hint)}" if hint else "")
+
+
+def labelled(label: str, text: str) -> str:
+    """One line of a message, "  label     text", wrapped."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent=f"  {label:<10}", subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )

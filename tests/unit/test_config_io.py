@@ -1,0 +1,358 @@
+"""What a config file and its overrides mean, and that a written config reads back equal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from jetrl_jax.config import BatchSection, RewardSection, RunConfig
+from jetrl_jax.config_io import config_from_dict, dump_config, load_config, override_config
+from jetrl_jax.config_rules import no_effects
+from jetrl_jax.config_schema import all_fields
+from jetrl_jax.errors import UserError
+
+
+def load(directory: Path, text: str, *overrides: str) -> RunConfig:
+    """The config of a file with this text."""
+    path = directory / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def reload(config: RunConfig, directory: Path) -> RunConfig:
+    """The config after writing and reading."""
+    return load(directory, dump_config(config))
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def test_config_without_a_file_has_the_defaults() -> None:
+    assert load_config(None, []) == RunConfig()
+    assert load_config(None) == RunConfig()
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", ".000001", "0.000001", "1.e-6", "+1e-6"])
+def test_number_of_yaml_1_2_is_a_number(text: str, tmp_path: Path) -> None:
+    assert load(tmp_path, f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate == 1e-6
+
+
+def test_whole_number_is_taken_where_a_number_is_expected(tmp_path: Path) -> None:
+    temperature = load(tmp_path, "rollout: {temperature: 2}").rollout.temperature
+    assert temperature == 2.0 and type(temperature) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True), ("TRUE", True), ("False", False), ("yes", "yes"), ("off", "off"), ("Y", "Y"), ("null", None), ("~", None),
+        ("", None), ("7", 7), ("-7", -7), ("007", 7), ("0o17", 15), ("0x1F", 31), ("1_000", "1_000"), ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"), ("1e3", 1000.0), ("-.5", -0.5), (".", "."), ("1e", "1e"),
+        ("'1e3'", "1e3"), ('"true"', "true"), ("[1, [a], {b: 2}]", [1, ["a"], {"b": 2}]),
+    ],
+)  # fmt: skip
+def test_free_options_take_the_values_of_yaml_1_2(text: str, value: Any, tmp_path: Path) -> None:
+    got = load(tmp_path, f"task:\n  options:\n    a: {text}").task.options["a"]
+    assert got == value and type(got) is type(value)
+
+
+def test_lists_become_tuples_of_sections(tmp_path: Path) -> None:
+    config = load(tmp_path, "rewards:\n- name: task\n- {name: my.module:length, weight: 2}\n")
+    assert config.rewards == (RewardSection(), RewardSection(name="my.module:length", weight=2.0))
+
+
+def test_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfseed: 1\r\nrun:\r\n  steps: 3\r\n")
+    config = load_config(tmp_path / "run.yaml", [])
+    assert (config.seed, config.run.steps) == (1, 3)
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig().rollout.group_size = 3  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("seed=7", "seed", 7),
+        ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
+        (" rollout.slots = 8 ", "rollout.slots", 8),
+        ("rollout={slots: 8}", "rollout.slots", 8),
+        ("run.directory=runs/a=b c", "run.directory", "runs/a=b c"),
+        ("run.directory=2024", "run.directory", "2024"),
+        ("run.directory='2024'", "run.directory", "2024"),
+        ("run.wandb_project=null", "run.wandb_project", None),
+        ('run.wandb_project="null"', "run.wandb_project", "null"),
+        ("tokenizer.characters=0123456789 ", "tokenizer.characters", "0123456789 "),
+        ("task.prompt_template={prompt}: ", "task.prompt_template", "{prompt}: "),
+        ("batch.row_tokens=null", "batch.row_tokens", None),
+        ("task.options.max_value=99", "task.options", {"max_value": 99}),
+        ("task.options.a.b=[1, 2]", "task.options", {"a": {"b": [1, 2]}}),
+        ("task.options.3=x", "task.options", {"3": "x"}),
+    ],
+)
+def test_override_sets_one_field(override: str, path: str, value: Any) -> None:
+    config: Any = load_config(None, [override])
+    for name in path.split("."):
+        config = getattr(config, name)
+    assert config == value and type(config) is type(value)
+
+
+def test_override_of_a_list_entry_keeps_the_rest(tmp_path: Path) -> None:
+    assert load_config(None, ["rewards.0.weight=2"]).rewards == (RewardSection(weight=2.0),)
+    text = "rewards:\n- {name: task, weight: 3}\n- {name: a:b, timeout_s: 1}\n"
+    config = load(tmp_path, text, "rewards.1.weight=0.5", "rewards.0={name: math_verify}")
+    assert config.rewards == (RewardSection(name="math_verify"), RewardSection(name="a:b", timeout_s=1.0, weight=0.5))
+
+
+def test_overrides_come_after_the_file_and_the_last_one_counts(tmp_path: Path) -> None:
+    config = load(tmp_path, "rollout:\n  slots: 4\n  group_size: 4\n", "rollout.slots=5", "rollout.slots=6")
+    assert (config.rollout.slots, config.rollout.group_size) == (6, 4)
+    assert load(tmp_path, "rollout: {slots: 4, group_size: 4}", "rollout={slots: 5}").rollout.group_size == RunConfig().rollout.group_size
+
+
+def test_override_may_repair_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path, "rollout:\n  group_size: 1\n", "rollout.group_size=4").rollout.group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "path"),
+    [
+        ("model: {hidden_size: 64, num_heads: 2, num_kv_heads: 2}", "model.path=some/dir", "model.hidden_size"),
+        ("warm_start: {steps: 10, batch_size: 4, noise: 0.5}", "warm_start.steps=0", "warm_start.batch_size"),
+        ("algorithm: {name: dapo, max_generation_rounds: 3}", "algorithm.name=grpo", "algorithm.max_generation_rounds"),
+        ("precision: {wgrad_operand: dual}", "precision.preset=fp8_forward", "precision.wgrad_operand"),
+        ("precision: {overrides: [{pattern: layers.0.*, format: bf16}]}", "precision.preset=bf16", "precision.overrides"),
+        ("task: {kind: jsonl, path: a.jsonl, prompt_field: question}", "task.kind=arithmetic", "task.path"),
+        ("rewards: [{name: math_verify, weight: 2, timeout_s: 3}]", "rewards.0.name=boxed", "rewards.0.timeout_s"),
+    ],
+)
+def test_override_that_switches_off_drops_what_the_file_says_of_it(text: str, override: str, path: str, tmp_path: Path) -> None:
+    config = load(tmp_path, text, override)
+    section, name = path.split(".")[0], path.split(".")[-1]
+    part = config.rewards[0] if section == "rewards" else getattr(config, section)
+    assert name not in part.model_fields_set
+    assert getattr(part, name) == type(part).model_fields[name].default
+    assert reload(config, tmp_path) == config
+    (tmp_path / "again.yaml").write_text(text)
+    merged = yaml.safe_load(text)
+    merged[section] = (
+        [merged[section][0] | {"name": "boxed"}]
+        if section == "rewards"
+        else merged[section] | {override.split("=")[0].split(".")[1]: yaml.safe_load(override.split("=")[1])}
+    )
+    with pytest.raises(UserError, match=rf"{path}: has no effect here"):  # the same, said in one place
+        config_from_dict(merged)
+
+
+def test_override_config_changes_a_config_that_is_there() -> None:
+    config = override_config(config_from_dict({"seed": 3, "rollout": {"slots": 4}}), ["rollout.slots=5"])
+    assert (config.seed, config.rollout.slots) == (3, 5)
+    with pytest.raises(UserError, match=r"rollout\.slotz"):
+        override_config(config, ["rollout.slotz=5"])
+
+
+# ----------------------------------------------------------------------------------------------- writing
+
+
+def test_dump_config_tells_every_field_that_has_an_effect_and_what_nulls_stand_for() -> None:
+    text = dump_config(
+        config_from_dict({"algorithm": {"name": "dapo"}, "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}})
+    )
+    data = yaml.safe_load(text)
+    assert list(data) == list(RunConfig.model_fields)
+    assert data["model"] == {"path": "a/b"}  # the sizes come from the checkpoint
+    assert data["batch"] == {name: getattr(BatchSection(), name) for name in BatchSection.model_fields}
+    nulls = {"loss_aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "dynamic_sampling": "true", "overlong_buffer_tokens": 8}
+    for name, resolved in (nulls | {"row_tokens": 72}).items():
+        assert f"\n  {name}: null  # {resolved}\n" in text, name
+    assert "\n  learning_rate: 1.0e-6\n" in text
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo"])
+def test_dump_config_comments_agree_with_the_algorithm_that_runs(name: str) -> None:
+    from jetrl_jax.rl.algorithm import resolve_algorithm
+
+    config = config_from_dict({"algorithm": {"name": name}})
+    ran = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens)
+    told = {path.split(".")[1]: value for path, value in config.resolved_nulls().items() if path.startswith("algorithm.")}
+    assert told == {"loss_aggregation": ran.aggregation} | {field: getattr(ran, field) for field in told if field != "loss_aggregation"}
+    assert config.dynamic_sampling == ran.dynamic_sampling
+
+
+HOSTILE = [
+    "yes", "No", "on", "null", "~", "true", "1e-6", "1e3", "007", "0o7", "0x1f", "1_000", "1:30", ".5", "-1", ".nan", "2024-01-01", "=",
+    "<<", "", " ", " a ", "a: b", "a #b", "#a", "- a", "-", "? a", "*a", "&a", "!a", "%a", "@a", "`a", "{a}", "[a]", "'", '"',
+    "a\nb", "\n", "a\n  clip_high: null\n", "\t", "a\tb", "\\n", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\ufeff",
+    "é", "日本", "😀", "x" * 300, "word " * 60, "---", "...",
+]  # fmt: skip
+
+
+def test_text_of_every_kind_reads_back(tmp_path: Path) -> None:
+    options = {f"k{i}": text for i, text in enumerate(HOSTILE)} | {text: i for i, text in enumerate(HOSTILE)} | {"list": HOSTILE}
+    config = config_from_dict({"task": {"options": options}})
+    assert reload(config, tmp_path).task.options == options
+    assert yaml.safe_load(dump_config(config))["task"]["options"] == options  # readers of YAML 1.1 see the same
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(HOSTILE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(HOSTILE), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = {
+    "task.name": st.just("module:function"),
+    "rewards.N.name": st.sampled_from(["task", "math_verify", "boxed", "a.b:c"]),
+    "task.prompt_template": st.text(max_size=5).map(lambda text: text + "{prompt}"),
+    "rollout.top_p": st.just(1.0),
+    "rollout.top_k": st.just(0),
+}
+NUMBERS = {
+    "int": st.integers(2, 200),
+    "float": st.floats(1e-300, 0.99) | st.sampled_from([1e-6, 3e-5, 0.1, 0.5]),
+    "bool": st.booleans(),
+    "text": st.text(min_size=1, max_size=12) | st.sampled_from([text for text in HOSTILE if text]),
+    "options": st.dictionaries(st.text(max_size=5), plain, max_size=3),
+}
+
+
+def value_of(path: str, kind: Any) -> st.SearchStrategy[Any]:
+    """Values for a field that are valid by themselves."""
+    if path in NAMES:
+        return NAMES[path]
+    values = st.sampled_from(kind.choices) if kind.kind == "choice" else NUMBERS[kind.kind]
+    if path == "algorithm.dual_clip":
+        values = st.floats(1.01, 10.0)
+    return st.none() | values if kind.optional else values
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RunConfig:
+    """Valid configs: random fields, of which those that a rule blames are taken out again."""
+    fields = {path: kind for path, kind, _ in all_fields()}
+    data: dict[str, Any] = {}
+    chosen = draw(st.lists(st.sampled_from([path for path in fields if ".N." not in path]), unique=True, max_size=25))
+    for path in chosen:
+        section, _, name = path.partition(".")
+        if name:
+            data.setdefault(section, {})[name] = draw(value_of(path, fields[path]))
+        else:
+            data[section] = draw(value_of(path, fields[path]))
+    names = draw(st.lists(NAMES["rewards.N.name"], unique=True, min_size=1, max_size=3))
+    data["rewards"] = tuple({"name": name, "weight": draw(st.floats(0.1, 9)), "timeout_s": draw(st.floats(0.1, 9))} for name in names)
+    patterns = draw(st.lists(st.tuples(NUMBERS["text"], st.sampled_from(["bf16", "fp8"])), max_size=2))
+    data.setdefault("precision", {})["overrides"] = tuple({"pattern": pattern, "format": form} for pattern, form in patterns)
+    while True:
+        try:
+            return RunConfig.model_validate(data)
+        except ValidationError as error:
+            for problem in error.errors()[0]["ctx"]["problems"]:
+                for path in (problem.path, *(() if problem.no_effect else problem.involves)):
+                    section, *middle, name = path.split(".")
+                    holder = data.get(section, {})
+                    (holder[int(middle[0])] if middle else holder).pop(name, None)
+
+
+@given(config=configs())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_dump_config_reads_back_equal(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    again = load_config(path, [])
+    assert again == config
+    assert dump_config(again) == dump_config(config)
+
+
+def test_dump_config_leaves_out_only_defaults_without_an_effect() -> None:
+    config = RunConfig()
+    written = yaml.safe_load(dump_config(config))
+    missing = [
+        path
+        for path, _, _ in all_fields()
+        if ".N." not in path and path.partition(".")[2] not in (written[path.split(".")[0]] if "." in path else {""})
+    ]
+    assert missing == [path for path, _, _ in all_fields() if path in {path for path, _ in no_effects(config)}]
+
+
+# -------------------------------------------------------------------------------------------------- fuzz
+
+VALID = dump_config(RunConfig())
+PIECES = st.sampled_from(
+    [
+        *HOSTILE,
+        *VALID.splitlines(keepends=True),
+        "rollout:\n",
+        "  slots: 3\n",
+        "rewards:\n- ",
+        "seed: ",
+        "  ",
+        ": ",
+        ", ",
+        "|\n",
+        ">-\n",
+        '"',
+        "{",
+        "]",
+    ]
+)
+documents = st.text(max_size=60) | st.lists(PIECES, max_size=12).map("".join) | st.binary(max_size=40)
+
+
+@given(
+    document=documents,
+    overrides=st.lists(
+        st.text(max_size=12)
+        | st.tuples(
+            st.sampled_from([path.replace("N", "0") for path, _, _ in all_fields()]), st.text(max_size=8) | st.sampled_from(HOSTILE)
+        ).map("=".join),
+        max_size=2,
+    ),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_arbitrary_text_ends_in_a_config_or_in_one_message(
+    document: str | bytes, overrides: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_bytes(document if isinstance(document, bytes) else document.encode())
+    try:
+        config = load_config(path, overrides)
+    except UserError as error:
+        assert str(error).strip()
+        str(error).encode()
+    else:
+        assert isinstance(config, RunConfig)
+
+
+@given(
+    data=st.dictionaries(
+        st.sampled_from([*RunConfig.model_fields, "x"]),
+        st.dictionaries(st.sampled_from([*sorted({path.split(".")[-1] for path, _, _ in all_fields()}), "0"]), plain, max_size=3)
+        | plain
+        | st.lists(plain, max_size=2),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_arbitrary_values_end_in_a_config_or_in_one_message(data: dict[str, Any]) -> None:
+    try:
+        config = config_from_dict(data)
+    except UserError as error:
+        assert str(error).strip()
+    else:
+        assert math.isfinite(config.rollout.temperature)

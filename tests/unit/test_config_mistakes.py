@@ -1,0 +1,307 @@
+"""Every mistake a user can make in a config ends in one message that says what, where, got, expected and what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jetrl_jax.config_io import config_from_dict, load_config
+from jetrl_jax.errors import UserError
+
+
+def refuse(directory: Path, text: str | bytes, *overrides: str) -> str:
+    """The message with which a file (and overrides) is refused; checks what holds for every message."""
+    path = directory / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value).replace(f"{directory}/", "")
+    assert not re.search(r"pydantic|https?:|Section\b|RunConfig|Traceback|Input should be|ctx", message), message
+    assert all(len(line) <= 160 for line in message.splitlines()), message
+    return message
+
+
+def problems(message: str) -> list[str]:
+    """The paragraphs of a message, one per problem."""
+    return message.split("\n\n")[1:-1]
+
+
+ONE_PROBLEM = {
+    "unknown key": (
+        "rollout:\n  grup_size: 8",
+        "run.yaml:2: rollout.grup_size: unknown key\n  hint      did you mean rollout.group_size?",
+    ),
+    "unknown section": ("rolout:\n  group_size: 8", "run.yaml:1: rolout: unknown key\n  hint      did you mean rollout?"),
+    "key of another section": ("run:\n  group_size: 8", "did you mean rollout.group_size?"),
+    "key without its section": ("temperature: 1.0", "did you mean rollout.temperature?"),
+    "dotted key": ("rollout.group_size: 8", "write group_size under rollout:, indented"),
+    "dashes for underscores": ("run:\n  samples-per-step: 8", "did you mean run.samples_per_step?"),
+    "key of another trainer": ("rollout:\n  num_generations: 8", "did you mean rollout.group_size?"),
+    "learning rate's short name": ("optimizer:\n  lr: 1e-6", "did you mean optimizer.learning_rate?"),
+    "ambiguous key": ("every_steps: 8", "did you mean eval.every_steps or checkpoint.every_steps?"),
+    "key like no other": ("eval:\n  qqqq: 8", "hint      eval has: every_steps, prompts, samples"),
+    "unknown key in a list": (
+        "rewards:\n- name: task\n- wieght: 2",
+        "run.yaml:3: rewards.1.wieght: unknown key\n  hint      did you mean rewards.1.weight?",
+    ),
+    "text for a number": (
+        "rollout:\n  group_size: sixteen",
+        "run.yaml:2: rollout.group_size: wrong type\n  got       sixteen (text)\n  expected  a whole number, at least 2\n"
+        "  meaning   Completions of one prompt (G); a group of one has no advantage. Default: 16.",
+    ),
+    "quoted 1e-6": (
+        'optimizer:\n  learning_rate: "1e-6"',
+        'got       "1e-6" (text, because it stands in quotes)\n  expected  a number, greater than 0\n  hint      remove the quotes: 1e-6',
+    ),
+    "underscores in a number": (
+        "rollout:\n  slots: 1_000",
+        "got       1_000 (text)\n  expected  a whole number, at least 1\n  hint      write 1000",
+    ),
+    "comma in a number": ("optimizer:\n  learning_rate: 0,5", "got       0,5 (text)"),
+    "fraction for a whole number": ("rollout:\n  slots: 1.5", "got       1.5 (a number)\n  expected  a whole number, at least 1"),
+    "1e3 for a whole number": (
+        "rollout:\n  slots: 1e3",
+        "got       1e3 (a number)\n  expected  a whole number, at least 1\n  hint      write 1000",
+    ),
+    "boolean for a whole number": ("rollout:\n  slots: true", "got       true (a boolean)\n  expected  a whole number, at least 1"),
+    "boolean for a number": ("rollout:\n  temperature: true", "got       true (a boolean)\n  expected  a number, greater than 0"),
+    "number for a boolean": ("run:\n  tensorboard: 1", "got       1 (a whole number)\n  expected  true or false"),
+    "yes for true": (
+        "run:\n  tensorboard: yes",
+        "got       yes (text)\n  expected  true or false\n  hint      write true: yes, no, on and off are text",
+    ),
+    "off for false": ("numerics:\n  exact: off", "hint      write false: yes, no, on and off are text"),
+    "quoted true": ('run:\n  tensorboard: "true"', "hint      remove the quotes"),
+    "number for text": (
+        "run:\n  directory: 2024",
+        'got       2024 (a whole number)\n  expected  text, not empty\n  hint      put it in quotes: "2024"',
+    ),
+    "braces for text": ("task:\n  prompt_template: {prompt}", "hint      text that begins with { or [ needs quotes"),
+    "list for a section": ("rollout: [1, 2]", "got       [1, 2] (a list)\n  expected  a section of fields"),
+    "section for a number": ("seed: {a: 1}", 'got       {"a": 1} (a section)\n  expected  a whole number, at least 0'),
+    "section for a list": (
+        "rewards:\n  name: task",
+        'expected  a list of sections, not empty\n  hint      each entry of a list begins with "- "',
+    ),
+    "no space after a colon": (
+        "rollout:\n  group_size:8",
+        "got       group_size:8 (text)\n  expected  a section of fields\n  hint      a space is missing after the colon",
+    ),
+    "nothing under a section": (
+        "rollout:",
+        "got       nothing (null)\n  expected  a section of fields\n  hint      remove the line, or put fields under it",
+    ),
+    "nothing for a value": (
+        "seed:",
+        "got       nothing (null)\n  expected  a whole number, at least 0\n  hint      remove the line for the default",
+    ),
+    "empty list of rewards": ("rewards: []", "rewards: out of range\n  got       []\n  expected  a list of sections, not empty"),
+    "empty text": ('run:\n  directory: ""', 'run.directory: out of range\n  got       ""\n  expected  text, not empty'),
+    "bad choice": (
+        "precision:\n  preset: fp8-unified",
+        "run.yaml:2: precision.preset: not one of the choices\n  got       fp8-unified\n"
+        "  expected  one of bf16, fp8_unified, fp8_forward, fp8_rollout_only\n  hint      did you mean fp8_unified?",
+    ),
+    "bad choice that may be null": (
+        "algorithm:\n  loss_aggregation: mean",
+        "expected  one of token_mean, sequence_mean, constant, or null",
+    ),
+    "choice in a list": (
+        "precision:\n  overrides: [{pattern: layers.0.*, format: fp16}]",
+        "precision.overrides.0.format: not one of the choices\n  got       fp16",
+    ),
+    "missing field": (
+        "precision:\n  overrides:\n  - {format: bf16}",
+        "run.yaml:3: precision.overrides.0.pattern: missing\n  got       nothing\n  expected  text, not empty",
+    ),
+    "duplicate key": (
+        "rollout:\n  group_size: 4\n  group_size: 8",
+        "run.yaml:3: rollout.group_size: stands twice\n  got       a second group_size; the first: run.yaml:2\n"
+        "  expected  each key once\n  hint      keep one of them",
+    ),
+    "duplicate section": (
+        "rollout:\n  slots: 4\nrun:\n  steps: 3\nrollout:\n  slots: 8",
+        "run.yaml:5: rollout: stands twice\n  got       a second rollout; the first: run.yaml:1",
+    ),
+    "key that is a number": ("seed: 1\n1: 2", "run.yaml:2: a key that is not text\n  got       1"),
+    "key that is a boolean": ("task:\n  options: {true: 2}", "run.yaml:2: task.options: a key that is not text"),
+    "merge key": ("run:\n  <<: {steps: 3}", "run.<<: unknown key"),
+    "not a number": ("optimizer:\n  learning_rate: .nan", "not a finite number\n  got       .nan"),
+    "overflowing number": ("optimizer:\n  learning_rate: 1e999", "not a finite number\n  got       1e999"),
+    "infinity in free options": ("task:\n  options: {a: [.inf]}", "task.options.a.0: not a finite number"),
+    "number of 400 digits": (f"seed: {'9' * 400}", "seed: a number of too many digits\n  got       999"),
+    "seed beyond int32": (
+        "seed: 3000000000",
+        "seed: out of range\n  got       3000000000\n  expected  a whole number, at least 0, at most 2147483647",
+    ),
+    "lone surrogate": (r'run: {directory: "a\ud800"}', "half a character"),
+    "group of one": (
+        "rollout:\n  group_size: 1",
+        "rollout.group_size: out of range\n  got       1\n  expected  a whole number, at least 2",
+    ),
+    "temperature 0": (
+        "rollout:\n  temperature: 0",
+        "rollout.temperature: out of range\n  got       0\n  expected  a number, greater than 0",
+    ),
+    "negative temperature": ("rollout:\n  temperature: -1.0", "got       -1.0\n  expected  a number, greater than 0"),
+    "share above 1": ("warm_start: {steps: 2, noise: 1.5}", "got       1.5\n  expected  a number, from 0 to 1"),
+    "top_p": ("rollout:\n  top_p: 0.9", "rollout.top_p: training rollouts cannot be truncated\n  got       0.9\n  expected  1"),
+    "top_k": ("rollout:\n  top_k: 50", "rollout.top_k: training rollouts cannot be truncated\n  got       50\n  expected  0 (off)"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_PROBLEM)
+def test_config_mistake_is_told_once_with_its_place(case: str, tmp_path: Path) -> None:
+    text, expected = ONE_PROBLEM[case]
+    message = refuse(tmp_path, text)
+    assert message.startswith("a problem in the config\n\nrun.yaml:")
+    assert re.sub(r"\s+", " ", expected) in re.sub(r"\s+", " ", message), message
+    assert len(problems(message)) == 1, message
+
+
+SYNTAX = {
+    "tab": ("run:\n\tsteps: 3", "run.yaml:2:1: YAML syntax", "indent with spaces, not with tabs"),
+    "open bracket": ("run: [1, 2\nseed: 3", "run.yaml:2:", "is a closing ] or } missing?"),
+    "open quote": ('run:\n  directory: "abc\nseed: 1\n', "run.yaml:2:14: YAML syntax", "is a closing quote missing?"),
+    "indentation": ("run:\n  steps: 3\n seed: 1", "run.yaml:3:2: YAML syntax", "indented by the same number of spaces"),
+    "two keys on a line": ("run: steps: 3", "run.yaml:1:11: YAML syntax", "a colon and a space needs quotes"),
+    "no colon": ("run:\n  steps: 3\n  seed\n", "run.yaml:3:3: YAML syntax", "a key is followed by a colon and a space"),
+    "glob without quotes": (
+        "precision:\n  overrides:\n  - {pattern: *.down_proj, format: bf16}",
+        "run.yaml:3:",
+        'needs quotes, such as "*.down_proj.weight"',
+    ),
+    "alias": ("seed: &one 1\nrun: {steps: *one}", "run.yaml:1:7: YAML syntax: anchors and aliases", "write the value out"),
+    "tag": ("seed: !!python/object:os.system 1", "run.yaml:1:7: YAML syntax: tags (!) have no place", "needs quotes"),
+    "two documents": ("seed: 1\n---\nseed: 2", "run.yaml:2:1: YAML syntax: a second document", "a config is one document"),
+    "at sign": ("run:\n  directory: @x", "run.yaml:2:14: YAML syntax", "text that begins with this character needs quotes"),
+    "braces and more": ("task:\n  prompt_template: {prompt} = ", "run.yaml:2:29: YAML syntax", "needs quotes around all of it"),
+    "unknown escape": (r'run: {directory: "a\q"}', "run.yaml:1:21: YAML syntax", "a backslash between double quotes is written twice"),
+    "escape beyond Unicode": (r'run: {directory: "a\U00110000"}', "run.yaml:1:22: YAML syntax", "stands for no character"),
+    "depth": ("seed: " + "[" * 50 + "]" * 50, "run.yaml:1:46: YAML syntax: values are nested more than 40 deep", ""),
+    "control character": ("seed: 1\nrun: \0", "run.yaml:2:6: not text: got the character U+0000", "expected printable text"),
+    "Latin-1": ("seed: 1\n# caf\xe9\n".encode("latin-1"), "run.yaml:2: not text: got the byte 0xe9", "expected a YAML file in UTF-8"),
+    "UTF-16": ("seed: 1\n".encode("utf-16"), "run.yaml:1: not text: got the byte 0xff", "expected a YAML file in UTF-8"),
+    "too large": (b"#" * (1 << 20) + b"\nseed: 1", "run.yaml: got more than 1048576 bytes", "expected a YAML config"),
+    "empty": ("", "run.yaml: no fields: got an empty file", "expected a YAML mapping"),
+    "only comments": ("# seed: 1\n\n", "run.yaml: no fields: got an empty file", "expected a YAML mapping"),
+    "list": ("- seed: 1", "run.yaml:1: not a mapping: got a list at the top level", "expected sections"),
+    "one word": ("\nseed", "run.yaml:2: not a mapping: got the value seed at the top level", "expected sections"),
+}
+
+
+@pytest.mark.parametrize("case", SYNTAX)
+def test_config_file_that_is_no_yaml_mapping_is_refused(case: str, tmp_path: Path) -> None:
+    text, place, hint = SYNTAX[case]
+    message = re.sub(r"\n {12}", " ", refuse(tmp_path, text))
+    assert message.startswith(place), message
+    assert hint in message, message
+
+
+def test_config_syntax_error_shows_the_line_and_a_caret_under_it(tmp_path: Path) -> None:
+    assert "\n\n      directory: @x\n                 ^\n" in refuse(tmp_path, "run:\n  directory: @x")
+
+
+def test_config_file_that_is_missing_suggests_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "tiny_cpu.yaml").write_text("seed: 1")
+    for path, expected in {
+        tmp_path / "tiny_cup.yaml": f"{tmp_path}/tiny_cup.yaml: no such file. Did you mean {tmp_path}/tiny_cpu.yaml?",
+        tmp_path / "qqqqqqqq.yaml": f"{tmp_path}/qqqqqqqq.yaml: no such file. {tmp_path} has: tiny_cpu.yaml",
+        tmp_path / "no" / "a.yaml": f"{tmp_path}/no/a.yaml: no such file. There is no directory {tmp_path}/no either.",
+        tmp_path: f"{tmp_path}: got a directory, expected a YAML file. {tmp_path} has: tiny_cpu.yaml",
+        "": "no config file: got an empty path, expected the path of a YAML file",
+        "a\0b": "'a\\x00b': cannot be read: embedded null byte",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_config(path, [])
+        assert str(caught.value) == expected
+
+
+def test_config_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", deny)
+    with pytest.raises(UserError, match=r"a.yaml: cannot be read: Permission denied"):
+        load_config(tmp_path / "a.yaml", [])
+
+
+OVERRIDES = {
+    "no equals sign": ("rollout.slots", '--set rollout.slots: not an override\n  got       "rollout.slots"\n  expected  KEY=VALUE'),
+    "no key": ("=3", "--set =3: not an override"),
+    "empty part": ("rollout..slots=3", "--set rollout..slots=3: not an override"),
+    "unknown key": (
+        "rollout.grup_size=3",
+        "--set rollout.grup_size=3: rollout.grup_size: unknown key\n  hint      did you mean rollout.group_size?",
+    ),
+    "unknown section": ("rolout.group_size=3", "rolout: unknown key\n  hint      did you mean rollout.group_size?"),
+    "below a value": ("seed.a=3", "seed.a: unknown key\n  hint      seed takes a whole number, at least 0"),
+    "wrong type": ("rollout.slots=many", "--set rollout.slots=many: rollout.slots: wrong type\n  got       many (text)"),
+    "boolean": ("numerics.exact=on", "hint      write true: yes, no, on and off are text"),
+    "nothing": ("rollout.slots=", "rollout.slots: no value\n  got       nothing after ="),
+    "YAML": ("task.options.a=[1", "task.options.a: not a YAML value\n  got       [1"),
+    "no such entry": (
+        "rewards.1.weight=2",
+        "rewards.1.weight: no such entry\n  expected  rewards has one entry, 0\n  hint      --set 'rewards=[...]' writes the whole list",
+    ),
+    "entry by name": ("rewards.task.weight=2", "rewards.task: unknown key\n  hint      entries of rewards have numbers, from 0"),
+    "list with a bad entry": ("rewards=[{name: task}, {nmae: a}]", "rewards.1.nmae: unknown key\n  hint      did you mean rewards.1.name?"),
+    "duplicate key": ("task.options={a: 1, a: 2}", "task.options.a: stands twice"),
+    "undecodable text": ("run.directory=a\udce9", "run.directory: not text in UTF-8"),
+    "fit": ("rollout.top_p=0.9", "--set rollout.top_p=0.9: rollout.top_p: training rollouts cannot be truncated"),
+}
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_override_mistake_is_told_with_the_override(case: str, tmp_path: Path) -> None:
+    override, expected = OVERRIDES[case]
+    message = refuse(tmp_path, "seed: 1", override)
+    assert expected in message, message
+    assert len(problems(message)) == 1, message
+
+
+def test_all_problems_of_a_config_are_told_at_once_in_reading_order(tmp_path: Path) -> None:
+    text = "sed: 1\nrollout:\n  group_size: 1\n  temperature: hot\n  group_size: 4\n"
+    text += "model:\n  num_heads: 6\n  num_kv_heads: 4\nrun:\n  stps: 3\n"
+    message = refuse(tmp_path, text, "numerics.exact=yes", "a", "precision.preset=fp9", "eval.sampels=3")
+    heads = [paragraph.splitlines()[0] for paragraph in problems(message)]
+    assert heads == [
+        "run.yaml:1: sed: unknown key",
+        "run.yaml:4: rollout.temperature: wrong type",
+        "run.yaml:5: rollout.group_size: stands twice",
+        "run.yaml:8: model.num_kv_heads: query heads cannot be shared evenly among key/value heads",
+        "run.yaml:10: run.stps: unknown key",
+        "--set numerics.exact=yes: numerics.exact: wrong type",
+        "--set a: not an override",
+        "--set precision.preset=fp9: precision.preset: not one of the choices",
+        "--set eval.sampels=3: eval.sampels: unknown key",
+    ]
+    assert message.startswith("9 problems in the config\n\n")
+    assert message.endswith("\n\nNothing was started. All fields: python -m jetrl_jax.config_io")
+
+
+@pytest.mark.parametrize(
+    "text", ["task: {knd: jsonl, path: a.jsonl}", "task: {kind: jsnl, path: a.jsonl}", "model: {pth: a, num_heads: 3}"]
+)
+def test_one_mistake_does_not_cause_a_second_complaint(text: str, tmp_path: Path) -> None:
+    assert len(problems(refuse(tmp_path, text))) == 1
+
+
+def test_a_value_is_shown_as_it_was_written_and_long_ones_are_cut(tmp_path: Path) -> None:
+    assert "got       0x1G (text)" in refuse(tmp_path, "seed: 0x1G")
+    assert 'got       "a\\u001b[31m' in refuse(tmp_path, r'seed: "a\e[31m"')  # no escape sequence reaches the terminal
+    line = next(line for line in refuse(tmp_path, f"seed: {'a' * 500}").splitlines() if "got" in line)
+    assert line.endswith("aaa... (text)") and len(line) < 90
+
+
+def test_config_from_dict_refuses_with_the_same_words() -> None:
+    with pytest.raises(UserError, match=r"the config: rollout.group_size: out of range\n  got       1\n"):
+        config_from_dict({"rollout": {"group_size": 1}})
+    with pytest.raises(UserError, match=r"task\.options: a key that is not text"):
+        config_from_dict({"task": {"options": {1: 2}}})
+    with pytest.raises(UserError, match=r"task.options: a.0 cannot be written to a config file"):
+        config_from_dict({"task": {"options": {"a": [object()]}}})
+    with pytest.raises(UserError, match="a key that is not text"):
+        config_from_dict({1: 2})

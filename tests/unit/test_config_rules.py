@@ -1,0 +1,151 @@
+"""What fields demand of each other: every rule with a config that breaks it and one that just keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.config_rules import BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems, value_at
+from jetrl_jax.config_schema import SYNONYMS, all_fields
+from jetrl_jax.errors import UserError
+
+# Blamed field, a config (as one line of YAML) that breaks the rule, and one at its edge.
+BROKEN = [
+    ("model.num_kv_heads", "model: {num_heads: 6, num_kv_heads: 4}", "model: {num_heads: 6, num_kv_heads: 3}"),
+    ("model.head_dim", "model: {head_dim: 33}", "model: {head_dim: 34}"),
+    ("model.hidden_size", "model: {architecture: llama, hidden_size: 130}", "model: {architecture: qwen3, hidden_size: 130}"),
+    ("model.max_position_embeddings", "model: {max_position_embeddings: 63}", "model: {max_position_embeddings: 64}"),
+    ("rollout.top_p", "rollout: {top_p: 0.999}", "rollout: {top_p: 1}"),
+    ("rollout.top_k", "rollout: {top_k: 1}", "rollout: {top_k: 0}"),
+    ("batch.row_tokens", "batch: {row_tokens: 63}", "batch: {row_tokens: 64}"),
+    ("batch.microbatch_tokens", "batch: {microbatch_tokens: 63}", "batch: {microbatch_tokens: 64}"),
+    ("batch.microbatch_tokens", "batch: {row_tokens: 128, microbatch_tokens: 127}", "batch: {row_tokens: 128, microbatch_tokens: 128}"),
+    ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
+    ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
+    ("tokenizer.path", "tokenizer: {kind: huggingface}", "tokenizer: {kind: huggingface}, model: {path: a}"),
+    ("tokenizer.characters", "tokenizer: {characters: abca}", "tokenizer: {characters: abc}"),
+    ("tokenizer.chat_template", "tokenizer: {chat_template: true}", "tokenizer: {chat_template: true, kind: huggingface, path: a}"),
+    ("task.name", "task: {kind: reasoning_gym}", "task: {kind: reasoning_gym, name: a}"),
+    ("task.name", "task: {kind: datasets}", "task: {kind: datasets, name: a/b}"),
+    ("task.name", "task: {kind: function}", "task: {kind: function, name: 'a.b:c'}"),
+    ("task.name", "task: {kind: function, name: a.b.c}", "task: {kind: function, name: 'a:b.c'}"),
+    ("task.path", "task: {kind: jsonl}", "task: {kind: jsonl, path: a}"),
+    ("task.path", "task: {kind: parquet}", "task: {kind: parquet, path: a}"),
+    ("task.prompt_template", "task: {prompt_template: 'Q: {promt}'}", "task: {prompt_template: '{a} {prompt}'}"),
+    ("rewards.0.name", "rewards: [{name: tasks}]", "rewards: [{name: 'a.b:tasks'}]"),
+    ("rewards.0.name", "rewards: [{name: 'a b:c'}]", "rewards: [{name: math_verify}]"),
+    ("rewards.1.name", "rewards: [{}, {name: task}]", "rewards: [{}, {name: boxed}]"),
+    ("rewards.0.weight", "rewards: [{weight: 0}]", "rewards: [{weight: 0}, {name: boxed, weight: -1}]"),
+]  # fmt: skip
+
+# Fields without an effect: the path, a config that sets it in vain (equal to the default or not), a config where it works.
+IDLE = [
+    ("model.hidden_size", "model: {path: a, hidden_size: 64}", "model: {hidden_size: 64}"),
+    ("model.hidden_size", "model: {path: a, hidden_size: 128}", "model: {hidden_size: 128}"),
+    ("model.tie_word_embeddings", "model: {path: a, tie_word_embeddings: false}", "model: {tie_word_embeddings: false}"),
+    ("tokenizer.characters", "tokenizer: {kind: byte, characters: ab}", "tokenizer: {characters: ab}"),
+    ("tokenizer.path", "tokenizer: {path: a}", "tokenizer: {kind: huggingface, path: a}"),
+    (
+        "tokenizer.system_prompt",
+        "tokenizer: {system_prompt: a}",
+        "tokenizer: {kind: huggingface, path: a, chat_template: true, system_prompt: a}",
+    ),
+    ("tokenizer.chat_template_kwargs", "tokenizer: {chat_template_kwargs: {a: 1}}", "tokenizer: {chat_template_kwargs: {}}"),
+    (
+        "precision.overrides",
+        "precision: {preset: bf16, overrides: [{pattern: '*', format: bf16}]}",
+        "precision: {preset: bf16, overrides: [{pattern: '*', format: fp8}]}",
+    ),
+    ("precision.scale_format", "precision: {preset: bf16, scale_format: power_of_two}", "precision: {scale_format: power_of_two}"),
+    (
+        "precision.promotion_order",
+        "precision: {preset: bf16, promotion_order: triton}",
+        "precision: {preset: fp8_rollout_only, promotion_order: triton}",
+    ),
+    ("precision.wgrad_operand", "precision: {preset: fp8_forward, wgrad_operand: dual}", "precision: {wgrad_operand: dual}"),
+    ("task.path", "task: {path: a}", "task: {kind: gsm8k, path: a}"),
+    ("task.name", "task: {kind: gsm8k, name: a}", "task: {name: a}"),
+    ("task.eval_path", "task: {kind: gsm8k, eval_path: a}", "task: {kind: jsonl, path: a, eval_path: b}"),
+    (
+        "task.eval_fraction",
+        "task: {kind: jsonl, path: a, eval_path: b, eval_fraction: 0.2}",
+        "task: {kind: jsonl, path: a, eval_fraction: 0.2}",
+    ),
+    ("task.prompt_field", "task: {prompt_field: q}", "task: {kind: datasets, name: a, prompt_field: q}"),
+    ("task.answer_field", "task: {kind: reasoning_gym, name: a, answer_field: q}", "task: {kind: parquet, path: a, answer_field: q}"),
+    ("algorithm.max_generation_rounds", "algorithm: {max_generation_rounds: 10}", "algorithm: {name: dapo, max_generation_rounds: 10}"),
+    (
+        "algorithm.max_generation_rounds",
+        "algorithm: {name: dapo, dynamic_sampling: false, max_generation_rounds: 3}",
+        "algorithm: {dynamic_sampling: true, max_generation_rounds: 3}",
+    ),
+    ("warm_start.batch_size", "warm_start: {batch_size: 3}", "warm_start: {steps: 1, batch_size: 3}"),
+    ("warm_start.noise", "warm_start: {noise: 0.1}", "warm_start: {noise: 0.0}"),
+    ("rewards.0.timeout_s", "rewards: [{name: boxed, timeout_s: 3}]", "rewards: [{name: boxed, timeout_s: 3, separate_process: true}]"),
+]
+
+
+def refusal(data: dict[str, Any]) -> str:
+    """The message with which a config is refused."""
+    with pytest.raises(UserError) as caught:
+        config_from_dict(data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("path", "broken", "kept"), BROKEN)
+def test_parts_that_do_not_fit_are_refused(path: str, broken: str, kept: str) -> None:
+    message = refusal(yaml.safe_load(f"{{{broken}}}"))
+    assert message.startswith(f"a problem in the config\n\nthe config: {path}: ")
+    assert all(f"\n  {label}" in message for label in ("got ", "expected ", "meaning "))
+    config_from_dict(yaml.safe_load(f"{{{kept}}}"))
+
+
+@pytest.mark.parametrize(("path", "idle", "working"), IDLE)
+def test_field_without_an_effect_is_refused(path: str, idle: str, working: str) -> None:
+    message = refusal(yaml.safe_load(f"{{{idle}}}"))
+    assert message.startswith(f"a problem in the config\n\nthe config: {path}: has no effect here\n")
+    assert "; remove it\n" in message
+    config_from_dict(yaml.safe_load(f"{{{working}}}"))
+
+
+def test_every_rule_is_broken_by_a_test() -> None:
+    for rule in RULES:
+        assert rule.fields[0] in {path for path, _, _ in BROKEN}, rule
+    told = {path for path, _, _ in IDLE}
+    for entry in NO_EFFECT:
+        assert told & set(entry.fields), entry
+
+
+def test_rules_name_fields_that_exist() -> None:
+    config = RunConfig()
+    for entry in (*RULES, *NO_EFFECT):
+        for path in (*entry.fields, *getattr(entry, "switches", ())):
+            value_at(config, path)
+    fields = {path for path, _, _ in all_fields()} | set(RunConfig.model_fields)
+    assert set(SYNONYMS.values()) <= fields
+
+
+def test_sizes_of_a_checkpoint_are_not_judged_by_the_sizes_of_a_new_model() -> None:
+    """The length of a checkpoint's positions is known when it is read, not here."""
+    assert not find_problems(config_from_dict({"model": {"path": "a"}, "rollout": {"max_completion_tokens": 4096}}))
+
+
+@pytest.mark.parametrize("size", [1, 64, 127, 129, 300])
+def test_hidden_sizes_with_partial_blocks_are_fine(size: int) -> None:
+    assert config_from_dict({"model": {"hidden_size": size, "intermediate_size": size}}).model.hidden_size == size
+
+
+def test_rules_hold_for_a_config_built_in_python() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.top_p: training rollouts cannot be truncated: got 0\.5, expected 1"):
+        RunConfig.model_validate({"rollout": {"top_p": 0.5}})
+
+
+def test_rewards_by_name_are_those_that_the_rewards_module_knows() -> None:
+    from jetrl_jax.tasks import verify
+
+    assert set(BUILTIN_REWARDS) == {"task", *verify.VERIFIERS}
+    assert set(UNTIMED_REWARDS) == set(verify.VERIFIERS) - verify.NEEDS_PROCESS
