@@ -24,7 +24,7 @@ from jetrl_jax.models.fp8_linear import linear
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics
 
-KeysValues = tuple[jax.Array, jax.Array]  # [B, S, K, H] each
+KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each; in a cache head-major, [B, K, S, H]
 INIT_STDDEV = 0.02
 
 
@@ -72,24 +72,23 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,  # [B, T, D]
         rope_table: KeysValues,
-        mask: jax.Array,  # bool [B, T, S]
+        mask: jax.Array | None,  # bool [B, T, T], None with a cache
         cache: KeysValues | None = None,
         positions: jax.Array | None = None,  # int32 [B], where a decoded token goes
     ) -> tuple[jax.Array, KeysValues]:
         """[B, T, D] -> ([B, T, D], keys and values: the new ones, or the cache with them written at `positions`)."""
         config, numerics = self.config, self.numerics
-        q, k, v = (
-            projection(x).reshape(*x.shape[:2], -1, config.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (projection(x).reshape(*x.shape[:2], -1, config.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if config.qk_norm:
             q = ops.rms_norm(q, self.q_norm.weight.get_value(), config.rms_norm_eps, numerics)
             k = ops.rms_norm(k, self.k_norm.weight.get_value(), config.rms_norm_eps, numerics)
         q, k = ops.rope(q, rope_table, numerics), ops.rope(k, rope_table, numerics)
-        if cache is not None:
-            rows = jnp.arange(x.shape[0])
-            k, v = (old.at[rows, positions].set(new[:, 0]) for old, new in zip(cache, (k, v), strict=True))
-        return self.o_proj(ops.attention(q, k, v, mask, numerics)), (k, v)
+        if cache is None or positions is None:
+            assert mask is not None
+            return self.o_proj(ops.attention(q, k, v, mask, numerics)), (k, v)
+        k, v = (ops.write_to_cache(old, new[:, 0], positions, numerics) for old, new in zip(cache, (k, v), strict=True))
+        attended = ops.cached_attention(q[:, 0], k, v, positions, numerics)
+        return self.o_proj(attended[:, None]), (k, v)
 
 
 class MLP(nnx.Module):
@@ -121,7 +120,7 @@ class DecoderLayer(nnx.Module):
         x: jax.Array,  # [B, T, D], the branch not yet added
         residual: jax.Array | None,  # [B, T, D], None before the first layer
         rope_table: KeysValues,
-        mask: jax.Array,
+        mask: jax.Array | None,
         cache: KeysValues | None = None,
         positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, KeysValues]:
@@ -169,9 +168,7 @@ class Decoder(nnx.Module):
         """
         return self.prefill(token_ids, positions, segment_ids)[0]
 
-    def prefill(
-        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
-    ) -> tuple[jax.Array, list[KeysValues]]:
+    def prefill(self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
         """As `__call__`, and each layer's keys and values [B, T, K, H]."""
         length = token_ids.shape[1]
         causal = jnp.tril(jnp.ones((length, length), bool))
@@ -179,25 +176,21 @@ class Decoder(nnx.Module):
         mask = causal[None] & same & (segment_ids[:, :, None] > 0)
         return self._run(token_ids, positions, mask, None)
 
-    def decode(
-        self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]
-    ) -> tuple[jax.Array, list[KeysValues]]:
+    def decode(self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]) -> tuple[jax.Array, list[KeysValues]]:
         """One token of each row, against a cache that holds the row's tokens 0 .. position - 1.
 
         Args:
           token_ids, positions: int32 [B]; positions are below S.
-          cache: each layer's keys and values [B, S, K, H].
+          cache: each layer's keys and values [B, K, S, H], as `empty_cache` makes them.
 
         Returns:
           (hidden [B, D], the cache with the token written at its position).
         """
-        slots = jnp.arange(cache[0][0].shape[1])
-        mask = slots[None, None, :] <= positions[:, None, None]
-        hidden, cache = self._run(token_ids[:, None], positions[:, None], mask, cache)
+        hidden, cache = self._run(token_ids[:, None], positions[:, None], None, cache)
         return hidden[:, 0], cache
 
     def _run(
-        self, token_ids: jax.Array, positions: jax.Array, mask: jax.Array, cache: list[KeysValues] | None
+        self, token_ids: jax.Array, positions: jax.Array, mask: jax.Array | None, cache: list[KeysValues] | None
     ) -> tuple[jax.Array, list[KeysValues]]:
         table = ops.rope_table(positions, self.config, self.numerics)
         embedding = self.embed_tokens.weight.get_value()
@@ -217,6 +210,9 @@ class Decoder(nnx.Module):
 
 
 def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int) -> list[KeysValues]:
-    """Zeroed keys and values for `rows` sequences of up to `length` tokens: [rows, length, K, H] per layer."""
-    shape = (rows, length, config.num_kv_heads, config.head_dim)
-    return [(jnp.zeros(shape, numerics.dtype), jnp.zeros(shape, numerics.dtype)) for _ in range(config.num_layers)]
+    """Zeroed keys and values for `rows` sequences of up to `length` tokens: [rows, K, length, H] per layer."""
+    shape = (rows, config.num_kv_heads, length, config.head_dim)
+    with jax.enable_x64(numerics.exact):
+        return [
+            (jnp.zeros(shape, ops.cache_dtype(numerics)), jnp.zeros(shape, ops.cache_dtype(numerics))) for _ in range(config.num_layers)
+        ]

@@ -28,10 +28,23 @@ MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel w
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """x rounded to `dtype` here, whatever is fused around it (`reduce_precision` pins a BF16 rounding)."""
-    if dtype == jnp.bfloat16:
-        x = jax.lax.reduce_precision(x.astype(jnp.float32), 8, 7)
-    return x.astype(dtype)
+    """x rounded to `dtype` here, whatever is fused around it; the gradient is that of a cast."""
+    return _round_to_bfloat16(x.astype(jnp.float32)) if dtype == jnp.bfloat16 else x.astype(dtype)
+
+
+@jax.custom_jvp
+def _round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """`reduce_precision` pins the rounding; then the upper half of the bits is the value.
+
+    A cast would round a second time, and on CPU two roundings in a row make LLVM compute their operand several times.
+    """
+    bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+
+
+@_round_to_bfloat16.defjvp
+def _round_to_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
+    return _round_to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
 
 
 def along_last(vector: jax.Array, rank: int) -> jax.Array:
@@ -78,9 +91,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) ->
     return _scale(_normalize(eps, numerics.exact, x.astype(jnp.float32)), weight, numerics)
 
 
-def add_rms_norm(
-    x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, numerics: Numerics
-) -> tuple[jax.Array, jax.Array]:
+def add_rms_norm(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of x + residual, both [..., D]; returns (normed, new residual)."""
     h = x.astype(jnp.float32) + residual.astype(jnp.float32)
     total = round_to(h, numerics.dtype)
@@ -98,8 +109,10 @@ def _scale(normed: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Arra
 
 @shape_independent
 def _silu(_: None, dtype: Any, gate: jax.Array) -> jax.Array:
+    # Not jax.nn.sigmoid: XLA's float64 logistic is a scalar tanh on CPU, eight times slower.
     wide = gate.astype(dtype)
-    return (wide * jax.nn.sigmoid(wide)).astype(jnp.float32)
+    decay = jnp.exp(-jnp.abs(wide))
+    return (wide * jnp.where(wide >= 0, jnp.ones_like(decay), decay) / (1 + decay)).astype(jnp.float32)
 
 
 def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
@@ -144,10 +157,10 @@ def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) ->
 def rope(x: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
     """Rotary embedding of x [B, T, heads, H], halves as pairs (the Hugging Face convention), FP32 inside."""
     cos, sin = (part.astype(jnp.float32)[:, :, None, :] for part in table)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    wide = x.astype(jnp.float32)
     # BF16 products are exact in FP32, so a fused multiply-add changes nothing.
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return round_to(jnp.concatenate(turned, axis=-1), numerics.dtype)
+    return round_to(wide * cos + jnp.roll(wide, x.shape[-1] // 2, axis=-1) * sin, numerics.dtype)
 
 
 @shape_independent
@@ -175,6 +188,58 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, numeric
       [B, T, N * H] in `numerics.dtype`.
     """
     return round_to(_attention(q.shape[-1] ** -0.5, numerics.exact, q, k, v, mask), numerics.dtype)
+
+
+def cache_dtype(numerics: Numerics) -> Any:
+    """What a key/value cache is stored in; its values are always of `numerics.dtype`.
+
+    XLA's CPU backend multiplies only what stands in memory in the type of the product, so there the cache is kept
+    in that type instead of being converted for every token.
+    """
+    if jax.default_backend() != "cpu":
+        return numerics.dtype
+    return np.dtype(np.float64 if numerics.exact else np.float32)
+
+
+def cast_to_cache(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Keys or values as the cache stores them; exact."""
+    with jax.enable_x64(numerics.exact):
+        return x.astype(cache_dtype(numerics))
+
+
+def write_to_cache(cache: jax.Array, new: jax.Array, positions: jax.Array, numerics: Numerics) -> jax.Array:
+    """cache [B, K, S, H] with new [B, K, H] at positions int32 [B], in place where the buffer may be reused."""
+    B, K, S, H = cache.shape
+    rows = jnp.arange(B * K, dtype=jnp.int32) * S + jnp.repeat(positions, K, total_repeat_length=B * K)
+    with jax.enable_x64(numerics.exact):
+        flat = cache.reshape(B * K * S, H).at[rows].set(cast_to_cache(new, numerics).reshape(B * K, H))
+        return flat.reshape(B, K, S, H)
+
+
+def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, numerics: Numerics) -> jax.Array:
+    """`attention` of one token per row against a cache; no gradient.
+
+    Args:
+      q: [B, N, H]; k, v: [B, K, S, H], a cache in `cache_dtype`.
+      positions: int32 [B]; keys at or below are visible.
+
+    Returns:
+      [B, N * H] in `numerics.dtype`; with `exact` the bits of `attention` on the same tokens.
+    """
+    B, N, H = q.shape
+    K, S = k.shape[1:3]
+    queries = q.astype(jnp.float32) * np.float32(H**-0.5)
+    hidden = jnp.arange(S, dtype=jnp.int32)[None, :] > positions[:, None]
+    precision = jax.lax.Precision.HIGHEST
+    with jax.enable_x64(numerics.exact):
+        dtype = jnp.float64 if numerics.exact else jnp.float32
+        grouped = queries.astype(dtype).reshape(B, K, N // K, H)
+        scores = jnp.einsum("BKGH,BKSH->BKGS", grouped, k.astype(dtype), precision=precision)
+        scores = jnp.where(hidden[:, None, None], jnp.asarray(-1e30, dtype), scores)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = jnp.einsum("BKGS,BKSH->BKGH", weights, v.astype(dtype), precision=precision)
+        out = (out / weights.sum(-1, keepdims=True)).astype(jnp.float32)
+    return round_to(out.reshape(B, N * H), numerics.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -210,9 +275,7 @@ dense.defvjp(_dense_forward, _dense_backward)
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 @shape_independent
@@ -228,13 +291,18 @@ def log_normalizer(logits: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 @shape_independent
-def _divide(divisor: float, dtype: Any, logits: jax.Array) -> jax.Array:
-    return (logits.astype(dtype) / jnp.asarray(divisor, dtype)).astype(jnp.float32)
+def _divide(_: None, dtype: Any, logits: jax.Array, divisor: jax.Array) -> jax.Array:
+    return (logits.astype(dtype) / divisor.astype(dtype)).astype(jnp.float32)
 
 
-def scale_logits(logits: jax.Array, temperature: float, numerics: Numerics) -> jax.Array:
-    """logits / temperature in FP32 (the identity at 1), float32 [..., V]."""
-    return logits if temperature == 1.0 else _divide(temperature, numerics.exact, logits)
+def scale_logits(logits: jax.Array, temperature: float | jax.Array, numerics: Numerics) -> jax.Array:
+    """logits / temperature in FP32 (the identity at 1), float32 [..., V].
+
+    With `exact` a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
+    """
+    if isinstance(temperature, float | int) and temperature == 1:
+        return logits
+    return _divide(None, numerics.exact, logits, jnp.asarray(temperature, jnp.float32))
 
 
 def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics) -> jax.Array:
