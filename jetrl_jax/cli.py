@@ -54,10 +54,10 @@ def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         status = _end("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        if not _nobody_reads(sys.stdout.fileno()):
+        if not _nobody_reads():
             raise  # another pipe broke, such as that of a worker process: a bug to be seen
         status = BROKEN_PIPE
-    if status == BROKEN_PIPE or _nobody_reads(sys.stdout.fileno()):
+    if _nobody_reads():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit must not complain
     sys.exit(status)
 
@@ -69,7 +69,12 @@ def _end(message: str, status: int) -> int:
     return status
 
 
-def _nobody_reads(descriptor: int) -> bool:
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose other end is closed."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # replaced by something that is no file
+        return False
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

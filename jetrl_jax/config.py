@@ -133,7 +133,7 @@ class TaskSection(Section):
 
     kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "gsm8k", "function"] = Field(
         "arithmetic",
-        description="Kind of task: arithmetic and reasoning_gym are generated; jsonl, parquet, datasets and gsm8k are read; function is yours.",
+        description="Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; function is yours.",
     )
     name: Text | None = Field(
         None, description="reasoning_gym: dataset name; datasets: path or hub name; function: module:function; arithmetic: problem family."
