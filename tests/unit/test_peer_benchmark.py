@@ -81,7 +81,8 @@ def test_gate_times_exactly_the_steps_of_a_burst(tmp_path: Path) -> None:
             time.sleep(0.05)
         """)
     )
-    process = subprocess.Popen([sys.executable, str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, str(worker)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     contender = compare.Contender("toy", process)
     assert contender.answer()["ready"]
     compare.measure([contender], rounds=4, burst=3, rollouts=2, warmup=1)

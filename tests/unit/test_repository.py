@@ -27,7 +27,9 @@ MAX_FILE_LINES = 450
 # Written in halves, so that this file does not hold what it forbids.
 FORBIDDEN = {
     "the path of one machine": re.compile("|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/t" + "mp/", "/us" + "r/local"))),
-    "the host of a package registry": re.compile("|".join(("py" + r"pi\.org", "python" + "hosted", r"download\.py" + "torch", "npm" + r"js\.org"))),
+    "the host of a package registry": re.compile(
+        "|".join(("py" + r"pi\.org", "python" + "hosted", r"\.py" + r"torch\.org", "npm" + r"js\.org"))
+    ),
 }
 
 
@@ -243,7 +245,9 @@ def test_every_skip_gives_a_reason() -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("source", ["pytest.importorskip('torch')", "@pytest.mark.skip\ndef f(): ...", "pytest.skip()", "pytest.mark.skipif(True)"])
+@pytest.mark.parametrize(
+    "source", ["pytest.importorskip('torch')", "@pytest.mark.skip\ndef f(): ...", "pytest.skip()", "pytest.mark.skipif(True)"]
+)
 def test_skip_check_finds_silent_skips(source: str) -> None:
     assert skip_problems("a.py", source)
 

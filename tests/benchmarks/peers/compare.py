@@ -119,8 +119,13 @@ def table(contenders: list[Contender], ours: list[str]) -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
-    return {"cpu": model, "cores": os.cpu_count(), "load_before": os.getloadavg(), "system": platform.platform()}
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg(),
+        "system": platform.platform(),
+    }
 
 
 def main() -> None:
@@ -156,7 +161,8 @@ def main() -> None:
     text = table(contenders, ours)
     numbers = {c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}, indent=1))
+    record = {"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}
+    options.out.write_text(json.dumps(record, indent=1))
     print(f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, {about['cores']} cores\n\n{text}")
     print(f"\nwritten to {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}")
 
