@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.training.console import print_warning
+from jetrl_jax.training.run_directory import flatten
 
 FORMAT = 1
 _DELETED = ".deleted"  # where Orbax renames an old checkpoint to; emptied after each save
@@ -260,7 +261,7 @@ def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too when
     the learning rate follows it (``optimizer.schedule`` other than constant).
     """
-    before, after = _flatten(saved), _flatten(current)
+    before, after = flatten(saved), flatten(current)
     absent = "(absent)"
     differing = []
     for name in sorted({*before, *after}):
@@ -278,18 +279,6 @@ def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 def _stretches(config: Mapping[str, Any]) -> bool:
     return config.get("optimizer.schedule", "constant") != "constant"
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> value; lists and tuples by index, empty containers as themselves."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        items = {str(index): item for index, item in enumerate(value)} if isinstance(value, list | tuple) else value
-        if isinstance(items, Mapping) and items:
-            flat.update(_flatten(items, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -44,8 +44,8 @@ class Metric:
 
     @property
     def is_clock(self) -> bool:
-        """Whether it reads a clock or a machine, so that two equal runs may differ in it."""
-        return self.name.startswith(("time/", "rate/", "memory/"))
+        """Whether it reads a clock, so that two equal runs may differ in it."""
+        return self.name.startswith(("time/", "rate/"))
 
 
 _PHASES = {
@@ -89,8 +89,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/reward_mean", "reward", "mean reward of the held-out completions at the rollout temperature", "higher"),
     Metric("eval/completion_tokens_mean", "tokens", "mean length of the held-out completions at the rollout temperature"),
     Metric("loss/total", "loss", "the loss that is differentiated"),
-    Metric("loss/policy", "loss", "the clipped policy loss"),
-    Metric("loss/kl", "loss", "the KL term, its coefficient included", "lower"),
     *(Metric(f"time/{phase}_s", "s", f"seconds of {what}", "lower") for phase, what in _PHASES.items()),
     Metric("rate/rollout_tokens_per_s", "tokens/s", "generated tokens per second of the rollout phase", "higher"),
     Metric("rate/train_tokens_per_s", "tokens/s", "trained tokens (prompt and completion, no padding) per second of training", "higher"),
@@ -106,11 +104,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("count/reward_*_exception", "completions", "completions on which one reward function raised", "lower"),
     Metric("count/reward_*_timeout", "completions", "completions on which one reward function ran out of time", "lower"),
     Metric("count/reward_*_none", "completions", "completions for which one reward function returned None", "lower"),
+    Metric("count/reward_*_non_finite", "completions", "completions for which one reward function returned NaN or an infinity", "lower"),
+    Metric("advantage/abs_mean", "advantage", "mean magnitude of the advantages of the trained completions"),
     Metric("optimizer/grad_norm", "norm", "global norm of the gradient before clipping"),
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
-    Metric("memory/device_peak_bytes", "bytes", "peak memory of the first device", "lower"),
     Metric("warm_start/loss", "nats/token", "cross-entropy of the supervised warm start", "lower"),
-    Metric("warm_start/learning_rate", "1", "learning rate of the warm start"),
 )
 
 _EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}

@@ -133,6 +133,18 @@ def json_value(value: Any) -> Any:
     return str(value)
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> value of a nested config; lists and tuples by index, empty containers as themselves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        items = {str(index): item for index, item in enumerate(value)} if isinstance(value, list | tuple) else value
+        if isinstance(items, Mapping) and items:
+            flat.update(flatten(items, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 class RunDirectory:
     """An open run directory, locked by this process until `close` (or the end of the ``with`` block).
 
@@ -196,11 +208,6 @@ class RunDirectory:
     def bad_batches(self) -> Path:
         """Directory of the batches of skipped steps."""
         return self.path / "bad_batches"
-
-    @property
-    def export(self) -> Path:
-        """Directory of the trained policy as a Hugging Face checkpoint; not made here."""
-        return self.path / "export"
 
     def write_config(self, text: str) -> None:
         """Write ``config.yaml``; from then on the directory holds a run."""

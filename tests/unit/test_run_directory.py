@@ -44,7 +44,6 @@ def test_create_makes_a_new_run(tmp_path: Path) -> None:
         assert run.read_config() == "seed: 0\n"
         assert (run.path / "precision.txt").read_text() == "site  format\n"
         assert run.events.is_dir() and run.checkpoints.is_dir() and run.bad_batches.is_dir()
-        assert not run.export.exists()
 
 
 def test_create_raises_on_a_run_without_resume(tmp_path: Path) -> None:
