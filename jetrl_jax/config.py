@@ -136,9 +136,14 @@ class TaskSection(Section):
         description="Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; function is yours.",
     )
     name: Text | None = Field(
-        None, description="reasoning_gym: dataset name; datasets: path or hub name; function: module:function; arithmetic: problem family."
+        None,
+        description="arithmetic: sum, chain, reverse or sort, null takes sum; reasoning_gym: dataset name; datasets: path or hub name; "
+        "function: module:function.",
     )
-    path: Text | None = Field(None, description="jsonl and parquet: the training file; gsm8k: its directory.")
+    path: Text | None = Field(
+        None,
+        description="jsonl and parquet: the training file; gsm8k: its directory, null takes $GSM8K_DIR or shared/data/gsm8k beside the checkout.",
+    )
     eval_path: Text | None = Field(None, description="jsonl and parquet: the held-out file; null holds out eval_fraction of path.")
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="Share of the items held out where no eval file or split is given."
@@ -217,7 +222,9 @@ class OptimizerSection(Section):
     """AdamW of the RL phase; masters and moments are FP32."""
 
     learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Course of the learning rate after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Course of the learning rate after warm-up; linear and cosine end at 0."
+    )
     warmup_steps: NonNegativeInt = Field(0, description="Optimiser steps of linear warm-up.")
     b1: Decay = Field(0.9, description="Decay of the first moment per optimiser step.")
     b2: Decay = Field(0.999, description="Decay of the second moment per optimiser step.")

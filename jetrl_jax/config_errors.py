@@ -91,7 +91,8 @@ def _hint_for_text(value: str, quoted: bool, kind: FieldType) -> str:
         meant = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}.get(value.lower())
         return f"write {meant}: yes, no, on and off are text in YAML 1.2" if meant else ""
     if kind.kind in ("int", "float") and _NUMBER.fullmatch(value.strip()):
-        plain = re.sub(r"[_, ]", "", value)
+        is_decimal_comma = re.fullmatch(r"[-+]?\d+,\d+", value) and not re.fullmatch(r"[-+]?\d{1,3},\d{3}", value)
+        plain = value.replace(",", ".") if is_decimal_comma else re.sub(r"[_, ]", "", value)
         return f"remove the quotes: {plain}" if quoted else f"write {plain}"
     return ""
 

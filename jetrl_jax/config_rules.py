@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
 
+ARITHMETIC_FAMILIES = ("sum", "chain", "reverse", "sort")
 UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: they run in the trainer's process
 BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
 _DOTTED_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
@@ -160,6 +161,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.tokenizer.chat_template or c.tokenizer.kind == "huggingface",
         "the built-in tokenizers have no chat template",
         lambda c: "false, or tokenizer.kind: huggingface",
+    ),
+    Rule(
+        ("task.name", "task.kind"),
+        lambda c: c.task.kind != "arithmetic" or c.task.name in (None, *ARITHMETIC_FAMILIES),
+        "unknown family of arithmetic problems",
+        lambda c: f"one of {', '.join(ARITHMETIC_FAMILIES)}",
     ),
     Rule(
         ("task.name", "task.kind"),

@@ -208,7 +208,6 @@ def likely_fields(path: Path) -> list[str]:
     leaf = word.rsplit(".", 1)[-1]
     attempts = (
         [field for field in everywhere if field == word],
-        _close(word, siblings, 0.8),
         [field for field, last in everywhere.items() if last == leaf],
         [SYNONYMS[leaf]] if leaf in SYNONYMS else [],
         _close(word, siblings, 0.6),

@@ -59,7 +59,10 @@ ONE_PROBLEM = {
         "rollout:\n  slots: 1_000",
         "got       1_000 (text)\n  expected  a whole number, at least 1\n  hint      write 1000",
     ),
-    "comma in a number": ("optimizer:\n  learning_rate: 0,5", "got       0,5 (text)"),
+    "comma in a number": (
+        "optimizer:\n  learning_rate: 0,5",
+        "got       0,5 (text)\n  expected  a number, greater than 0\n  hint      write 0.5",
+    ),
     "fraction for a whole number": ("rollout:\n  slots: 1.5", "got       1.5 (a number)\n  expected  a whole number, at least 1"),
     "1e3 for a whole number": (
         "rollout:\n  slots: 1e3",

@@ -9,7 +9,7 @@ import yaml
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.config_rules import BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems, value_at
+from jetrl_jax.config_rules import ARITHMETIC_FAMILIES, BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems, value_at
 from jetrl_jax.config_schema import SYNONYMS, all_fields
 from jetrl_jax.errors import UserError
 
@@ -29,6 +29,7 @@ BROKEN = [
     ("tokenizer.path", "tokenizer: {kind: huggingface}", "tokenizer: {kind: huggingface}, model: {path: a}"),
     ("tokenizer.characters", "tokenizer: {characters: abca}", "tokenizer: {characters: abc}"),
     ("tokenizer.chat_template", "tokenizer: {chat_template: true}", "tokenizer: {chat_template: true, kind: huggingface, path: a}"),
+    ("task.name", "task: {name: revers}", "task: {name: reverse}"),
     ("task.name", "task: {kind: reasoning_gym}", "task: {kind: reasoning_gym, name: a}"),
     ("task.name", "task: {kind: datasets}", "task: {kind: datasets, name: a/b}"),
     ("task.name", "task: {kind: function}", "task: {kind: function, name: 'a.b:c'}"),
@@ -68,7 +69,7 @@ IDLE = [
     ),
     ("precision.wgrad_operand", "precision: {preset: fp8_forward, wgrad_operand: dual}", "precision: {wgrad_operand: dual}"),
     ("task.path", "task: {path: a}", "task: {kind: gsm8k, path: a}"),
-    ("task.name", "task: {kind: gsm8k, name: a}", "task: {name: a}"),
+    ("task.name", "task: {kind: gsm8k, name: a}", "task: {name: chain}"),
     ("task.eval_path", "task: {kind: gsm8k, eval_path: a}", "task: {kind: jsonl, path: a, eval_path: b}"),
     (
         "task.eval_fraction",
@@ -142,6 +143,12 @@ def test_hidden_sizes_with_partial_blocks_are_fine(size: int) -> None:
 def test_rules_hold_for_a_config_built_in_python() -> None:
     with pytest.raises(ValueError, match=r"rollout\.top_p: training rollouts cannot be truncated: got 0\.5, expected 1"):
         RunConfig.model_validate({"rollout": {"top_p": 0.5}})
+
+
+def test_families_are_those_that_the_arithmetic_task_knows() -> None:
+    from jetrl_jax.tasks.arithmetic import FAMILIES
+
+    assert set(ARITHMETIC_FAMILIES) == set(FAMILIES)
 
 
 def test_rewards_by_name_are_those_that_the_rewards_module_knows() -> None:
