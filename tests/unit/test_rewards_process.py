@@ -83,6 +83,11 @@ def facts(completions, **kwargs):
 def spawns(completions, **kwargs):
     return [subprocess.Popen(["sleep", "600"]).pid] * len(completions)
 
+def wrong_alone(completions, **kwargs):
+    if len(completions) > 1:
+        raise ValueError
+    return ["text"] if completions == ["bad"] else [float(len(completions[0]))]
+
 def wrong(completions, **kwargs):
     return ["1"] * len(completions)
 
@@ -159,9 +164,10 @@ def test_worker_failure_costs_its_sample_alone(module, name, cause, message):
 @pytest.mark.parametrize("name", ["noisy", "forks"])
 def test_worker_noise_and_forks_do_not_disturb(module, name, capfd):
     with build(name, timeout_s=20) as rewards:
-        for _ in range(2):
-            result = run(rewards, BATCH)
-            assert only(result) == ([1, 2, 3, 4], {}) and not result.messages
+        for batch in (BATCH, ["bad", "x", "yy"], ["z"]):
+            result = run(rewards, batch)
+            assert only(result) == ([float(len(c)) for c in batch], {}) and not result.messages
+            time.sleep(0.1)  # a second reply of a fork would answer the next batch
     assert capfd.readouterr() == ("", "")
 
 
@@ -222,18 +228,20 @@ from jetrl_jax.config import *; from jetrl_jax.tasks.rewards import *; from jetr
 names = ["user_rewards:pid", "user_rewards:spawns", "user_rewards:hang"]
 rewards = RewardFunctions.from_functions(names, build_task(TaskSection(), 0), timeout_s=600)
 call = lambda text: rewards(["p"], [text], [Example("p", "1")], ["stop"], [[1]])
-print(*[int(v[0]) for v in call("a").parts.values()], flush=True)
+parts = call("a").parts
+print(int(parts[names[0]][0]), int(parts[names[1]][0]), rewards._rewards[2].scorer._process.pid, flush=True)
 call("bad")
 """
     trainer = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}
     )
     assert trainer.stdout is not None
-    worker, child, _ = map(int, trainer.stdout.readline().split())
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    time.sleep(0.5)  # until the last one hangs
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    assert gone(worker) and gone(child)
+    assert [gone(pid) for pid in pids] == [True, True, True]
 
 
 def test_worker_hangs_are_bounded_in_number(module, monkeypatch):
@@ -299,6 +307,13 @@ def test_worker_raises_naming_a_function_that_returns_no_numbers(module):
         for _ in range(2):
             with pytest.raises(UserError, match=r"^reward user_rewards:wrong: returned str '1' for completion 0"):
                 run(rewards, ["a", "b"])
+
+
+def test_worker_has_no_stale_replies_after_an_error(module):
+    with build("wrong_alone", timeout_s=20) as rewards:
+        with pytest.raises(UserError, match="wrong_alone: returned str 'text'"):
+            run(rewards, ["bad", "a", "a"])
+        assert only(run(rewards, ["xxx", "yy"])) == ([3, 2], {})
 
 
 def test_worker_log_goes_to_the_run_directory(module, tmp_path, monkeypatch):
