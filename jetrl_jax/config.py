@@ -100,7 +100,7 @@ class PrecisionOverride(Section):
 class PrecisionSection(Section):
     """Which matrix multiplication runs in which format."""
 
-    preset: Literal["bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only"] = Field(
+    preset: Literal["fp32", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only"] = Field(
         "fp8_unified",
         description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 backward; "
         "fp8_rollout_only trains in BF16; bf16 has no FP8.",

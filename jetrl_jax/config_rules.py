@@ -67,7 +67,7 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _any_fp8(config: RunConfig) -> bool:
-    return config.precision.preset != "bf16" or any(item.format == "fp8" for item in config.precision.overrides)
+    return config.precision.preset.startswith("fp8") or any(item.format == "fp8" for item in config.precision.overrides)
 
 
 def _fp8_wgrad(config: RunConfig) -> bool:
@@ -129,6 +129,13 @@ RULES: tuple[Rule, ...] = (
         "a microbatch does not hold one row",
         lambda c: f"at least the length of a row, {c.row_tokens} tokens",
         "a row is batch.row_tokens long; where that is null, as long as the longest prompt plus the longest completion",
+    ),
+    Rule(
+        ("precision.overrides", "precision.preset"),
+        lambda c: c.precision.preset != "fp32" or not c.precision.overrides,
+        "fp32 takes no exceptions",
+        lambda c: "no overrides, or another preset",
+        "FP8 operands are quantised from BF16, which this preset does not have",
     ),
     Rule(
         ("algorithm.minibatches", "rollout.prompts_per_step"),
@@ -242,7 +249,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         ("precision.overrides",),
         ("precision.preset",),
         lambda c: not _any_fp8(c),
-        "precision.preset is bf16, and no exception puts a layer into FP8",
+        "precision.preset has no FP8, and no exception puts a layer into it",
     ),
     NoEffect(
         ("precision.scale_format", "precision.promotion_order"),

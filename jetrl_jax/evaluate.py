@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.evaluate", description="Evaluate a policy on held-out prompts.")
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     parser.add_argument("--config", metavar="FILE", help="config with the task, needed for a Hugging Face directory")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024"
+    )
     arguments = parser.parse_args(argv)
 
     from jetrl_jax.policy import build_engine, is_run, load_policy, published_weights
@@ -28,7 +30,9 @@ def main(argv: list[str]) -> int:
     policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config)
     config = policy.config
     if arguments.config is None and not is_run(arguments.checkpoint):
-        raise UserError(f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE.")
+        raise UserError(
+            f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE."
+        )
     rollout = config.rollout
     evaluator = Evaluator(
         build_task(config.task, config.seed),

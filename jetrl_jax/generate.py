@@ -21,9 +21,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=None, help="sampling temperature, 0 is greedy (default: the run's)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the run's config")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the run's config"
+    )
     arguments = parser.parse_args(argv)
-    for name, value, least in (("--max-tokens", arguments.max_tokens, 1), ("--samples", arguments.samples, 1), ("--seed", arguments.seed, 0)):
+    for name, value, least in (
+        ("--max-tokens", arguments.max_tokens, 1),
+        ("--samples", arguments.samples, 1),
+        ("--seed", arguments.seed, 0),
+    ):
         if value is not None and value < least:
             parser.error(f"{name}: got {value}, expected at least {least}")
     if arguments.temperature is not None and arguments.temperature < 0:

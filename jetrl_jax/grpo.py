@@ -23,7 +23,6 @@ from flax import nnx
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict, dump_config, load_config
-from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy
 from jetrl_jax.rl.algorithm import resolve_algorithm
@@ -31,6 +30,7 @@ from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
 from jetrl_jax.training.checkpoint import CheckpointStore, compare_for_resume
+from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator
 from jetrl_jax.training.metrics import MetricsWriter
@@ -38,7 +38,7 @@ from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
 from jetrl_jax.training.prompts import PromptStream
 from jetrl_jax.training.run_directory import RunDirectory, collect_environment
 from jetrl_jax.training.step import PolicyPrograms, TrainState
-from jetrl_jax.training.trainer import RolloutBatch, Trainer
+from jetrl_jax.training.trainer import Trainer
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 EXPORT_DIRECTORY = "export"
@@ -152,7 +152,17 @@ class GRPOTrainer:
         """The loop over this run's parts; compiles the engine."""
         engine = build_engine(self.policy, self.config.rollout)
         return Trainer(
-            self.config, self.algorithm, programs, state, reference, engine, rewards, self.policy.tokenizer, self._prompts, run, self.console
+            self.config,
+            self.algorithm,
+            programs,
+            state,
+            reference,
+            engine,
+            rewards,
+            self.policy.tokenizer,
+            self._prompts,
+            run,
+            self.console,
         )
 
     def reference(self, programs: PolicyPrograms, state: TrainState) -> nnx.State | None:
@@ -239,7 +249,9 @@ class GRPOTrainer:
 class _Run:
     """One execution of `GRPOTrainer.train`: its files, its counters and the loop over steps."""
 
-    def __init__(self, owner: GRPOTrainer, run: RunDirectory, store: CheckpointStore, writer: MetricsWriter, rewards: RewardFunctions) -> None:
+    def __init__(
+        self, owner: GRPOTrainer, run: RunDirectory, store: CheckpointStore, writer: MetricsWriter, rewards: RewardFunctions
+    ) -> None:
         self.owner, self.config, self.console = owner, owner.config, owner.console
         self.run, self.store, self.writer = run, store, writer
         self.programs = owner.new_programs()
@@ -406,5 +418,3 @@ def data_fingerprint(task: Task) -> str:
             example = split[int(index)]
             digest.update(f"\0{example.prompt}\0{example.answer}".encode())
     return digest.hexdigest()
-
-

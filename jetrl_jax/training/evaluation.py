@@ -84,7 +84,7 @@ class Evaluator:
             "eval/accuracy": float(solved.mean()),
             "eval/greedy_accuracy": float((greedy >= SOLVED).mean()),
             "eval/reward_mean": float(sampled.mean()),
-            "eval/completion_mean_tokens": float(lengths.mean()),
+            "eval/completion_tokens_mean": float(lengths.mean()),
         }
         ks = sorted({1 << power for power in range(self.samples.bit_length())} | {self.samples})
         metrics |= {f"eval/pass_at_{k}": pass_at_k(solved, k) for k in ks if 1 < k <= self.samples}

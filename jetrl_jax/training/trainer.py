@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,43 +21,17 @@ from flax import nnx
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
-from jetrl_jax.rl import batching, metrics as rl_metrics
-from jetrl_jax.rl.advantages import informative_groups
+from jetrl_jax.rl import batching
+from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
-from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams, Trajectory
-from jetrl_jax.tasks.rewards import RewardFunctions, RewardResult
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.tokenizer import Tokenizer
+from jetrl_jax.training.collect import Collector, RolloutBatch, StepClock, nonfinite_part, rollout_metrics
 from jetrl_jax.training.console import Console
-from jetrl_jax.training.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
+from jetrl_jax.training.prompts import PromptStream
 from jetrl_jax.training.run_directory import RunDirectory
 from jetrl_jax.training.step import PolicyPrograms, TrainState
-
-
-@dataclass
-class RolloutBatch:
-    """P prompts with G completions each, prompt-major, and their rewards."""
-
-    prompts: list[Prompt]
-    trajectories: list[Trajectory]
-    texts: list[str]
-    rewards: RewardResult
-    rounds: int = 1
-
-
-@dataclass
-class StepClock:
-    """Seconds of each phase of a step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block to phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 class Trainer:
@@ -88,8 +59,8 @@ class Trainer:
         console: Console,
     ) -> None:
         self.config, self.algorithm, self.programs, self.state = config, algorithm, programs, state
-        self.reference, self.engine, self.rewards = reference, engine, rewards
-        self.tokenizer, self.prompts, self.run, self.console = tokenizer, prompts, run, console
+        self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
+        self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
         self.policy_version = self.updates = self.skipped_in_a_row = 0
         engine.load_weights(state.published, self.policy_version)
 
@@ -101,9 +72,9 @@ class Trainer:
         """
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.policy_version, self.prompts.skipped
-        batch = self._collect(step, clock)
-        problem = self._bad_rollout(batch)
-        row = self._rollout_metrics(batch)
+        batch = self.collector.collect(step, clock)
+        problem = nonfinite_part(batch)
+        row = rollout_metrics(batch)
         if problem:
             self._skip(step, problem, batch, [])
             row["count/skipped_updates"] = 1
@@ -118,72 +89,17 @@ class Trainer:
         if "count/train_tokens" in row:
             row["rate/train_tokens_per_s"] = row["count/train_tokens"] / max(clock.seconds["train"], 1e-9)
         if self.skipped_in_a_row >= self.config.run.max_skipped_steps:
-            raise RunStopped(f"step {step}: {self.skipped_in_a_row} steps in a row were not finite (run.max_skipped_steps); the last: {problem or 'see above'}")
+            last = problem or "see the warnings"
+            raise RunStopped(f"step {step}: {self.skipped_in_a_row} steps in a row were not finite (run.max_skipped_steps); the last: {last}")
         return row, batch
-
-    # Rollout and reward
-
-    def _collect(self, step: int, clock: StepClock) -> RolloutBatch:
-        """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced while rounds last."""
-        wanted = self.config.rollout.prompts_per_step
-        batch = self._sample(step, 0, wanted, clock)
-        if not self.algorithm.dynamic_sampling:
-            return batch
-        kept = self._informative(batch)
-        rounds = 1
-        while len(kept.prompts) < wanted and rounds < self.algorithm.max_generation_rounds:
-            more = self._informative(self._sample(step, rounds, wanted, clock))
-            kept = _concatenate(kept, more)
-            rounds += 1
-        if len(kept.prompts) < wanted:
-            self.console.warn(f"step {step}: {len(kept.prompts)} of {wanted} groups are informative after {rounds} rounds; going on with them")
-        batch = _select(kept, range(min(wanted, len(kept.prompts)))) if kept.prompts else batch
-        batch.rounds = rounds
-        return batch
-
-    def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
-        rollout, group = self.config.rollout, self.config.rollout.group_size
-        prompts = self.prompts.take(count)
-        seeds = derived_seeds(count * group, self.config.seed, SEED_ROLLOUT, step, round_index)
-        requests = [Request(i, prompts[i // group].ids, seed) for i, seed in enumerate(seeds)]
-        sampling = SamplingParams(rollout.temperature, rollout.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.config.seed)
-        with self.console.phase("rollout", len(requests), "completions") as progress, clock.phase("rollout"):
-            trajectories = self.engine.generate(requests, sampling)
-            progress.advance(len(requests))
-        texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
-        examples = [prompts[i // group].example for i in range(len(requests))]
-        with self.console.phase("reward", len(requests), "completions") as progress, clock.phase("reward"):
-            rewards = self.rewards(
-                [example.prompt for example in examples],
-                texts,
-                examples,
-                [t.finish_reason for t in trajectories],
-                [t.completion_ids.tolist() for t in trajectories],
-            )
-            lengths = np.array([len(t.completion_ids) for t in trajectories])
-            rewards = dataclasses.replace(rewards, total=self.algorithm.shape_rewards(rewards.total, lengths))
-            progress.advance(len(requests))
-        return RolloutBatch(prompts, trajectories, texts, rewards)
-
-    def _informative(self, batch: RolloutBatch) -> RolloutBatch:
-        rewards = batch.rewards.total.reshape(len(batch.prompts), -1)
-        return _select(batch, np.flatnonzero(informative_groups(rewards, ~np.isnan(rewards))))
-
-    def _bad_rollout(self, batch: RolloutBatch) -> str | None:
-        """The name of what is not finite in what was sampled, or None."""
-        for name, failures in batch.rewards.failures.items():
-            if failures.get("non_finite"):
-                return f"reward {name}"
-        if not all(np.isfinite(t.rollout_logprobs).all() for t in batch.trajectories):
-            return "rollout_logprobs"
-        return None
 
     # Learning
 
     def _learn(self, step: int, batch: RolloutBatch, clock: StepClock) -> dict[str, float]:
         """Optimiser steps on one batch; returns their metrics."""
         group = self.config.rollout.group_size
-        rewards = batch.rewards.total.reshape(-1, group)
+        lengths = np.array([len(t.completion_ids) for t in batch.trajectories])
+        rewards = self.algorithm.shape_rewards(batch.rewards.total, lengths).reshape(-1, group)
         counted, trained = batching.sample_masks(
             batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
         )
@@ -214,7 +130,9 @@ class Trainer:
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"advantage/abs_mean": float(np.abs(advantages[trained]).mean()) if trained.any() else 0.0}
         row |= {"count/padding_fraction": float(np.mean(padding)), "count/masked_samples": int((~trained).sum())}
-        row["count/train_tokens"] = sum(len(t.prompt_ids) + len(t.completion_ids) for t, keep in zip(batch.trajectories, trained, strict=True) if keep)
+        row["count/train_tokens"] = sum(
+            len(t.prompt_ids) + len(t.completion_ids) for t, keep in zip(batch.trajectories, trained, strict=True) if keep
+        )
         return row
 
     def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> tuple[Any, Any]:
@@ -228,12 +146,9 @@ class Trainer:
             values = [self.programs.logprobs(weights, b) for b in micro]
             return batching.unpack(micro, values, len(batch.trajectories))
 
-        def whole(values: list[np.ndarray]) -> list[np.ndarray]:  # trajectories that are not trained were not packed
-            return [v if len(v) else np.zeros(len(t.completion_ids), np.float32) for v, t in zip(values, batch.trajectories, strict=True)]
-
         with self.console.phase("logprob", len(micro), "microbatches"), clock.phase("logprob"):
-            old = whole(score(self.programs.frozen(self.state))) if needs_old else None
-            return old, None if reference is None else whole(score(reference))
+            old = score(self.programs.frozen(self.state)) if needs_old else None
+            return old, None if reference is None else score(reference)
 
     def _optimise(
         self, step: int, micro: list[batching.TrainBatch], batch: RolloutBatch, sums: dict[str, float], progress: Any
@@ -280,57 +195,10 @@ class Trainer:
             where = self.run.save_bad_batch(step, tensor, arrays)
         self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
 
-    def _rollout_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        trajectories, rewards = batch.trajectories, batch.rewards
-        total = rewards.total.reshape(len(batch.prompts), -1)
-        row = rl_metrics.reward_metrics(total, ~np.isnan(total)) | rl_metrics.reward_part_metrics(rewards.parts)
-        row |= rl_metrics.length_metrics(
-            [len(t.completion_ids) for t in trajectories],
-            [len(t.prompt_ids) for t in trajectories],
-            [t.finish_reason for t in trajectories],
-        )
-        for name, failures in rewards.failures.items():
-            row |= {f"count/reward_{name}_{kind}": count for kind, count in failures.items()}
-        row["count/prompts"], row["count/completions"] = len(batch.prompts), len(trajectories)
-        row["count/rollout_tokens"] = sum(len(t.completion_ids) for t in trajectories)
-        row["count/generation_rounds"] = batch.rounds
-        return row
-
 
 def _mismatch(pairs: list[tuple[batching.TrainBatch, np.ndarray]]) -> dict[str, float]:
     """Mismatch metrics of (microbatch, trainer's logprobs at the behaviour version) pairs."""
-    columns = [
-        (np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index) for b, logprobs in pairs if np.any(b.loss_mask)
-    ]
+    columns = [(np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index) for b, logprobs in pairs if np.any(b.loss_mask)]
     if not columns:
         return {}
     return rl_metrics.mismatch_metrics(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-
-def _select(batch: RolloutBatch, prompts: Any) -> RolloutBatch:
-    """The groups with these indices."""
-    group = len(batch.trajectories) // len(batch.prompts)
-    samples = [p * group + g for p in prompts for g in range(group)]
-    rewards = dataclasses.replace(
-        batch.rewards,
-        total=batch.rewards.total[samples],
-        parts={name: values[samples] for name, values in batch.rewards.parts.items()},
-    )
-    return RolloutBatch(
-        [batch.prompts[p] for p in prompts], [batch.trajectories[s] for s in samples], [batch.texts[s] for s in samples], rewards, batch.rounds
-    )
-
-
-def _concatenate(a: RolloutBatch, b: RolloutBatch) -> RolloutBatch:
-    """Both batches' groups; failures of reward functions add up."""
-    failures = {
-        name: {kind: a.rewards.failures[name].get(kind, 0) + b.rewards.failures[name].get(kind, 0) for kind in kinds | a.rewards.failures[name]}
-        for name, kinds in b.rewards.failures.items()
-    }
-    rewards = dataclasses.replace(
-        a.rewards,
-        total=np.concatenate([a.rewards.total, b.rewards.total]),
-        parts={name: np.concatenate([values, b.rewards.parts[name]]) for name, values in a.rewards.parts.items()},
-        failures=failures,
-    )
-    return RolloutBatch(a.prompts + b.prompts, a.trajectories + b.trajectories, a.texts + b.texts, rewards)

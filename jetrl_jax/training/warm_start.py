@@ -49,7 +49,9 @@ class SolutionSampler:
       UserError: a task without worked solutions, or a solution longer than the row.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, section: WarmStartSection, *, row_tokens: int, max_prompt_tokens: int, seed: int) -> None:
+    def __init__(
+        self, task: Task, tokenizer: Tokenizer, section: WarmStartSection, *, row_tokens: int, max_prompt_tokens: int, seed: int
+    ) -> None:
         self.task, self.tokenizer, self.section = task, tokenizer, section
         self.row_tokens, self.max_prompt_tokens, self.seed = row_tokens, max_prompt_tokens, seed
         probe = [self._solution(index) for index in range(min(256, len(task.train)))]
@@ -109,7 +111,9 @@ def warm_start(
         grads, loss = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
         state, report = programs.update(state, grads)
         if report.nonfinite:
-            raise RunStopped(f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower warm_start.learning_rate.")
+            raise RunStopped(
+                f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower warm_start.learning_rate."
+            )
         losses.append(float(loss))
         on_step(step + 1, losses[-1])
     return state, float(np.mean(losses[-max(section.steps // 10, 1) :]))

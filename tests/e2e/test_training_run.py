@@ -1,0 +1,224 @@
+"""Whole runs: the record, resuming bit for bit, what a bad step does, every flow and algorithm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, command_environment, run_module, shorter, tiny_config, train_command, write_config
+
+from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.training.metrics import read_metrics, without_clocks
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jax-cache")
+
+
+def rows(directory: Path) -> list[dict[str, float]]:
+    return [without_clocks(row) for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def exported_weights(directory: Path) -> bytes:
+    return (directory / "export" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of four steps by the command line."""
+    base = tmp_path_factory.mktemp("finished")
+    config = write_config(tiny_config(base / "run"), base / "config.yaml")
+    return base / "run", run_module("jetrl_jax.train", "--config", str(config), cache=compilation_cache)
+
+
+def test_run_leaves_its_whole_record(finished):
+    directory, process = finished
+    assert process.returncode == 0, process.stderr
+    assert "held-out accuracy" in process.stdout
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "precision.txt",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "checkpoints/4",
+        "export/config.json",
+    ):
+        assert (directory / name).exists(), name
+    table = rows(directory)
+    assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
+    assert all("mismatch/k3" in row and "reward/mean" in row for row in table[1:])
+    assert [row["policy_version"] for row in table] == [0, 0, 1, 2, 3]
+    assert "eval/accuracy" in table[0] and "eval/accuracy" in table[4] and "eval/accuracy" not in table[2]
+
+
+def test_exact_run_has_no_mismatch(finished):
+    assert [row["mismatch/logprob_abs_max"] for row in rows(finished[0])[1:]] == [0.0] * 4
+
+
+def test_export_is_read_by_transformers(finished):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
+    model = transformers.AutoModelForCausalLM.from_pretrained(finished[0] / "export")
+    assert sum(p.numel() for p in model.parameters()) > 10_000
+    assert transformers.AutoTokenizer.from_pretrained(finished[0] / "export")("abc")["input_ids"]
+
+
+def test_generate_and_evaluate_read_the_run_and_its_export(finished, compilation_cache):
+    directory = finished[0]
+    said = run_module("jetrl_jax.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2", cache=compilation_cache)
+    assert said.returncode == 0 and len(said.stdout.splitlines()) == 2, said.stderr
+    other = run_module(
+        "jetrl_jax.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4", cache=compilation_cache
+    )
+    assert other.returncode == 0, other.stderr
+    scored = run_module("jetrl_jax.evaluate", "--checkpoint", str(directory), cache=compilation_cache)
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
+
+
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
+    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    process = subprocess.Popen(
+        train_command(config), env=command_environment(compilation_cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert 1 <= rows(tmp_path / "run")[-1]["step"] < 4
+    resumed = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows(tmp_path / "run") == rows(finished[0])
+    assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
+
+
+def test_resume_with_another_config_is_refused_with_the_fields(finished, tmp_path):
+    config = write_config(tiny_config(finished[0], model={"hidden_size": 128}, optimizer={"learning_rate": 2e-3}), tmp_path / "other.yaml")
+    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert "model.hidden_size" in process.stderr and "optimizer.learning_rate" in process.stderr
+
+
+def test_second_run_in_a_directory_is_refused(finished, tmp_path):
+    config = write_config(tiny_config(finished[0]), tmp_path / "config.yaml")
+    process = run_module("jetrl_jax.train", "--config", str(config))
+    assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only"])
+def test_every_flow_takes_a_step(preset, tmp_path):
+    config = tiny_config(tmp_path / "run", precision={"preset": preset}, warm_start=None)
+    row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
+    assert not (tmp_path / "run").exists()
+    largest = row["mismatch/logprob_abs_max"]
+    assert (largest > 1e-4) if preset == "fp8_rollout_only" else (largest == 0.0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "dapo", "max_generation_rounds": 2},
+        {"name": "dr_grpo", "minibatches": 2, "epochs": 2},
+        {"name": "rloo", "kl_coef": 0.1, "minibatches": 2},
+        {"name": "grpo", "kl_coef": 0.1, "mask_truncated": True},
+    ],
+    ids=lambda value: value["name"],
+)
+def test_every_algorithm_takes_a_step(algorithm, tmp_path):
+    config = tiny_config(tmp_path / "run", algorithm=algorithm, warm_start=None)
+    row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
+    assert np.isfinite(row["loss/total"])
+
+
+def test_python_interface_takes_records_and_a_function(tmp_path):
+    records = [{"prompt": f"{a}{b}=", "answer": f"{b}{a}"} for a in "abcdefgh" for b in "abcdefgh"]
+    config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
+    outcome = GRPOTrainer(config, dataset=records, reward_functions=[shorter]).train()
+    assert outcome["steps"] == 1 and outcome["stopped_by"] is None
+    assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
+
+
+def nan_reward(prompts, completions, answers, **kwargs):
+    """What a broken reward model returns."""
+    return [float("nan")] * len(completions)
+
+
+def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path):
+    config = tiny_config(tmp_path / "run", warm_start=None, run={"steps": 6, "tensorboard": False, "max_skipped_steps": 3})
+    with pytest.raises(RunStopped, match="nan_reward"):
+        GRPOTrainer(config, reward_functions=[nan_reward]).train()
+    saved = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
+    assert len(saved) == 3 and "nan_reward" in saved[0]
+
+
+def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
+    import jax
+    from flax import nnx
+
+    from jetrl_jax.precision import named_params
+
+    trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
+    programs = trainer.new_programs()
+    state = programs.init(trainer.policy.params)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    bad = "layers.0.mlp.up_proj.weight"
+    grads = nnx.from_flat_state(
+        [
+            (path, variable.replace(variable.get_value() * (np.nan if ".".join(map(str, path)) == bad else 0.0)))
+            for path, variable in nnx.to_flat_state(state.params)
+        ]
+    )
+    state, report = programs.update(state, grads)
+    assert f"gradient {bad}" in report.nonfinite and all(bad in name or "parameter" in name or "scale" in name for name in report.nonfinite)
+    after = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(np.isfinite(np.asarray(value, np.float32)).all() for _, value in named_params(state.params))
+
+
+def test_prompts_that_never_fit_end_with_a_message(tmp_path):
+    with pytest.raises(UserError, match="max_prompt_tokens"):
+        GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kills", [int(os.environ.get("JETRL_KILLS", "3"))])
+def test_killed_run_resumes_to_the_same_end(kills, tmp_path, compilation_cache):
+    """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
+    steps = 40
+    sections = {"run": {"steps": steps, "tensorboard": False}, "checkpoint": {"every_steps": 1}}
+    straight = write_config(tiny_config(tmp_path / "straight", **sections), tmp_path / "straight.yaml")
+    process = run_module("jetrl_jax.train", "--config", str(straight), cache=compilation_cache)
+    assert process.returncode == 0, process.stderr
+    killed = write_config(tiny_config(tmp_path / "killed", **sections), tmp_path / "killed.yaml")
+    rng = np.random.default_rng(0)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for kill in range(kills):
+        child = subprocess.Popen(
+            train_command(killed, "--resume"),
+            env=command_environment(compilation_cache),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wanted = (kill + 1) * steps // (kills + 2)
+        while child.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= wanted):
+            time.sleep(0.005)
+        time.sleep(float(rng.uniform(0, 0.15)))
+        assert child.poll() is None, "the run ended before it was killed"
+        child.kill()
+        child.wait()
+    process = run_module("jetrl_jax.train", "--config", str(killed), "--resume", cache=compilation_cache)
+    assert process.returncode == 0, process.stderr
+    assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
+    assert exported_weights(tmp_path / "killed") == exported_weights(tmp_path / "straight")

@@ -1,0 +1,76 @@
+"""A run small enough for tests: one layer, three-letter words, seconds of compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import config_from_dict, dump_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY: dict[str, Any] = {
+    "model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
+    "task": {"name": "reverse", "options": {"min_letters": 2, "max_letters": 3, "train_size": 200, "eval_size": 16}},
+    "rollout": {
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "max_prompt_tokens": 8,
+        "max_completion_tokens": 6,
+        "slots": 16,
+        "prefill_rows": 4,
+        "decode_chunk_tokens": 3,
+    },
+    "rewards": [{"name": "tiny:shorter"}],
+    "optimizer": {"learning_rate": 1e-3},
+    "batch": {"microbatch_tokens": 112},
+    "warm_start": {"steps": 3, "batch_size": 16},
+    "eval": {"prompts": 8, "samples": 2},
+    "checkpoint": {"every_steps": 2},
+    "run": {"steps": 4, "tensorboard": False},
+}
+
+
+def tiny_config(directory: str | Path, **sections: dict[str, Any] | None) -> RunConfig:
+    """`TINY` with the fields of `sections` changed; a section of None has its defaults."""
+    data: dict[str, Any] = {name: dict(section) if isinstance(section, dict) else section for name, section in TINY.items()}
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            data[name] = data.get(name, {}) | section
+        else:
+            data.pop(name)
+    data["run"]["directory"] = str(directory)
+    return config_from_dict(data)
+
+
+def shorter(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    """A reward that differs within almost every group of an untrained policy."""
+    return [-float(len(completion)) for completion in completions]
+
+
+def command_environment(cache: Path | None = None) -> dict[str, str]:
+    """The environment of a child: CPU, this checkout, and a compilation cache where one is given."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
+    if cache is not None:
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return environment
+
+
+def write_config(config: RunConfig, path: Path) -> Path:
+    """The config as a YAML file."""
+    path.write_text(dump_config(config))
+    return path
+
+
+def train_command(config_path: Path, *arguments: str) -> list[str]:
+    """`python -m jetrl_jax.train --config ...` as a user types it."""
+    return [sys.executable, "-m", "jetrl_jax.train", "--config", str(config_path), *arguments]
+
+
+def run_module(module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m module` and returns what it printed and its exit status."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=command_environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
