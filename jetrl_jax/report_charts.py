@@ -259,12 +259,14 @@ def _phase_chart(records: Sequence[RunRecord]) -> str:
 
 
 def _card(title: str, unit: str, description: str, figure: go.Figure, name: str) -> str:
-    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid has its widths."""
+    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid has its widths.
+
+    plotly writes ``<`` as an escape, so nothing in the JSON can end the script element.
+    """
     heading = f"{escape(title)} <span>{escape(unit)}</span>" if unit != "1" else escape(title)
-    data = figure.to_json().replace("<", "\\u003c")  # no tag can end the script element early
     return (
         f'<figure data-metric="{escape(name)}"><figcaption><h3>{heading}</h3><p class="soft">{escape(description)}</p></figcaption>'
-        f'<div class="chart"></div><script type="application/json">{data}</script></figure>\n'
+        f'<div class="chart"></div><script type="application/json">{figure.to_json()}</script></figure>\n'
     )
 
 

@@ -179,6 +179,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's, of the reads that it gives up
 @pytest.mark.parametrize("how", ["missing", "truncated", "zeros", "flipped"])
 def test_no_damage_to_any_file_passes_unnoticed(tmp_path: Path, how: str) -> None:
     """Each file of the newest checkpoint in turn: either the values are intact or the one before it is restored, with a warning."""
@@ -234,6 +235,17 @@ def test_flipped_bit_in_array_bytes_is_found_by_the_hash(
     assert restored is not None
     assert restored.step == 1
     assert len(warnings) == 1
+
+
+def test_metadata_that_was_changed_is_found_by_its_hash(store: CheckpointStore, warnings: list[str]) -> None:
+    for step in (1, 2):
+        store.save(step, small(step), {"policy_version": step})
+    path = store.directory / "2" / "metadata" / "metadata"
+    path.write_text(path.read_text().replace('"policy_version": 2', '"policy_version": 3'))
+    restored = store.restore_latest(small(0))
+    assert restored is not None
+    assert restored.step == 1
+    assert "its metadata is not what was saved" in warnings[0]
 
 
 def test_all_checkpoints_damaged_is_an_error_that_removes_nothing(store: CheckpointStore) -> None:

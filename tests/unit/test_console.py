@@ -163,6 +163,12 @@ def test_dumb_terminals_and_pipes_get_plain_lines(monkeypatch: pytest.MonkeyPatc
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_character_that_the_stream_lacks_is_substituted() -> None:
+    stream = FakeTerminal("ascii")
+    Console(stream=stream, live=False).message("✓ done")
+    assert stream.getvalue() == "\\u2713 done\n"
+
+
 PROGRAM = """
 from jetrl_jax.training.console import Console
 import sys, time
