@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
     from jetrl_jax.config_io import load_config
-    from jetrl_jax.grpo import GRPOTrainer, load_policy
+    from jetrl_jax.grpo import GRPOTrainer
     from jetrl_jax.models.decoder import Decoder
     from jetrl_jax.models.hf_config import ModelConfig
+    from jetrl_jax.policy import build_policy, load_policy
     from jetrl_jax.precision import PrecisionPlan
 
 __version__ = "0.1.0"
-__all__ = ["Decoder", "GRPOTrainer", "ModelConfig", "PrecisionPlan", "RunConfig", "load_config", "load_policy"]
+__all__ = ["Decoder", "GRPOTrainer", "ModelConfig", "PrecisionPlan", "RunConfig", "build_policy", "load_config", "load_policy"]
 
 _HOMES = {
     "Decoder": "jetrl_jax.models.decoder",
@@ -28,8 +29,9 @@ _HOMES = {
     "ModelConfig": "jetrl_jax.models.hf_config",
     "PrecisionPlan": "jetrl_jax.precision",
     "RunConfig": "jetrl_jax.config",
+    "build_policy": "jetrl_jax.policy",
     "load_config": "jetrl_jax.config_io",
-    "load_policy": "jetrl_jax.grpo",
+    "load_policy": "jetrl_jax.policy",
 }
 
 

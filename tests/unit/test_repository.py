@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import jetrl_jax
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
 # These compose the parts, so they alone of jetrl_jax may import the bridge.
@@ -155,6 +157,12 @@ def test_packages_import_without_extras_and_without_touching_a_device() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_of_the_package_resolves() -> None:
+    assert {name: getattr(jetrl_jax, name).__name__ for name in jetrl_jax.__all__} == {name: name for name in jetrl_jax.__all__}
+    with pytest.raises(AttributeError, match="no attribute 'Decoderr'"):
+        jetrl_jax.Decoderr  # noqa: B018
 
 
 # ----------------------------------------------------------------------------------------------------- sizes, docstrings

@@ -27,10 +27,10 @@ WORDS = 4096
 
 
 class JobTokenizer:
-    """The common tokenizer in the form our trainer calls it; its stop id is never sampled."""
+    """The common tokenizer in the form our trainer calls it; nothing stops a completion before its full length."""
 
     vocab_size = job.VOCAB
-    eos_ids = (job.VOCAB + 1,)
+    eos_ids: tuple[int, ...] = ()
     pad_id = 0
 
     def __init__(self) -> None:
