@@ -35,11 +35,14 @@ class TrajectoryLike(Protocol):
     """What batching reads of a trajectory (`jetrl_jax.rollout.engine.Trajectory` has it)."""
 
     @property
-    def prompt_ids(self) -> Any: ...
+    def prompt_ids(self) -> Any:
+        """int32 [prompt tokens]."""
     @property
-    def completion_ids(self) -> Any: ...
+    def completion_ids(self) -> Any:
+        """int32 [completion tokens], the stop token included."""
     @property
-    def rollout_logprobs(self) -> Any: ...
+    def rollout_logprobs(self) -> Any:
+        """float32 [completion tokens], as the engine reported them."""
 
 
 @jax.tree_util.register_dataclass
