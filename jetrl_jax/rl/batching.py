@@ -37,9 +37,11 @@ class TrajectoryLike(Protocol):
     @property
     def prompt_ids(self) -> Any:
         """int32 [prompt tokens]."""
+
     @property
     def completion_ids(self) -> Any:
         """int32 [completion tokens], the stop token included."""
+
     @property
     def rollout_logprobs(self) -> Any:
         """float32 [completion tokens], as the engine reported them."""
