@@ -223,7 +223,7 @@ class _PlainProgress:
             return
         self._said = now
         rate = self._done / (now - self._begun)
-        line = f"phase={name} done={self._done:g}"
+        line = f"phase={name.replace(' ', '_')} done={self._done:g}"
         if self._total is not None:
             line += f" total={self._total:g}"
         line += f" per_s={rate:.4g}"

@@ -96,13 +96,13 @@ def test_a_long_phase_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 31.0, 40.0, 62.0])
     monkeypatch.setattr(console_module.time, "monotonic", clock.__next__)
     stream = io.StringIO()
-    with Console(stream=stream, live=False).phase("eval", 400, unit="completions") as phase:
+    with Console(stream=stream, live=False).phase("warm start", 400, unit="steps") as phase:
         for _ in range(4):
             phase.advance(62)
     assert phase.done == 248
     assert stream.getvalue() == (
-        "phase=eval done=124 total=400 per_s=4 left_s=69 unit=completions\n"
-        "phase=eval done=248 total=400 per_s=4 left_s=38 unit=completions\n"
+        "phase=warm_start done=124 total=400 per_s=4 left_s=69 unit=steps\n"
+        "phase=warm_start done=248 total=400 per_s=4 left_s=38 unit=steps\n"
     )
 
 
