@@ -219,15 +219,14 @@ class _Reader:
         return self.fixed or f"{self.name}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, path: Path) -> Any:
-        scalar = isinstance(node, yaml.ScalarNode)
-        quoted = scalar and node.style in ("'", '"', "|", ">")
-        self.source.marks[path] = Mark(self.where(node), node.value if scalar else None, quoted, self.fixed is not None)
+        if isinstance(node, yaml.ScalarNode):
+            self.source.marks[path] = Mark(self.where(node), node.value, node.style in ("'", '"', "|", ">"), self.fixed is not None)
+            return self.scalar(node, path)
+        self.source.marks[path] = Mark(self.where(node), None, False, self.fixed is not None)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            items = [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
-            return [None if item is _SKIP else item for item in items]
-        return self.scalar(node, path)
+        items = [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
+        return [None if item is _SKIP else item for item in items]
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}

@@ -277,11 +277,11 @@ class _Run:
         """Steps until the end or a signal; evaluation before, on the way and after; export."""
         if self.before is None:
             self.before = self._evaluate(0)
-            row = dict(self.before) | {"policy_version": 0}
+            start = dict(self.before) | {"policy_version": 0}
             if self.warm_start_loss is not None:
-                row["warm_start/loss"] = self.warm_start_loss
-            self.writer.write(0, row)
-            self._save(0, row)
+                start["warm_start/loss"] = self.warm_start_loss
+            self.writer.write(0, start)
+            self._save(0, start)
         row: dict[str, float] = {}
         after: dict[str, float] | None = dict(self.before) if self.done == 0 else None
         while self.done < self.config.run.steps and self.owner.stop_signal is None:

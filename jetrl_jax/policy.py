@@ -134,9 +134,9 @@ def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: st
     if is_run(path):
         policy = build_policy(load_config(config or path / "config.yaml", overrides))
         with CheckpointStore(path / "checkpoints", read_only=True) as store:
-            if not store.steps():
-                raise UserError(f"load_policy: no checkpoint: got the run {path}, expected one in {path / 'checkpoints'}.")
-            restored = store.restore_latest({"params": policy.params}, subset=True)
+            restored = store.restore_latest({"params": policy.params}, subset=True) if store.steps() else None
+        if restored is None:
+            raise UserError(f"load_policy: no checkpoint: got the run {path}, expected one in {path / 'checkpoints'}.")
         nnx.update(policy.model, restored.state["params"])
         return policy
     if not (path / "config.json").is_file():

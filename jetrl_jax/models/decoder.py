@@ -199,6 +199,7 @@ class Decoder(nnx.Module):
             layer_cache = None if cache is None else cache[index]
             x, residual, new = layer(x, residual, table, mask, layer_cache, positions[:, 0])
             keys_values.append(new)
+        assert residual is not None  # there is at least one layer
         weight = self.norm.weight.get_value()
         return ops.add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self.numerics)[0], keys_values
 

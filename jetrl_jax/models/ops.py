@@ -130,12 +130,11 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / np.float32(scaling.factor)
+    original, low_factor, high_factor = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    assert original is not None and low_factor is not None and high_factor is not None  # `RopeScaling` requires them of llama3
     wavelength = 2 * np.pi / frequencies
-    low = scaling.original_max_position_embeddings / scaling.low_freq_factor
-    high = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    low, high = original / low_factor, original / high_factor
+    smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     scaled = np.where(wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended))
     return scaled.astype(np.float32)

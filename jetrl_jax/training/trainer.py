@@ -165,7 +165,7 @@ class Trainer:
                 sums[name] = sums.get(name, 0.0) + float(value)
             logprobs.append(host_values)
             progress.advance(1)
-        if denominators.tokens == 0:
+        if grads is None or denominators.tokens == 0:
             self.console.warn(f"step {step}: no completion is trained; no update")
             return 0.0, None, logprobs
         if not np.isfinite(loss):
