@@ -20,12 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder, KeysValues, empty_cache
 from jetrl_jax.precision import PrecisionPlan, jit, map_params, named_params
 from jetrl_jax.rollout.sampling import Controls, request_keys, sample
+from jetrl_jax.rollout.shapes import EngineShapes
 
 
 @jax.tree_util.register_dataclass
@@ -68,14 +70,15 @@ class EnginePrograms:
     Args:
       model: gives structure and numerics; its parameters are not read and may be abstract.
       plan: says in which format the published weights come.
-      prefill_rows: R.
-      chunk: C, most tokens of one decode call.
-      prompt_length: padded length of prefilled keys and values, whatever T was.
+      shapes: for which `compile_all` compiles; prefilled prompts are padded to its longest bucket.
+
+    Attributes:
+      compilations: programs compiled so far.
     """
 
-    def __init__(self, model: Decoder, plan: PrecisionPlan, *, prefill_rows: int, chunk: int, prompt_length: int) -> None:
-        self.config, self.numerics = model.config, model.numerics
-        self.prefill_rows, self.chunk, self.prompt_length = prefill_rows, chunk, prompt_length
+    def __init__(self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes) -> None:
+        self.config, self.numerics, self.shapes = model.config, model.numerics, shapes
+        self.prompt_length = shapes.prompt_buckets[-1]
         self.graphdef, params = nnx.split(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
         self.published = jax.eval_shape(plan.publish, masters)
@@ -91,11 +94,24 @@ class EnginePrograms:
         """Idle slots."""
         return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
 
-    def empty_prefilled(self) -> Prefilled:
-        """A `Prefilled` of the right shapes."""
-        rows = self.prefill_rows
+    def compile_all(self, controls: Controls) -> None:
+        """Compiles every program for every shape."""
+        shapes, weights = self.shapes, list(self.published_spec.values())
+        rows = shapes.prefill_rows
+        for bucket in shapes.prompt_buckets:
+            self.prefill(weights, np.zeros((rows, bucket), np.int32), np.ones(rows, np.int32), run=False)
         cache = empty_cache(self.config, self.numerics, rows, self.prompt_length)
-        return Prefilled(cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32))
+        prompts = Prefilled(cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32))
+        for slots in shapes.batch_sizes:
+            source, seeds = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
+            for length in shapes.cache_buckets:
+                state = self.empty_state(slots, length)  # real, since an abstract float64 array would become float32
+                self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
+                self.decode(weights, state, controls, np.int32(0), run=False)
+                for longer in (size for size in shapes.cache_buckets if size > length):
+                    self.resize(state, source, longer, run=False)
+                for fewer in (size for size in shapes.batch_sizes if size < slots):
+                    self.resize(state, source[:fewer], length, run=False)
 
     def prefill(self, weights: list[Any], tokens: Any, lengths: Any, *, run: bool = True) -> Any:
         """Prefills int32 prompts [R, T], padded at the right; lengths int32 [R], at least 1.  Returns `Prefilled`."""
@@ -108,7 +124,7 @@ class EnginePrograms:
     ) -> Any:
         """Puts prompt source[b] into slot b where source[b] >= 0 and samples its first token.
 
-        source, budget int32 [B], seeds uint32 [B]; `budget` tokens, at least 1, may be sampled.  The state is consumed.
+        source int32 [B], seeds uint32 [B]; `budget` (int32, at least 1) tokens may be sampled.  The state is consumed.
         Returns the next state and a report with C = 1.
         """
         args = (state, prompts, source, seeds, budget, controls)
@@ -166,15 +182,19 @@ class EnginePrograms:
         self, state: SlotState, prompts: Prefilled, source: jax.Array, seeds: jax.Array, budget: jax.Array, controls: Controls
     ) -> tuple[SlotState, jax.Array]:
         new, row = source >= 0, jnp.maximum(source, 0)
+        first = jnp.argsort(~new, stable=True).astype(jnp.int32)  # the slots to fill, then the others
         length = min(self.prompt_length, state.shape[1])
 
-        def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
-            with jax.enable_x64(self.numerics.exact):
-                chosen = jnp.where(new[:, None, None, None], prefilled[row, :, :length], old[:, :, :length])
-                return old.at[:, :, :length].set(chosen)
+        def fill(index: jax.Array, cache: list[KeysValues]) -> list[KeysValues]:
+            slot, zero = first[index], jnp.int32(0)
 
-        pairs = zip(state.cache, prompts.cache, strict=True)
-        cache = [(put(old[0], add[0]), put(old[1], add[1])) for old, add in pairs]
+            def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
+                one = jax.lax.dynamic_index_in_dim(prefilled[:, :, :length], row[slot], 0)
+                return jax.lax.dynamic_update_slice(old, one, (slot, zero, zero, zero))
+
+            return jax.tree.map(put, cache, prompts.cache)
+
+        cache = jax.lax.fori_loop(jnp.int32(0), jnp.sum(new, dtype=jnp.int32), fill, state.cache)
         keys = jnp.where(new[:, None], request_keys(controls.seed, seeds), state.keys)
         lengths = prompts.lengths[row]
         token, logprob = sample(prompts.logits[row], keys, lengths, controls, self.numerics)
@@ -195,7 +215,7 @@ class EnginePrograms:
         def more(carry: tuple[jax.Array, SlotState, jax.Array]) -> jax.Array:
             step, state, _ = carry
             idle = jnp.sum(state.remaining == 0, dtype=jnp.int32)
-            return (step < self.chunk) & (idle < idle_limit)
+            return (step < self.shapes.chunk) & (idle < idle_limit)
 
         def one_token(carry: tuple[jax.Array, SlotState, jax.Array]) -> tuple[jax.Array, SlotState, jax.Array]:
             step, state, report = carry
@@ -207,7 +227,7 @@ class EnginePrograms:
             report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))
             return step + 1, SlotState(cache, state.keys, token, position, remaining), report
 
-        report = jnp.full((2, self.chunk, slots), -1, jnp.int32)
+        report = jnp.full((2, self.shapes.chunk, slots), -1, jnp.int32)
         _, state, report = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, report))
         return state, report
 
