@@ -245,16 +245,16 @@ def test_write_report_raises_on_a_run_named_twice(make_run: Callable[..., Path])
         report.write_report([path, path / ".." / "a"])
 
 
-def run_report(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "jetrl_jax.report", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_command_line_writes_the_page_and_ends_with_2_on_bad_input(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_command_line_writes_the_page(make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    good = run_report(str(make_run("a")), "--out", str(page))
-    assert (good.returncode, good.stdout, good.stderr) == (0, f"wrote {page}\n", "")
+    assert report.main([str(make_run("a")), "--out", str(page)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
     assert page.exists()
-    bad = run_report(str(tmp_path / "nowhere"))
+
+
+def test_command_line_ends_with_2_on_bad_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jetrl_jax.report", str(tmp_path / "nowhere")]
+    bad = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert bad.returncode == 2
     assert bad.stdout == ""
     assert bad.stderr.startswith("error: report: no run directory") and bad.stderr.count("\n") == 1
