@@ -1,0 +1,58 @@
+"""The few shapes for which the embedded engine compiles its programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMALLEST_PROMPT_BUCKET = 8
+SMALLEST_CACHE_BUCKET = 64
+SMALLEST_SHRUNK_BATCH = 8
+
+
+@dataclass(frozen=True)
+class EngineShapes:
+    """Sizes of the programs' arguments; all tuples ascend.
+
+    batch_sizes: slots of the decode programs, the last one all slots.
+    prompt_buckets: padded prompt lengths.
+    cache_buckets: cache lengths.
+    prefill_rows: prompts of one prefill.
+    chunk: most tokens of one decode call.
+    """
+
+    batch_sizes: tuple[int, ...]
+    prompt_buckets: tuple[int, ...]
+    cache_buckets: tuple[int, ...]
+    prefill_rows: int
+    chunk: int
+
+
+def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
+    """Padded prompt lengths: powers of two from 8, and a last one that fits the longest prompt (a multiple of 8)."""
+    buckets, size = [], SMALLEST_PROMPT_BUCKET
+    while size < max_prompt_tokens:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, _multiple_of_8(max_prompt_tokens))
+
+
+def cache_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Cache lengths: the whole sequence, its half, quarter, ... down to 64 tokens; multiples of 8."""
+    buckets = [_multiple_of_8(max_tokens)]
+    while (half := _multiple_of_8(-(-buckets[-1] // 2))) >= SMALLEST_CACHE_BUCKET:
+        buckets.append(half)
+    return tuple(reversed(buckets))
+
+
+def batch_sizes(slots: int) -> tuple[int, ...]:
+    """All slots, and a quarter of them for few requests and for the last long answers."""
+    return (slots // 4, slots) if slots // 4 >= SMALLEST_SHRUNK_BATCH else (slots,)
+
+
+def smallest_fit(sizes: tuple[int, ...], needed: int) -> int:
+    """The first of ascending `sizes` that is at least `needed`, else the last."""
+    return next((size for size in sizes if size >= needed), sizes[-1])
+
+
+def _multiple_of_8(count: int) -> int:
+    return -(-count // 8) * 8
