@@ -62,13 +62,17 @@ def to_float64(x: jax.Array) -> jax.Array:
 
 
 def round_to_float32(x: jax.Array) -> jax.Array:
-    """Rounds float64 to FP32 so that XLA cannot drop the rounding.
+    """Rounds float64 to FP32, to nearest even, so that XLA cannot drop the rounding.
 
-    A plain convert may be deleted when the result is widened again (`xla_allow_excess_precision`, on by default);
-    `reduce_precision` may not. Results below the smallest normal FP32 number become zero.
+    A plain convert may be deleted where the result is widened again (`xla_allow_excess_precision`, on by default), so the
+    29 bits that FP32 lacks are rounded away first, on the integer side. Infinities and NaN stay; a result below the
+    smallest normal FP32 number may be rounded twice or flushed to zero.
     """
     with jax.enable_x64(True):
-        return lax.convert_element_type(lax.reduce_precision(x, 8, 23), jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.uint64)
+        to_even = (bits >> jnp.uint64(29)) & jnp.uint64(1)
+        bits = (bits + jnp.uint64((1 << 28) - 1) + to_even) & jnp.uint64(-(1 << 29) % (1 << 64))
+        return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float64), jnp.float32)
 
 
 def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:

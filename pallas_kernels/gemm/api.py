@@ -53,7 +53,7 @@ def fprop(
       ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
     """
     _check("fprop", ("x", x, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 1, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](x, w, out_dtype, promotion_order)
+    return IMPLEMENTATIONS[implementation](x, w, jnp.dtype(out_dtype), promotion_order)
 
 
 def dgrad(
@@ -76,7 +76,7 @@ def dgrad(
       ValueError: as `fprop`.
     """
     _check("dgrad", ("dy", dy, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 0, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](dy, w.transpose(), out_dtype, promotion_order)
+    return IMPLEMENTATIONS[implementation](dy, w.transpose(), jnp.dtype(out_dtype), promotion_order)
 
 
 def wgrad(
@@ -100,7 +100,7 @@ def wgrad(
     """
     blocks = ((BLOCK, 1), (BLOCK, BLOCK))
     _check("wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](dy.transpose(), x.transpose(), out_dtype, promotion_order)
+    return IMPLEMENTATIONS[implementation](dy.transpose(), x.transpose(), jnp.dtype(out_dtype), promotion_order)
 
 
 _Operand = tuple[str, ScaledArray, tuple[tuple[int, int], ...]]

@@ -36,6 +36,9 @@ FUSED_BYTES = 32 << 20
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 _CONTRACT_LAST_BATCHED = (((2,), (2,)), ((0,), (0,)))
 
+# No `jax.jit` of its own here: inside a caller's program XLA's CPU backend (jaxlib 0.10.2) then leaves the BF16 dots of
+# WGrad in a form that it cannot run (UNIMPLEMENTED: BF16 x BF16 = F32), because it decides before it inlines the call.
+
 _Dot = Callable[[jax.Array, jax.Array, Any], jax.Array]
 _Promote = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -49,7 +52,10 @@ def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order
     def promote(accumulator: jax.Array, product: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
         product = round_to_float32(product)
         left, right = (product, sa * sb) if promotion_order == "deepgemm" else (product * sa, sb)
-        return round_to_float32(to_float64(accumulator) + to_float64(left) * to_float64(right))
+        total = to_float64(accumulator) + to_float64(left) * to_float64(right)
+        # A plain convert: XLA keeps it (the tests would see), and a chain of pinned ones ending in BF16 takes jax 0.12 minutes
+        # to compile.
+        return lax.convert_element_type(total, jnp.float32)
 
     with jax.enable_x64(True):
         return _matmul(dot, promote, a, b, out_dtype)
