@@ -147,7 +147,7 @@ def test_reward_interrupt_is_not_swallowed():
     "values",
     [[1, 0.5, True], (1, 0.5, 1), np.array([1, 0.5, 1]), np.float32([1, 0.5, 1]), (x for x in [1, 0.5, 1]),
      [Fraction(1), Decimal("0.5"), np.bool_(True)], [np.array(1.0), np.array([0.5]), np.int8(1)]],
-    ids=str,
+    ids=["list", "tuple", "float64", "float32", "generator", "exotic scalars", "arrays of one"],
 )  # fmt: skip
 def test_reward_accepts_numbers_of_every_kind(values):
     np.testing.assert_array_equal(score(lambda completions: values).total, [1, 0.5, 1])
