@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.models.ops import dense, round_to
+from jetrl_jax.models.ops import dense, round_parameter, round_to
 from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
 
@@ -48,7 +48,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numer
     else:
         out = dense(flat, weight, numerics.dtype, numerics)
     if bias is not None:
-        total = out.astype(jnp.float32) + round_to(bias, numerics.dtype).astype(jnp.float32)[None]
+        total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
     return out.reshape(*x.shape[:-1], -1)
 

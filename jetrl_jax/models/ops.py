@@ -47,6 +47,17 @@ def _round_to_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
     return _round_to_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_parameter(x: jax.Array, dtype: Any) -> jax.Array:
+    """A bias or norm weight rounded to the values of `dtype`, as float32; its gradient is FP32 and not rounded."""
+    return round_to(x, dtype).astype(jnp.float32)
+
+
+@round_parameter.defjvp
+def _round_parameter_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+    return round_parameter(*primals, dtype), tangents[0]
+
+
 def along_last(vector: jax.Array, rank: int) -> jax.Array:
     """A vector [D] as [1, ..., 1, D] of `rank` axes: broadcasting is written out, for strict rank promotion."""
     return vector.reshape((1,) * (rank - 1) + vector.shape)
@@ -103,7 +114,7 @@ def add_rms_norm(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: floa
 def _scale(normed: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
     if numerics.engine_variant == "native":
         normed = round_to(normed, numerics.dtype).astype(jnp.float32)
-    weight = round_to(weight, numerics.dtype).astype(jnp.float32)
+    weight = round_parameter(weight, numerics.dtype)
     return round_to(normed * along_last(weight, normed.ndim), numerics.dtype)
 
 
