@@ -139,7 +139,7 @@ class PolicyPrograms:
         return grads, value
 
     def _update_program(self, state: TrainState, grads: nnx.State) -> Any:
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, self.plan.publish(params))
