@@ -15,6 +15,7 @@ The scale multiplies to dequantise. It is what block-FP8 checkpoints call `weigh
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -87,12 +88,17 @@ class ScaledArray:
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """Values [R, C] in `dtype`: the product code * scale rounded to FP32, then to `dtype`."""
-        values = self.qvalue.astype(jnp.float32) * expand_scale(self.scale, self.shape, self.block_shape)
-        return values.astype(dtype)
+        return _dequantize(self.qvalue, self.scale, self.block_shape, jnp.dtype(dtype))
 
     def transpose(self) -> ScaledArray:
         """The transposed array, exactly: codes and scales transposed, block shape swapped. Nothing is requantised."""
         return ScaledArray(self.qvalue.T, self.scale.T, (self.block_shape[1], self.block_shape[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _dequantize(qvalue: jax.Array, scale: jax.Array, block_shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Values [R, C] of codes and scales."""
+    return (qvalue.astype(jnp.float32) * expand_scale(scale, qvalue.shape, block_shape)).astype(dtype)
 
 
 def expand_scale(scale: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, int]) -> jax.Array:

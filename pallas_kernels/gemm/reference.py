@@ -15,6 +15,7 @@ loop forms one block at a time. The bits are the same in every form.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +37,15 @@ FUSED_BYTES = 32 << 20
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 _CONTRACT_LAST_BATCHED = (((2,), (2,)), ((0,), (0,)))
 
-# No `jax.jit` of its own here: inside a caller's program XLA's CPU backend (jaxlib 0.10.2) then leaves the BF16 dots of
-# WGrad in a form that it cannot run (UNIMPLEMENTED: BF16 x BF16 = F32), because it decides before it inlines the call.
+# One program where the caller has none, one trace for layers of the same shape. Inlined, because in a called function XLA's
+# CPU backend (jaxlib 0.10.2) leaves the BF16 dots of WGrad in a form that it cannot run (UNIMPLEMENTED: BF16 x BF16 = F32).
+_jit = functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 
 _Dot = Callable[[jax.Array, jax.Array, Any], jax.Array]
 _Promote = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+@_jit
 def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str) -> jax.Array:
     """a [M, K] times b [N, K] transposed, blocks (1 or 128, 128) both: [M, N], row-invariant."""
 
@@ -61,6 +64,7 @@ def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order
         return _matmul(dot, promote, a, b, out_dtype)
 
 
+@_jit
 def matmul_fast(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str) -> jax.Array:
     """As `matmul_exact` with an FP32 dot of BF16 operands and FP32 promotion: [M, N], not row-invariant."""
 

@@ -12,7 +12,7 @@ from pallas_kernels.formats import compute_scale, encode
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # one program where the caller has none, one trace for equal layers
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)  # one program where the caller has none
 def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> ScaledArray:
     """`x` [R, C] to codes and scales; arguments are checked by the caller."""
     rows, columns = x.shape

@@ -14,7 +14,7 @@ from pallas_kernels.quantize.api import IMPLEMENTATIONS
 from pallas_kernels.scaled_array import BLOCK_SHAPES
 from tests.oracles import fp8_oracle, tolerances
 
-SHAPES = [(128, 128), (256, 384), (1, 128), (3, 130), (130, 3), (129, 257), (1, 1)]
+SHAPES = [(256, 384), (1, 128), (3, 130), (129, 257), (1, 1)]
 
 
 def hard_matrix(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
@@ -51,10 +51,18 @@ def test_quantize_matches_oracle(implementation: str, scale_format: str, block_s
     x = hard_matrix(shape)
     run = functools.partial(quantize, block_shape=block_shape, scale_format=scale_format, implementation=implementation)
     codes, scales = fp8_oracle.quantize(x, block_shape, scale_format)
-    for function in (run, jax.jit(run)):
-        array = function(jnp.asarray(x)).check()
-        assert_same_bits(array, codes, scales)
-        assert array.shape == shape and int(nonfinite_blocks(array)) == 0
+    array = run(jnp.asarray(x)).check()
+    assert_same_bits(array, codes, scales)
+    assert array.shape == shape and int(nonfinite_blocks(array)) == 0
+    if shape == SHAPES[0]:
+        assert_same_bits(jax.jit(run)(jnp.asarray(x)), codes, scales)
+
+
+def test_quantize_without_any_jit_matches_oracle() -> None:
+    x = hard_matrix((130, 200))
+    codes, scales = fp8_oracle.quantize(x, (1, 128))
+    with jax.disable_jit():
+        assert_same_bits(quantize(jnp.asarray(x), (1, 128)), codes, scales)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -153,25 +161,26 @@ def test_quantize_matches_oracle_where_a_reciprocal_would_not() -> None:
     np.testing.assert_array_equal(np.asarray(array.qvalue.astype(jnp.float32))[:, :2], np.broadcast_to([448.0, 384.0], (512, 2)))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+@pytest.mark.parametrize(("dtype", "scale_format"), [("float32", "float32"), ("bfloat16", "float32"), ("float16", "power_of_two")])
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
-def test_nonfinite_value_poisons_its_block_alone(
-    value: float, dtype: jnp.dtype, scale_format: str, block_shape: tuple[int, int]
-) -> None:
-    clean = jnp.asarray(np.random.default_rng(5).normal(size=(200, 300)), dtype)
-    array = jax.jit(functools.partial(quantize, block_shape=block_shape, scale_format=scale_format))(clean.at[150, 290].set(value))
-    block = (150 // block_shape[0], 290 // block_shape[1])
+def test_nonfinite_value_poisons_its_block_alone(block_shape: tuple[int, int], dtype: str, scale_format: str) -> None:
+    """One block with a NaN, one with an infinity, one with minus infinity: their scales say so, all else stays as it was."""
+    places = {(150, 290): np.nan, (20, 150): np.inf, (199, 3): -np.inf}
+    clean = np.random.default_rng(5).normal(size=(200, 300)).astype(jnp.dtype(dtype))
+    bad = clean.copy()
+    for place, value in places.items():
+        bad[place] = value
+    run = jax.jit(functools.partial(quantize, block_shape=block_shape, scale_format=scale_format))
+    array, untouched = run(bad), run(clean)
+    assert nonfinite_blocks(array).dtype == jnp.int32 and int(nonfinite_blocks(array)) == len(places)
     finite = np.isfinite(np.asarray(array.scale))
-    assert not finite[block] and finite.sum() == finite.size - 1
-    assert int(nonfinite_blocks(array)) == 1 and nonfinite_blocks(array).dtype == jnp.int32
-    values = np.array(array.dequantize())
-    region = tuple(slice(i * edge, (i + 1) * edge) for i, edge in zip(block, block_shape, strict=True))
-    assert not np.isfinite(values[region]).any()
-    untouched = np.array(quantize(clean, block_shape, scale_format=scale_format).dequantize())
-    values[region], untouched[region] = 0, 0
-    np.testing.assert_array_equal(values, untouched)
+    values, expected = np.array(array.dequantize()), np.array(untouched.dequantize())
+    for place in places:
+        block = tuple(i // edge for i, edge in zip(place, block_shape, strict=True))
+        region = tuple(slice(i * edge, (i + 1) * edge) for i, edge in zip(block, block_shape, strict=True))
+        assert not finite[block] and not np.isfinite(values[region]).any()
+        values[region] = expected[region] = 0
+    np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize(
