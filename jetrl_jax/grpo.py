@@ -261,6 +261,7 @@ class _Run:
         self.before: dict[str, float] | None = None
         self.warm_start_loss: float | None = None
         self.done = 0
+        self.profiling = False
         if restored is None:
             state = self._warm_start(state)
             reference = owner.reference(self.programs, state)
@@ -357,9 +358,12 @@ class _Run:
         count = self.config.run.profile_steps
         if count and step == first:
             jax.profiler.start_trace(str(self.run.path / "profile"))
+            self.profiling = True
         yield
-        if count and step in (first + count - 1, self.config.run.steps) and step >= first:
+        last = step == self.config.run.steps or self.owner.stop_signal is not None
+        if self.profiling and (last or step == first + count - 1):
             jax.profiler.stop_trace()
+            self.profiling = False
             self.console.message(f"profile written to {self.run.path / 'profile'}")
 
     # Checkpoints
