@@ -88,6 +88,10 @@ tree:  ## Bring the file tree of README.md up to date
 types: $(VENV)/.installed-test  ## mypy on the three packages
 	$(RUN_PYTHON) -m mypy
 
+.PHONY: bench-flows
+bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN
+	$(RUN_PYTHON) tests/benchmarks/flows.py $(RUN) $(ARGS)
+
 # Rivals need versions of their own, so each has an environment of its own (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
