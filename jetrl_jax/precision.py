@@ -130,18 +130,20 @@ class PrecisionPlan:
         self.preset, self.scale_format, self.wgrad_operand = preset, scale_format, wgrad_operand
         paths = list(paths)
         layers = [path for path in paths if _matches(path, FP8_LAYERS)]
-        self.formats = {path: PRESETS[preset] for path in layers}
+        self.formats = dict.fromkeys(layers, PRESETS[preset])
         self.base_format = "fp32" if preset == "fp32" else "bf16"
         for pattern, fmt in overrides:
             hit = [path for path in layers if fnmatch.fnmatchcase(path, pattern)]
-            outside = [path for path in paths if fnmatch.fnmatchcase(path, pattern) and path not in self.formats and path.endswith("_proj.weight")]
+            outside = [
+                path for path in paths if fnmatch.fnmatchcase(path, pattern) and path not in self.formats and path.endswith("_proj.weight")
+            ]
             if not hit or outside:
                 raise UserError(
                     f"precision.overrides: pattern {pattern!r} matches {'no' if not hit else 'more than the'} linear layer"
                     f"{'' if not hit else 's: ' + ', '.join(outside)}. Linear layers are: {', '.join(layers[:7])}, ..."
                 )
             flow = PRESETS[preset] if PRESETS[preset][0] == "fp8" else PRESETS["fp8_unified"]
-            self.formats.update({path: flow if fmt == "fp8" else PRESETS["bf16"] for path in hit})
+            self.formats.update(dict.fromkeys(hit, flow if fmt == "fp8" else PRESETS["bf16"]))
         self.paths = paths
 
     @property
@@ -230,8 +232,7 @@ def named_params(params: nnx.State) -> list[tuple[str, Any]]:
 def map_params(function: Any, params: nnx.State) -> nnx.State:
     """A state whose value at each path is `function(path, value)`."""
     flat = [
-        (path, variable.replace(function(".".join(map(str, path)), variable.get_value())))
-        for path, variable in nnx.to_flat_state(params)
+        (path, variable.replace(function(".".join(map(str, path)), variable.get_value()))) for path, variable in nnx.to_flat_state(params)
     ]
     return nnx.from_flat_state(flat)
 
@@ -239,9 +240,7 @@ def map_params(function: Any, params: nnx.State) -> nnx.State:
 def build_plan(paths: Iterable[str], section: Any) -> PrecisionPlan:
     """The plan of a `PrecisionSection` for a model with these parameter paths."""
     overrides = [(override.pattern, override.format) for override in section.overrides]
-    return PrecisionPlan(
-        paths, section.preset, overrides, wgrad_operand=section.wgrad_operand, scale_format=section.scale_format
-    )
+    return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=section.wgrad_operand, scale_format=section.scale_format)
 
 
 def build_numerics(precision: Any, numerics: Any) -> Numerics:

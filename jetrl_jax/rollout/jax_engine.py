@@ -150,9 +150,7 @@ class JaxEngine:
             return []
         state, self._idle_state = self._idle_state, None
         controls = self._controls(sampling)
-        generation = Generation(
-            self.programs, self.shapes, self._weights, requests, prompts, sampling, controls, state, self.pad_id
-        )
+        generation = Generation(self.programs, self.shapes, self._weights, requests, prompts, sampling, controls, state, self.pad_id)
         trajectories = generation.run(self._version)
         self.statistics = generation.statistics
         if np.isfinite(generation.logprobs).all():  # a NaN left in an idle slot's cache would reach its next occupant

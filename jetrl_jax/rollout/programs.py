@@ -200,8 +200,7 @@ class EnginePrograms:
         token, logprob = sample(prompts.logits[row], keys, lengths, controls, self.numerics)
         remaining = jnp.where(controls.is_stop[token], 0, budget - 1)
         token, position, remaining = (
-            jnp.where(new, added, old)
-            for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
+            jnp.where(new, added, old) for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
         )
         report = _report(token[None], logprob[None], new[None])
         return SlotState(cache, keys, token, jnp.where(remaining > 0, position, 0), remaining), report

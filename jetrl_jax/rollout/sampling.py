@@ -50,9 +50,7 @@ def _uniform_bits(key_data: jax.Array, position: jax.Array, count: int) -> jax.A
     return jax.random.bits(jax.random.fold_in(key, position), (count,), jnp.uint32)
 
 
-def sample(
-    logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics
-) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """Draws one token per row.
 
     Args:

@@ -90,7 +90,9 @@ class Trainer:
             row["rate/train_tokens_per_s"] = row["count/train_tokens"] / max(clock.seconds["train"], 1e-9)
         if self.skipped_in_a_row >= self.config.run.max_skipped_steps:
             last = problem or "see the warnings"
-            raise RunStopped(f"step {step}: {self.skipped_in_a_row} steps in a row were not finite (run.max_skipped_steps); the last: {last}")
+            raise RunStopped(
+                f"step {step}: {self.skipped_in_a_row} steps in a row were not finite (run.max_skipped_steps); the last: {last}"
+            )
         return row, batch
 
     # Learning

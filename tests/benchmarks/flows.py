@@ -46,7 +46,9 @@ def sample(policy: Policy, completions: int) -> list[Trajectory]:
     engine = build_engine(policy, config.rollout)
     engine.load_weights(published_weights(policy), 0)
     requests = [Request(i, prompts[i % len(prompts)].ids, seed) for i, seed in enumerate(derived_seeds(completions, config.seed, 99))]
-    return engine.generate(requests, SamplingParams(config.rollout.temperature, config.rollout.max_completion_tokens, policy.tokenizer.eos_ids, 0))
+    return engine.generate(
+        requests, SamplingParams(config.rollout.temperature, config.rollout.max_completion_tokens, policy.tokenizer.eos_ids, 0)
+    )
 
 
 def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:

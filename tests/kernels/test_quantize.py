@@ -27,8 +27,8 @@ def hard_matrix(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
         x[3] = 1e-30 * rng.normal(size=shape[1])
         x[4] = 1e30 * rng.normal(size=shape[1])
         x[5] = np.exp2(rng.integers(-20, 1, shape[1])) * 448  # the subnormal codes and their ties
-        x[6] = np.resize([448, 464, 368, -368, 336, -2.0**-10, 3 * 2.0**-10, 447.9], shape[1])  # scale 464 / 448 or 1
-        x[7] = np.resize([448, -432, 368, -400, 26, -2.0**-10, 3 * 2.0**-10, 5 * 2.0**-10], shape[1])  # scale 1: ties
+        x[6] = np.resize([448, 464, 368, -368, 336, -(2.0**-10), 3 * 2.0**-10, 447.9], shape[1])  # scale 464 / 448 or 1
+        x[7] = np.resize([448, -432, 368, -400, 26, -(2.0**-10), 3 * 2.0**-10, 5 * 2.0**-10], shape[1])  # scale 1: ties
         x[8] = -0.0
     if shape[0] >= 256 and shape[1] >= 256:
         x[128:, :128] = 0.0  # an all-zero (128, 128) block, a tiny one and a huge one
@@ -76,7 +76,7 @@ def test_quantize_of_short_floats_matches_oracle(dtype: jnp.dtype, block_shape: 
 
 def test_quantize_of_every_bf16_magnitude_matches_oracle() -> None:
     x = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    x = np.random.default_rng(0).permutation(x[np.isfinite(x)])[: 65024].reshape(-1, 256)
+    x = np.random.default_rng(0).permutation(x[np.isfinite(x)])[:65024].reshape(-1, 256)
     x = np.where(np.abs(x) > 3e38, np.float32(1), x)
     codes, scales = fp8_oracle.quantize(x, (1, 128))
     assert_same_bits(quantize(jnp.asarray(x, jnp.bfloat16), (1, 128)), codes, scales)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
@@ -60,9 +61,7 @@ class Setup:
         self._logprobs = jit(self._logprobs_program)
 
     def new_engine(self, **sizes: int) -> JaxEngine:
-        engine = JaxEngine(
-            self.decoder, self.plan, max_prompt_tokens=MAX_PROMPT, max_completion_tokens=MAX_COMPLETION, pad_id=0, **sizes
-        )
+        engine = JaxEngine(self.decoder, self.plan, max_prompt_tokens=MAX_PROMPT, max_completion_tokens=MAX_COMPLETION, pad_id=0, **sizes)
         engine.load_weights(self.published, 3)
         return engine
 
@@ -129,7 +128,9 @@ def test_a_request_does_not_see_its_batch(preset: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("preset", "exact"), [FLOWS[1]])
-def test_other_program_shapes_give_the_same_bits(preset: str, exact: bool) -> None:
+def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(preset: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache as it is stored beside a GPU, in programs of other sizes."""
+    monkeypatch.setattr(ops, "cache_dtype", lambda numerics: numerics.dtype)
     whole, other = sampled(preset, exact), setup(preset, exact).new_engine(slots=3, prefill_rows=1, decode_chunk_tokens=17)
     chosen = list(range(0, 96, 8))
     got = other.generate([requests()[i] for i in chosen], SAMPLING)
