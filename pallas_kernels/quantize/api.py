@@ -37,7 +37,7 @@ def quantize(
     Raises:
       ValueError: shape, dtype, block shape, scale format or implementation is not one of the above.
     """
-    block_shape = tuple(block_shape)
+    block_shape = (block_shape[0], block_shape[1])
     problems = []
     if x.ndim != 2 or 0 in x.shape:
         problems.append(f"wrong shape: got x.shape={tuple(x.shape)}, expected two non-zero dimensions")
