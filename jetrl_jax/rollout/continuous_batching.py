@@ -64,7 +64,7 @@ class Generation:
         pad_id: int,
     ) -> None:
         self.programs, self.shapes, self.weights, self.pad_id = programs, shapes, weights, pad_id
-        self.requests, self.max_tokens, self.controls, self.state = requests, sampling.max_tokens, controls, state
+        self.requests, self.max_tokens, self.controls, self._state = requests, sampling.max_tokens, controls, state
         self.statistics = EngineStatistics()
         self.is_stop = np.asarray(controls.is_stop)
         self.seeds = np.array([request.seed for request in requests], np.uint32)
@@ -74,6 +74,16 @@ class Generation:
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)  # request in each slot
         self.reports: list[jax.Array] = []
         self._plan_prefills(prompts)
+
+    @property
+    def state(self) -> SlotState:
+        """The slots; they exist from the first refill on."""
+        assert self._state is not None
+        return self._state
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._state = state
 
     def _plan_prefills(self, prompts: list[tuple[int, ...]]) -> None:
         """Orders the distinct prompts by bucket and first appearance, cuts them into batches, and orders the requests so."""
@@ -142,8 +152,8 @@ class Generation:
         end = np.minimum(self.sampled[occupants] + self.shapes.chunk, self.max_tokens)
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
         if not self.sampled.any():  # nothing is in flight: any idle state of the right shape will do
-            if self.state is None or self.state.shape != (slots, length):
-                self.state = None  # gives its memory back first
+            if self._state is None or self._state.shape != (slots, length):
+                self._state = None  # gives its memory back first
                 self.state = self.programs.empty_state(slots, length)
         elif length > self.state.shape[1]:
             self.state = self.programs.resize(self.state, np.arange(slots, dtype=np.int32), length)

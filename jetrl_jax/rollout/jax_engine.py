@@ -182,7 +182,8 @@ class JaxEngine:
         is_stop = np.zeros(self.vocab_size, bool)
         is_stop[list(sampling.stop_token_ids)] = True
         temperature = 1.0 if sampling.greedy else sampling.temperature
-        return jax.device_put(Controls(np.float32(temperature), np.bool_(sampling.greedy), np.uint32(sampling.seed), is_stop))
+        values = (np.float32(temperature), np.bool_(sampling.greedy), np.uint32(sampling.seed), is_stop)
+        return Controls(*jax.device_put(values))
 
 
 def _describe(weight: Any) -> str:
