@@ -1,11 +1,11 @@
 """Every field of the config does something: each is changed alone, and what the program does or writes must differ.
 
-`CHANGES` names for every field another valid value, the config it stands in, and an observation: a function of a
-config that builds the parts of a run and returns what they do (never the config itself, nor `config.yaml`).  A field
-without an entry fails.  Each observation is made twice of the unchanged config: one that is not repeatable proves nothing.
+`CHANGES` names for every field another valid value, the config it stands in, and an observation (`observations.py`).
+A field without an entry fails.  Each observation is made twice of the unchanged config: one that is not repeatable
+proves nothing.
 
 Most observations are whole steps or runs of the real trainer on an engine and on device programs that follow a script
-(`ScriptedEngine`, `ScriptedPrograms`), so nothing is compiled; what the numerics do is seen on the compiled model.
+(`scripted.py`), so nothing is compiled; what the numerics do is seen on the compiled model.
 """
 
 from __future__ import annotations
@@ -20,29 +20,38 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
+from observations import (
+    batch_shapes,
+    engine,
+    evaluation,
+    examples,
+    export,
+    fp8_layer,
+    logprobs,
+    losses,
+    parameters,
+    plan,
+    prompts,
+    reward_in_this_process,
+    rewards,
+    run,
+    sampling,
+    shapes,
+    templated_tokens,
+    tokens,
+    updated_weights,
+    warm_start,
+)
+from scripted import ScriptedEngine
 
 import jetrl_jax.grpo
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict
 from jetrl_jax.config_schema import all_fields
-from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.grpo import GRPOTrainer
-from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.fp8_linear import linear
-from jetrl_jax.policy import build_engine, build_policy, published_weights
-from jetrl_jax.precision import TrainableFp8Weight, jit, named_params
-from jetrl_jax.rl.algorithm import policy_objective
-from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.tasks.task import build_task
-from jetrl_jax.training.metrics import read_metrics, without_clocks
-from jetrl_jax.training.run_directory import flatten, read_jsonl
-from jetrl_jax.training.step import TrainState, UpdateReport
+from jetrl_jax.errors import UserError
+from jetrl_jax.policy import build_policy
+from jetrl_jax.training.run_directory import flatten
 
 BASE: dict[str, Any] = {
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16},
@@ -56,7 +65,7 @@ BASE: dict[str, Any] = {
 }
 
 # A module that configs of this test name; workers import it from the directory of the test's files.
-PROBE = '''
+PROBE = """
 import os, time
 
 class Ours:
@@ -82,7 +91,7 @@ def slow(completions, **kwargs):
 
 def not_finite(completions, **kwargs):
     return [float("nan")] * len(completions)
-'''
+"""
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if enable_thinking %}abc{% endif %}"
 
 
@@ -122,291 +131,6 @@ def build(base: dict[str, Any] | None = None, files: Path = Path("/"), **changes
     return config_from_dict(json.loads(json.dumps(data).replace("FILES", str(files))))
 
 
-# The script that stands for engine and device
-
-
-class ScriptedEngine:
-    """Answers sums, less and less well from version to version; remembers what it was asked."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.policy_version, self.asked = tokenizer, -1, []
-
-    def load_weights(self, published: Any, version: int) -> None:
-        self.policy_version = version
-
-    def generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
-        self.asked.append((len(requests), sampling.temperature, sampling.max_tokens, sampling.greedy))
-        return [self._answer(request, sampling) for request in requests]
-
-    def _answer(self, request: Request, sampling: SamplingParams) -> Trajectory:
-        rng = np.random.default_rng((request.seed, sampling.seed))
-        prompt = self.tokenizer.decode(request.prompt_ids).strip("=")
-        right = rng.random() < 0.9 - 0.2 * self.policy_version
-        text = str(sum(map(int, prompt.split("+")))) if right else "".join(map(str, rng.integers(0, 10, rng.integers(1, 8))))
-        ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]][: sampling.max_tokens], np.int32)
-        reason = "stop" if ids[-1] == self.tokenizer.eos_ids[0] else "length"
-        return Trajectory(
-            request.id, np.array(request.prompt_ids, np.int32), ids, scripted_logprobs(ids, 0) - 0.01, reason, self.policy_version
-        )
-
-
-def scripted_logprobs(ids: np.ndarray, updates: int) -> np.ndarray:
-    """Log-probabilities that move by up to one with each update."""
-    return (-1.1 - 0.1 * ((np.asarray(ids) * 7 + 5 * updates) % 11)).astype(np.float32)
-
-
-class ScriptedPrograms:
-    """`PolicyPrograms` without a device: scripted logprobs, the real objective, the real optimiser on two small arrays."""
-
-    def __init__(self, real: Any) -> None:
-        self.optimizer, self.updates = real.optimizer, 0
-        self.shapes: list[tuple[int, ...]] = []
-        self.losses: list[float] = []
-        self.supervised: list[np.ndarray] = []
-        self.weights = {"matrix": jnp.linspace(-1, 1, 6).reshape(2, 3), "vector": jnp.ones(3)}
-        self.moments = self.optimizer.init(self.weights)
-
-    def init(self, params: Any) -> TrainState:
-        return TrainState(params, {"updates": np.int32(self.updates)}, {})
-
-    def frozen(self, state: TrainState) -> int:
-        return -1 if self.updates == 0 else self.updates
-
-    def logprobs(self, weights: int, batch: TrainBatch) -> np.ndarray:
-        return scripted_logprobs(batch.token_ids, weights)
-
-    def policy_gradient(self, state: TrainState, batch: TrainBatch, denominators: Any, algorithm: Any) -> Any:
-        logprobs = scripted_logprobs(batch.token_ids, self.updates)
-        loss, stats = policy_objective(jnp.asarray(logprobs), batch, denominators, algorithm)
-        self.shapes.append(batch.token_ids.shape)
-        self.losses.append(float(loss))
-        return {}, stats | {"loss": loss}, logprobs
-
-    def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> Any:
-        self.supervised.append(batch.token_ids)
-        return {}, 1.0
-
-    def add(self, total: Any, grads: Any) -> Any:
-        return grads
-
-    def update(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateReport]:
-        rng = np.random.default_rng(self.updates)
-        scale = 0.3 if self.updates % 2 == 0 else 3.0  # below and above the clip
-        raw = {name: jnp.asarray(scale * rng.normal(size=value.shape)) for name, value in self.weights.items()}
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
-            change, self.moments = self.optimizer.update(raw, self.moments, self.weights)
-        self.weights = {name: value + change[name] for name, value in self.weights.items()}
-        self.updates += 1
-        return state, UpdateReport(1.0, ())
-
-
-class ScriptedTrainer(GRPOTrainer):
-    """The real trainer with `ScriptedPrograms`; `made` are those it made, the RL phase's first."""
-
-    made: list[ScriptedPrograms]
-
-    def new_programs(self, optimizer: Any = None) -> Any:
-        programs = ScriptedPrograms(super().new_programs(optimizer))
-        self.made = [*getattr(self, "made", []), programs]
-        return programs
-
-
-@dataclass
-class Seen:
-    """What one step did."""
-
-    row: dict[str, float]
-    prompts: list[str]
-    asked: list[Any]
-    shapes: list[Any]
-    losses: list[float]
-    weights: list[Any]
-
-
-def step(config: RunConfig) -> Seen:
-    owner = ScriptedTrainer(config)
-    programs = owner.new_programs()
-    state = programs.init(owner.policy.params)
-    with owner._new_rewards(None) as rewards:
-        trainer = owner.new_trainer(programs, state, owner.reference(programs, state), rewards, None)
-        row, batch = trainer.step(1)
-    weights = jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
-    prompts = [prompt.example.prompt for prompt in batch.prompts]
-    return Seen(without_clocks(row), prompts, trainer.engine.asked, programs.shapes, programs.losses, weights)
-
-
-# Observations: config -> something that can be compared
-
-
-def prompts(config: RunConfig) -> Any:
-    """The prompts of a step, and how many were passed over."""
-    seen = step(config)
-    return seen.prompts, seen.row["count/skipped_prompts"]
-
-
-def sampling(config: RunConfig) -> Any:
-    """What the engine was asked for in a step: completions, temperature, longest completion."""
-    return step(config).asked
-
-
-def batch_shapes(config: RunConfig) -> Any:
-    """The microbatches of a step."""
-    return step(config).shapes
-
-
-def losses(config: RunConfig) -> Any:
-    """The loss share of each microbatch of a step."""
-    return step(config).losses
-
-
-def updated_weights(config: RunConfig) -> Any:
-    """Two arrays after the updates of a step, by the run's optimiser."""
-    return step(config).weights
-
-
-def warm_start(config: RunConfig) -> Any:
-    """The supervised batches of a run, and two arrays after them."""
-    owner = ScriptedTrainer(config)
-    run(config, owner)
-    programs = owner.made[-1]
-    return [batch.tolist() for batch in programs.supervised], jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
-
-
-def evaluation(config: RunConfig) -> Any:
-    """The metrics of an evaluation and what the engine was asked for."""
-    owner = ScriptedTrainer(config)
-    engine = ScriptedEngine(owner.policy.tokenizer)
-    engine.load_weights(None, 1)
-    return owner._evaluator(engine).metrics, engine.asked
-
-
-def run(config: RunConfig, owner: GRPOTrainer | None = None) -> Any:
-    """A whole run: how it ended, its files, checkpoints, metrics and samples."""
-    try:
-        outcome: Any = (owner or ScriptedTrainer(config)).train()["steps"]
-    except RunStopped as error:
-        outcome = str(error)
-    (lock,) = Path.cwd().rglob("run.lock")
-    folder = lock.parent
-    return {
-        "outcome": outcome,
-        "directory": str(folder.relative_to(Path.cwd())),
-        "files": sorted(path.name for path in folder.iterdir()),
-        "events": len(list((folder / "events").iterdir())),
-        "bad batches": len(list((folder / "bad_batches").iterdir())),
-        "checkpoints": sorted(int(path.name) for path in (folder / "checkpoints").iterdir()),
-        "metrics": [without_clocks(row) for row in read_metrics(folder / "metrics.jsonl")],
-        "samples": read_jsonl(folder / "samples.jsonl"),
-        "wandb": list(sys.modules["wandb"].projects),
-    }
-
-
-def parameters(config: RunConfig) -> Any:
-    """The policy's parameters."""
-    return {path: np.asarray(value).tobytes() for path, value in named_params(build_policy(config).params)}
-
-
-def shapes(config: RunConfig) -> Any:
-    """Paths and shapes of the policy's parameters; nothing is initialised."""
-    model = nnx.eval_shape(lambda: build_policy(config).model)
-    return {path: value.shape for path, value in named_params(nnx.state(model, nnx.Param))}
-
-
-def export(config: RunConfig) -> Any:
-    """config.json of the exported policy."""
-    build_policy(config).save("export")
-    return json.loads(Path("export/config.json").read_text())
-
-
-def tokens(config: RunConfig) -> Any:
-    """Ids of a prompt, and the size of the vocabulary."""
-    tokenizer = build_policy(config).tokenizer
-    return tokenizer.encode_prompt("1+2="), tokenizer.vocab_size
-
-
-def templated_tokens(config: RunConfig) -> Any:
-    """As `tokens`, of a tokenizer that may have a chat template."""
-    pytest.importorskip("transformers", reason="transformers is not installed: no chat template")
-    pytest.importorskip("jinja2", reason="jinja2 is not installed: no chat template")
-    return tokens(config)
-
-
-def plan(config: RunConfig) -> Any:
-    """The precision table's rows and the types of the published weights."""
-    policy = build_policy(config)
-    published = jax.eval_shape(policy.plan.publish, policy.params)
-    return policy.plan.rows, {path: type(value).__name__ for path, value in named_params(published)}
-
-
-def fp8_layer(config: RunConfig) -> Any:
-    """Output and gradients of one linear layer of the policy, bound to its published weight as in training."""
-    policy = build_policy(config)
-    layer = policy.model.layers[0].mlp.up_proj
-    bound = dict(named_params(policy.plan.training_weights(policy.params, policy.plan.publish(policy.params))))
-    weight = bound["layers.0.mlp.up_proj.weight"]
-    rng = np.random.default_rng(0)
-    scale = np.exp(rng.normal(size=(160, 1)))
-    x = jnp.asarray(scale * rng.normal(size=(160, layer.weight.shape[1])), jnp.bfloat16)
-    dy = jnp.asarray(rng.normal(size=(160, layer.weight.shape[0])) * scale[::-1], jnp.bfloat16)
-
-    def program(x: jax.Array, weight: TrainableFp8Weight, dy: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda x, master: linear(x, rebind(weight, master), None, layer.numerics), x, weight.master)
-        return y, pull(dy)
-
-    return [np.asarray(leaf, np.float32).tobytes() for leaf in jax.tree.leaves(jit(program)(x, weight, dy))]
-
-
-def rebind(weight: TrainableFp8Weight, master: jax.Array) -> TrainableFp8Weight:
-    return TrainableFp8Weight(master, weight.quantized, weight.fp8_backward)
-
-
-def logprobs(config: RunConfig) -> Any:
-    """The trainer's log-probabilities of fixed tokens, bit for bit, and the shapes of the logits that it makes."""
-    owner = GRPOTrainer(config)
-    params, plan = owner.policy.params, owner.policy.plan
-    ids = (np.arange(24, dtype=np.int32) % 17 + 2).reshape(2, 12)
-    zeros = np.zeros(ids.shape, np.float32)
-    positions = np.tile(np.arange(12, dtype=np.int32), (2, 1))
-    batch = TrainBatch(ids, positions, np.ones_like(ids), zeros, zeros, zeros, ids, zeros)
-    seen, original = [], Decoder.logits
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "logits", lambda self, hidden: seen.append(hidden.shape) or original(self, hidden))
-        values = owner.new_programs().logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
-    return values.tobytes(), seen
-
-
-def engine(config: RunConfig) -> Any:
-    """What the embedded engine ran for six requests of two to three tokens."""
-    policy = build_policy(config)
-    made = build_engine(policy, config.rollout)
-    made.load_weights(published_weights(policy), 0)
-    made.generate([Request(i, [2, 3, 4][: 2 + i % 2] + [5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0))
-    return made.statistics, made.shapes
-
-
-def examples(config: RunConfig) -> Any:
-    """Prompts, answers and sizes of both splits of the task."""
-    task = build_task(config.task, config.seed)
-    return [(len(split), [(e.prompt, e.answer) for e in split[:4]]) for split in (task.train, task.eval)]
-
-
-def rewards(config: RunConfig) -> Any:
-    """Rewards of two fixed completions; NaN as None."""
-    example = build_task(config.task, config.seed).eval[0]
-    with RewardFunctions.from_config(config.rewards, build_task(config.task, config.seed)) as functions:
-        texts = [str(example.answer), f"it is {example.answer}"]
-        result = functions([example.prompt] * 2, texts, [example] * 2, ["stop"] * 2, [[1], [1, 1]])
-    return [None if np.isnan(value) else float(value) for value in result.total], result.failures
-
-
-def reward_in_this_process(config: RunConfig) -> Any:
-    """Whether the verifier, which returns its process id, ran here."""
-    import os
-
-    (first, _), _ = rewards(config)
-    return first == os.getpid()
-
-
 # The table
 
 
@@ -429,6 +153,7 @@ class Change:
 
 
 BF16 = {"precision": {"preset": "bf16"}, "numerics.exact": False}
+FP32 = {"precision": {"preset": "fp32"}, "numerics.exact": False}  # the least to compile
 WIDE = {"model.hidden_size": 256, "model.intermediate_size": 256, "numerics.exact": False}
 OVERRIDE = {"precision.overrides": [{"pattern": "*.mlp.*", "format": "bf16"}]}
 FILE_TASK = {"task": {"kind": "jsonl", "path": "FILES/a.jsonl"}}
@@ -501,9 +226,9 @@ CHANGES = (
     Change("rollout.temperature", 0.5, logprobs, BF16),
     Change("rollout.top_p", 0.9, sampling, refused="rollout.top_p"),
     Change("rollout.top_k", 5, sampling, refused="rollout.top_k"),
-    Change("rollout.slots", 4, engine, BF16),
-    Change("rollout.prefill_rows", 4, engine, BF16),
-    Change("rollout.decode_chunk_tokens", 2, engine, BF16),
+    Change("rollout.slots", 4, engine, FP32),
+    Change("rollout.prefill_rows", 4, engine, FP32),
+    Change("rollout.decode_chunk_tokens", 2, engine, FP32),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
     Change("algorithm.name", "dapo", losses),
@@ -550,6 +275,14 @@ CHANGES = (
     Change("run.wandb_project", "project", run),
     Change("run.profile_steps", 1, run),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """No time is spent on making the programs fast: each runs once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,225 @@
+"""Observations of a config: functions that build the parts of a run and return what they do, as values to compare.
+
+None returns the config itself or `config.yaml`.  Those of steps and runs need `scripted` in place of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scripted import ScriptedEngine, ScriptedTrainer
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.errors import RunStopped
+from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.fp8_linear import linear
+from jetrl_jax.policy import build_engine, build_policy, published_weights
+from jetrl_jax.precision import TrainableFp8Weight, jit, named_params
+from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.tasks.rewards import RewardFunctions
+from jetrl_jax.tasks.task import build_task
+from jetrl_jax.training.metrics import read_metrics, without_clocks
+from jetrl_jax.training.run_directory import read_jsonl
+
+
+@dataclass
+class Seen:
+    """What one step did."""
+
+    row: dict[str, float]
+    prompts: list[str]
+    asked: list[Any]
+    shapes: list[Any]
+    losses: list[float]
+    weights: list[Any]
+
+
+def step(config: RunConfig) -> Seen:
+    owner = ScriptedTrainer(config)
+    programs = owner.new_programs()
+    state = programs.init(owner.policy.params)
+    with owner._new_rewards(None) as rewards:
+        trainer = owner.new_trainer(programs, state, owner.reference(programs, state), rewards, None)
+        row, batch = trainer.step(1)
+    weights = jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
+    prompts = [prompt.example.prompt for prompt in batch.prompts]
+    return Seen(without_clocks(row), prompts, trainer.engine.asked, programs.shapes, programs.losses, weights)
+
+
+def prompts(config: RunConfig) -> Any:
+    """The prompts of a step, and how many were passed over."""
+    seen = step(config)
+    return seen.prompts, seen.row["count/skipped_prompts"]
+
+
+def sampling(config: RunConfig) -> Any:
+    """What the engine was asked for in a step: completions, temperature, longest completion."""
+    return step(config).asked
+
+
+def batch_shapes(config: RunConfig) -> Any:
+    """The microbatches of a step."""
+    return step(config).shapes
+
+
+def losses(config: RunConfig) -> Any:
+    """The loss share of each microbatch of a step."""
+    return step(config).losses
+
+
+def updated_weights(config: RunConfig) -> Any:
+    """Two arrays after the updates of a step, by the run's optimiser."""
+    return step(config).weights
+
+
+def warm_start(config: RunConfig) -> Any:
+    """The supervised batches of a run, and two arrays after them."""
+    owner = ScriptedTrainer(config)
+    run(config, owner)
+    programs = owner.made[-1]
+    return [batch.tolist() for batch in programs.supervised], jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
+
+
+def evaluation(config: RunConfig) -> Any:
+    """The metrics of an evaluation and what the engine was asked for."""
+    owner = ScriptedTrainer(config)
+    engine = ScriptedEngine(owner.policy.tokenizer)
+    engine.load_weights(None, 1)
+    return owner._evaluator(engine).metrics, engine.asked
+
+
+def run(config: RunConfig, owner: GRPOTrainer | None = None) -> Any:
+    """A whole run: how it ended, its files, checkpoints, metrics and samples."""
+    try:
+        outcome: Any = (owner or ScriptedTrainer(config)).train()["steps"]
+    except RunStopped as error:
+        outcome = str(error)
+    (lock,) = Path.cwd().rglob("run.lock")
+    folder = lock.parent
+    return {
+        "outcome": outcome,
+        "directory": str(folder.relative_to(Path.cwd())),
+        "files": sorted(path.name for path in folder.iterdir()),
+        "events": len(list((folder / "events").iterdir())),
+        "bad batches": len(list((folder / "bad_batches").iterdir())),
+        "checkpoints": sorted(int(path.name) for path in (folder / "checkpoints").iterdir()),
+        "metrics": [without_clocks(row) for row in read_metrics(folder / "metrics.jsonl")],
+        "samples": read_jsonl(folder / "samples.jsonl"),
+        "wandb": list(sys.modules["wandb"].projects),
+    }
+
+
+def parameters(config: RunConfig) -> Any:
+    """The policy's parameters."""
+    return {path: np.asarray(value).tobytes() for path, value in named_params(build_policy(config).params)}
+
+
+def shapes(config: RunConfig) -> Any:
+    """Paths and shapes of the policy's parameters; nothing is initialised."""
+    model = nnx.eval_shape(lambda: build_policy(config).model)
+    return {path: value.shape for path, value in named_params(nnx.state(model, nnx.Param))}
+
+
+def export(config: RunConfig) -> Any:
+    """config.json of the exported policy."""
+    build_policy(config).save("export")
+    return json.loads(Path("export/config.json").read_text())
+
+
+def tokens(config: RunConfig) -> Any:
+    """Ids of a prompt, and the size of the vocabulary."""
+    tokenizer = build_policy(config).tokenizer
+    return tokenizer.encode_prompt("1+2="), tokenizer.vocab_size
+
+
+def templated_tokens(config: RunConfig) -> Any:
+    """As `tokens`, of a tokenizer that may have a chat template."""
+    pytest.importorskip("transformers", reason="transformers is not installed: no chat template")
+    pytest.importorskip("jinja2", reason="jinja2 is not installed: no chat template")
+    return tokens(config)
+
+
+def plan(config: RunConfig) -> Any:
+    """The precision table's rows and the types of the published weights."""
+    policy = build_policy(config)
+    published = jax.eval_shape(policy.plan.publish, policy.params)
+    return policy.plan.rows, {path: type(value).__name__ for path, value in named_params(published)}
+
+
+def fp8_layer(config: RunConfig) -> Any:
+    """Output and gradients of one linear layer of the policy, bound to its published weight as in training."""
+    policy = build_policy(config)
+    layer = policy.model.layers[0].mlp.up_proj
+    bound = dict(named_params(policy.plan.training_weights(policy.params, policy.plan.publish(policy.params))))
+    weight = bound["layers.0.mlp.up_proj.weight"]
+    rng = np.random.default_rng(0)
+    scale = np.exp(rng.normal(size=(160, 1)))
+    x = jnp.asarray(scale * rng.normal(size=(160, layer.weight.shape[1])), jnp.bfloat16)
+    dy = jnp.asarray(rng.normal(size=(160, layer.weight.shape[0])) * scale[::-1], jnp.bfloat16)
+
+    def program(x: jax.Array, weight: TrainableFp8Weight, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x, master: linear(x, rebind(weight, master), None, layer.numerics), x, weight.master)
+        return y, pull(dy)
+
+    return [np.asarray(leaf, np.float32).tobytes() for leaf in jax.tree.leaves(jit(program)(x, weight, dy))]
+
+
+def rebind(weight: TrainableFp8Weight, master: jax.Array) -> TrainableFp8Weight:
+    return TrainableFp8Weight(master, weight.quantized, weight.fp8_backward)
+
+
+def logprobs(config: RunConfig) -> Any:
+    """The trainer's log-probabilities of fixed tokens, bit for bit, and the shapes of the logits that it makes."""
+    owner = GRPOTrainer(config)
+    params, plan = owner.policy.params, owner.policy.plan
+    ids = (np.arange(24, dtype=np.int32) % 17 + 2).reshape(2, 12)
+    zeros = np.zeros(ids.shape, np.float32)
+    positions = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+    batch = TrainBatch(ids, positions, np.ones_like(ids), zeros, zeros, zeros, ids, zeros)
+    seen, original = [], Decoder.logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "logits", lambda self, hidden: seen.append(hidden.shape) or original(self, hidden))
+        values = owner.new_programs().logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
+    return values.tobytes(), seen
+
+
+def engine(config: RunConfig) -> Any:
+    """What the embedded engine ran for six requests of two to three tokens."""
+    policy = build_policy(config)
+    made = build_engine(policy, config.rollout)
+    made.load_weights(published_weights(policy), 0)
+    made.generate([Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0))
+    return made.statistics, made.shapes
+
+
+def examples(config: RunConfig) -> Any:
+    """Prompts, answers and sizes of both splits of the task."""
+    task = build_task(config.task, config.seed)
+    return [(len(split), [(e.prompt, e.answer) for e in split[:4]]) for split in (task.train, task.eval)]
+
+
+def rewards(config: RunConfig) -> Any:
+    """Rewards of two fixed completions; NaN as None."""
+    example = build_task(config.task, config.seed).eval[0]
+    with RewardFunctions.from_config(config.rewards, build_task(config.task, config.seed)) as functions:
+        texts = [str(example.answer), f"it is {example.answer}"]
+        result = functions([example.prompt] * 2, texts, [example] * 2, ["stop"] * 2, [[1], [1, 1]])
+    return [None if np.isnan(value) else float(value) for value in result.total], result.failures
+
+
+def reward_in_this_process(config: RunConfig) -> Any:
+    """Whether the verifier, which returns its process id, ran here."""
+    (first, _), _ = rewards(config)
+    return first == os.getpid()
