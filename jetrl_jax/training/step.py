@@ -140,7 +140,8 @@ class PolicyPrograms:
 
     def _update_program(self, state: TrainState, grads: nnx.State) -> Any:
         norm = optax.tree.norm(grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, self.plan.publish(params))
         finite = {"gradient": _finite(grads), "parameter": _finite(params), "scale": _finite(new.published)}
