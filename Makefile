@@ -100,7 +100,7 @@ CONTENDERS ?= jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fas
 .venv-%/.installed: $(PEERS)/requirements-%.txt
 	$(call say,"making .venv-$* with the versions of $<")
 	@python=$$(bash .ci/find_python.sh 3.11) && "$$python" -m venv .venv-$*
-	@PIP_CONSTRAINT="$(CURDIR)/$<" .venv-$*/bin/python -m pip install -qq -r $<
+	@PIP_CONSTRAINT="$(CURDIR)/$<" .venv-$*/bin/python -m pip install -qq --no-deps -r $<
 	@touch $@
 
 .PHONY: bench-peers
