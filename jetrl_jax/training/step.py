@@ -144,7 +144,8 @@ class PolicyPrograms:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, self.plan.publish(params))
-        finite = {"gradient": _finite(grads), "parameter": _finite(params), "scale": _finite(new.published)}
+        squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
+        finite = {"gradient": _finite(squares), "parameter": _finite(params), "scale": _finite(new.published)}
         ok = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()]))
         return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state), norm, finite
 
