@@ -21,6 +21,7 @@ from tests.oracles.tolerances import U_FP32
 from tests.parity.small_policy import SmallPolicy
 
 DOWN = "layers.0.mlp.down_proj.weight"
+HUGE = 1e30  # a learning rate with which gradients of ordinary size take a master to the end of FP32
 
 
 def rate(section: OptimizerSection, total: int, step: int) -> float:
@@ -102,7 +103,8 @@ def test_five_steps_match_float64_adamw(options: dict[str, float]) -> None:
 @functools.cache
 def programs(preset: str, learning_rate: float) -> tuple[SmallPolicy, PolicyPrograms]:
     small = SmallPolicy(preset)
-    optimizer = optax.chain(optax.trace(0.9), optax.scale(-learning_rate)) if learning_rate > 1e-3 else optax.scale(-1.0)
+    momentum = optax.trace(0.9) if learning_rate == HUGE else optax.identity()  # something for opt_state to hold
+    optimizer = optax.chain(momentum, optax.scale(-learning_rate))
     return small, PolicyPrograms(small.model, small.plan, optimizer, temperature=1.0, chunk_tokens=64)
 
 
@@ -117,7 +119,7 @@ def leaves(state: TrainState) -> list[bytes]:
 
 def test_fp32_masters_keep_small_updates() -> None:
     """w = 1.0, update -1e-6, 1000 steps: 0.999; a BF16 master stays at 1.0."""
-    small, made, _ = fresh("bf16", 1e-6)
+    small, made, _ = fresh("bf16", 1.0)
     state = made.init(map_params(lambda _, value: jnp.ones_like(value), small.params))
     gradient = map_params(lambda _, value: jnp.full_like(value, 1e-6), small.params)
     for _ in range(1000):
@@ -133,7 +135,7 @@ def test_fp32_masters_keep_small_updates() -> None:
 
 
 def test_masters_of_any_dtype_become_fp32() -> None:
-    small, made, _ = fresh("bf16", 1e-6)
+    small, made, _ = fresh("bf16", 1.0)
     state = made.init(map_params(lambda _, value: value.astype(jnp.bfloat16), small.params))
     assert {value.dtype for _, value in named_params(state.params)} == {jnp.dtype("float32")}
 
@@ -148,9 +150,9 @@ def broken(small: SmallPolicy, value: float) -> nnx.State:
     return map_params(one, small.params)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e19])  # the last one's square is infinite, and so is the norm
 def test_nonfinite_gradient_changes_nothing_and_is_named(value: float) -> None:
-    small, made, state = fresh("fp8_unified", 1.0)
+    small, made, state = fresh("fp8_unified", HUGE)
     state, report = made.update(state, broken(small, 1.0))
     before = leaves(state)
     assert report.nonfinite == () and report.grad_norm == pytest.approx(math.sqrt(sum(v.size for _, v in named_params(small.params))))
@@ -164,16 +166,12 @@ def test_nonfinite_gradient_changes_nothing_and_is_named(value: float) -> None:
 
 
 def test_overflowing_parameter_or_scale_changes_nothing_and_is_named() -> None:
-    small, made, state = fresh("fp8_unified", 1.0)
+    small, made, state = fresh("fp8_unified", HUGE)
     before = leaves(state)
     # Finite as FP32, infinite once it is rounded to BF16: only the published scale shows it.
-    state, report = made.update(state, broken(small, 3.4e38))
-    assert f"scale {DOWN}" in report.nonfinite and not any(name.startswith("parameter") for name in report.nonfinite)
+    state, report = made.update(state, broken(small, 3.4e8))
+    assert report.nonfinite == (f"scale {DOWN}",)
     assert leaves(state) == before
-    made_up = TrainState(
-        map_params(lambda path, v: v.at[3, 7].set(-3e38) if path == DOWN else v, state.params), state.opt_state, state.published
-    )
-    kept = leaves(made_up)
-    state, report = made.update(made_up, broken(small, 3e38))
-    assert f"parameter {DOWN}" in report.nonfinite and not any(name.startswith("gradient") for name in report.nonfinite)
-    assert leaves(state) == kept
+    state, report = made.update(state, broken(small, 4e8))
+    assert report.nonfinite == (f"parameter {DOWN}", f"scale {DOWN}")
+    assert leaves(state) == before
