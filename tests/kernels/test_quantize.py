@@ -82,11 +82,19 @@ def test_quantize_of_every_bf16_magnitude_matches_oracle() -> None:
     assert_same_bits(quantize(jnp.asarray(x, jnp.bfloat16), (1, 128)), codes, scales)
 
 
-def test_quantize_of_a_million_values_matches_oracle() -> None:
+@pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
+def test_quantize_of_a_million_near_ties_matches_oracle(block_shape: tuple[int, int]) -> None:
+    """Values whose quotient by the block's scale is a midpoint of two codes, to the last bit of FP32."""
     rng = np.random.default_rng(1)
-    x = (rng.normal(size=(1024, 1024)) * np.exp2(rng.uniform(-12, 4, (1024, 1024)))).astype(np.float32)
-    codes, scales = fp8_oracle.quantize(x, (1, 128))
-    assert_same_bits(jax.jit(quantize, static_argnums=1)(x, (1, 128)), codes, scales)
+    rows, columns = block_shape
+    amax = rng.uniform(1, 2, (1024 // rows, 1, 1024 // columns, 1)).astype(np.float32)
+    midpoints = (fp8_oracle.TABLE[1:] + fp8_oracle.TABLE[:-1]) / 2
+    scale = (amax / np.float32(448)).astype(np.float64)
+    signed = rng.choice(np.concatenate([midpoints, -midpoints]), (1024 // rows, rows, 1024 // columns, columns))
+    x = (signed * scale).astype(np.float32)
+    x[:, :1, :, :1] = amax
+    x = x.reshape(1024, 1024)
+    assert_same_bits(quantize(jnp.asarray(x), block_shape), *fp8_oracle.quantize(x, block_shape))
 
 
 def producer(x: jax.Array) -> jax.Array:
