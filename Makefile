@@ -95,7 +95,8 @@ bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart 
 # Rivals need versions of their own, so each has an environment of its own (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
-CONTENDERS ?= jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16
+CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
+	trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16
 
 .venv-%/.installed: $(PEERS)/requirements-%.txt
 	$(call say,"making .venv-$* with the versions of $<")

@@ -50,6 +50,15 @@ def test_verdict_claims_only_what_excludes_one() -> None:
     assert "no difference" not in compare.verdict((0.8, 0.7, 0.9))
 
 
+def test_tables_say_how_much_longer_the_others_took() -> None:
+    ours = compare.Contender("jetrl:bf16", None, step_s=[0.1, 0.1, 0.1], tokens_per_s=[300.0] * 3)
+    theirs = compare.Contender("trl:float32", None, step_s=[0.2, 0.2, 0.2], tokens_per_s=[100.0] * 3)
+    text = compare.tables([ours, theirs])
+    assert "| jetrl:bf16 | 100 (100 to 100) | 300 (300 to 300) |" in text
+    assert "| jetrl:bf16 | 2.00 [2.00, 2.00] |" in text
+    assert "| jetrl:bf16 | 3.00 [3.00, 3.00] |" in text
+
+
 def test_prompts_fill_their_length_and_hold_no_stop() -> None:
     tokenizer = job.build_tokenizer()
     for setting in job.SETTINGS.values():

@@ -104,17 +104,23 @@ def quartiles(values: list[float], scale: float, digits: int) -> str:
     return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
-def table(contenders: list[Contender], ours: list[str]) -> str:
-    """Markdown: one row a contender, and one column of ratios for each of ours."""
-    known = {contender.name: contender for contender in contenders}
-    bases = [known[name] for name in ours if name in known]
-    heads = ["", "ms a step: median (quartiles)", "rollout tokens/s", *(f"step time / {base.name}" for base in bases)]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for contender in contenders:
-        ratios = ["" if base is contender else verdict(ratio_interval(contender.step_s, base.step_s)) for base in bases]
-        cells = [contender.name, quartiles(contender.step_s, 1e3, 0), quartiles(contender.tokens_per_s, 1, 0), *ratios]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def markdown(rows: list[list[str]]) -> str:
+    """Rows as a Markdown table, the first one as its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def tables(contenders: list[Contender]) -> str:
+    """What each contender took, and how much longer the others took than each flavor of ours."""
+    times = [["", "ms a step: median (quartiles)", "rollout tokens/s: median (quartiles)"]]
+    times += [[c.name, quartiles(c.step_s, 1e3, 0), quartiles(c.tokens_per_s, 1, 0)] for c in contenders]
+    ours = [contender for contender in contenders if contender.name.startswith("jetrl")]
+    peers = [contender for contender in contenders if contender not in ours]
+    steps = [["time of a step, theirs / ours", *(peer.name for peer in peers)]]
+    steps += [[base.name, *(verdict(ratio_interval(peer.step_s, base.step_s)) for peer in peers)] for base in ours]
+    rates = [["rollout tokens/s, ours / theirs", *(peer.name for peer in peers)]]
+    rates += [[base.name, *(verdict(ratio_interval(base.tokens_per_s, peer.tokens_per_s)) for peer in peers)] for base in ours]
+    return "\n\n".join(markdown(rows) for rows in (times, steps, rates) if len(rows) > 1 and len(rows[0]) > 1)
 
 
 def machine() -> dict[str, Any]:
@@ -157,8 +163,7 @@ def main() -> None:
         for contender in contenders:
             contender.process.stdin.close()
             contender.process.wait(timeout=60)
-    ours = [name for name in options.contenders if name.startswith("jetrl")]
-    text = table(contenders, ours)
+    text = tables(contenders)
     numbers = {c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}
