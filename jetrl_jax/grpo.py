@@ -220,7 +220,7 @@ class GRPOTrainer:
                 "tokenizer": self.policy.tokenizer.fingerprint(),
             }
         )
-        for note in self.algorithm.notes:
+        for note in (*self.algorithm.notes, *getattr(self.task, "notes", ())):
             self.console.warn(note)
 
     @contextlib.contextmanager
