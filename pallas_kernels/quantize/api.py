@@ -20,9 +20,7 @@ IMPLEMENTATIONS = {"xla": reference.quantize}
 INPUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def quantize(
-    x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla"
-) -> ScaledArray:
+def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla") -> ScaledArray:
     """Quantises `x` [R, C] in blocks of `block_shape`; edge blocks may be partial.
 
     Args:

@@ -123,7 +123,10 @@ def test_every_flow_takes_a_step(preset, tmp_path):
     row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
     assert not (tmp_path / "run").exists()
     largest = row["mismatch/logprob_abs_max"]
-    assert (largest > 1e-4) if preset == "fp8_rollout_only" else (largest == 0.0)
+    if preset == "fp8_rollout_only":
+        assert largest > 1e-4
+    else:  # without roundings between operations FP32 keeps the last bits of each program
+        assert largest <= (1e-5 if preset == "fp32" else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ from jetrl_jax.errors import UserError
 # Blamed field, a config (as one line of YAML) that breaks the rule, and one at its edge.
 BROKEN = [
     ("model.num_kv_heads", "model: {num_heads: 6, num_kv_heads: 4}", "model: {num_heads: 6, num_kv_heads: 3}"),
+    (
+        "precision.overrides",
+        "precision: {preset: fp32, overrides: [{pattern: layers.0.*, format: fp8}]}",
+        "precision: {preset: bf16, overrides: [{pattern: layers.0.*, format: fp8}]}",
+    ),
     ("model.head_dim", "model: {head_dim: 33}", "model: {head_dim: 34}"),
     ("model.hidden_size", "model: {architecture: llama, hidden_size: 130}", "model: {architecture: qwen3, hidden_size: 130}"),
     ("model.max_position_embeddings", "model: {max_position_embeddings: 63}", "model: {max_position_embeddings: 64}"),

@@ -119,11 +119,11 @@ def test_verifiers_are_linear_in_long_completions():
         "<think>" * n,
         "1" * n,
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     for text in texts:
         for name in ("gsm8k", "last_number", "boxed", "exact_match"):
             score(name, text, "18")
-    assert time.perf_counter() - started < 8  # a quadratic pattern takes minutes
+    assert time.process_time() - started < 30  # no speed test: a quadratic pattern takes minutes
 
 
 @pytest.mark.parametrize(
