@@ -29,6 +29,9 @@ RUN_PYTHON := $(VENV)/bin/python
 # The pins hold for what packages need to be built with, too; the two names are of older and newer releases of pip.
 PIP_INSTALL = PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)" PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(RUN_PYTHON) -m pip install -qq -c "$(CONSTRAINTS)"
+# The pins of Python 3.11 are complete, so that nothing has to be resolved: vLLM's own requirements would bring torchvision and
+# its like, which do not load beside a CPU build of torch.  torch is there already and stays as it is.
+INSTALL_VLLM = $(if $(filter 311,$(PY_VERSION)),@$(PIP_INSTALL) --no-deps -r "$(CONSTRAINTS)")
 say = @printf '\033[1m==> %s\033[0m\n' $(1)
 
 .PHONY: help
@@ -47,8 +50,9 @@ $(VENV)/.installed-train: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
-	$(call say,"installing jetrl-jax[$(TEST_EXTRAS)] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and 3 GB)")
+	$(call say,"installing jetrl-jax[$(TEST_EXTRAS)] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and 4 GB)")
 	@$(PIP_INSTALL) -e '.[$(TEST_EXTRAS)]'
+	$(INSTALL_VLLM)
 	@touch $@ $(VENV)/.installed-train
 
 .PHONY: install

