@@ -1,10 +1,10 @@
 """The configuration of a run: every field, its meaning, unit and default, in one typed schema.
 
     RunConfig
-      model  tokenizer  precision  numerics        the policy and its arithmetic
-      task  rewards  rollout  algorithm            what is generated and what is learned from it
-      optimizer  batch  warm_start                 how the weights move
-      eval  checkpoint  run                        what is measured, kept and written
+      model  tokenizer  precision  loss_scale  numerics     the policy and its arithmetic
+      task  rewards  rollout  algorithm  correction         what is generated and what is learned from it
+      optimizer  batch  warm_start                          how the weights move
+      eval  checkpoint  run                                 what is measured, kept and written
 
 Types and ranges are stated by the fields and checked by pydantic: unknown keys are forbidden and nothing is
 converted silently.  What one field demands of another, and which fields have no effect together, is
@@ -14,42 +14,26 @@ message, is `jetrl_jax.config_io`.  None of these modules imports jax: a mistake
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jetrl_jax.config_rules import find_problems, value_at
-
-INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
-PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _plain(value: Any, where: str = "") -> Any:
-    """`value` with tuples as lists, if YAML can hold it: text, finite numbers, true, false, null, lists, mappings."""
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return value
-    raise PydanticCustomError("config_value", "{what}", {"what": f"{where.lstrip('.') or 'the value'} cannot be written to a config file"})
-
-
-Options = Annotated[dict[str, Any], AfterValidator(_plain)]
-
-
-class Section(BaseModel):
-    """A part of the config: immutable, no unknown keys, no silent conversion of types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from jetrl_jax.config_algorithm import AlgorithmSection, CorrectionSection
+from jetrl_jax.config_rules import find_problems
+from jetrl_jax.config_types import (
+    INT32_MAX,
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    value_at,
+)
 
 
 class ModelSection(Section):
@@ -100,10 +84,10 @@ class PrecisionOverride(Section):
 class PrecisionSection(Section):
     """Which matrix multiplication runs in which format."""
 
-    preset: Literal["fp32", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only"] = Field(
+    preset: Literal["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"] = Field(
         "fp8_unified",
         description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 backward; "
-        "fp8_rollout_only trains in BF16; bf16 has no FP8.",
+        "fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none either and scales its loss.",
     )
     overrides: tuple[PrecisionOverride, ...] = Field((), description="Exceptions to the preset; the last match wins.")
     wgrad_operand: Literal["requantize", "dual", "block"] = Field(
@@ -115,6 +99,13 @@ class PrecisionSection(Section):
     promotion_order: Literal["deepgemm", "triton"] = Field(
         "deepgemm", description="Order of the two scale products when a 128-block enters the FP32 accumulator."
     )
+
+
+class LossScaleSection(Section):
+    """Dynamic loss scaling of the FP16 flow."""
+
+    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(32768.0, description="Factor of the loss at the first update.")
+    growth_interval: PositiveInt = Field(400, description="Finite updates in a row after which the factor doubles; an overflow halves it.")
 
 
 class NumericsSection(Section):
@@ -187,35 +178,6 @@ class RolloutSection(Section):
     slots: PositiveInt = Field(256, description="Number of sequences that the embedded engine decodes at once.")
     prefill_rows: PositiveInt = Field(32, description="Number of prompts that the embedded engine prefills at once.")
     decode_chunk_tokens: PositiveInt = Field(8, description="Tokens decoded between two looks at finished sequences.")
-
-
-class AlgorithmSection(Section):
-    """Advantage, loss and the rules around them."""
-
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo"] = Field("grpo", description="Algorithm; sets the defaults of the null fields below.")
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = Field(
-        None, description="How token losses become one number; null: constant for dr_grpo, else token_mean."
-    )
-    clip_low: PositiveFloat | None = Field(None, description="Distance below 1 at which the importance ratio is clipped; null: 0.2.")
-    clip_high: PositiveFloat | None = Field(
-        None, description="Distance above 1 at which the importance ratio is clipped; null: 0.28 for dapo, else 0.2."
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Bound c of the loss of negative advantages (3 is common); null: off."
-    )
-    kl_coef: NonNegativeFloat = Field(0.0, description="Factor of the KL term to the frozen start policy; 0 is off.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
-    epochs: PositiveInt = Field(1, description="Passes over a rollout batch.")
-    minibatches: PositiveInt = Field(1, description="Optimiser steps of one pass.")
-    mask_truncated: bool = Field(False, description="Whether completions cut at max_completion_tokens get no gradient.")
-    dynamic_sampling: bool | None = Field(
-        None, description="Whether groups with equal rewards are replaced by new ones; null: true for dapo, else false."
-    )
-    max_generation_rounds: PositiveInt = Field(10, description="Most rounds of dynamic sampling in a step.")
-    overlong_buffer_tokens: NonNegativeInt | None = Field(
-        None,
-        description="Length of the soft penalty zone before max_completion_tokens, in tokens; null: a fifth of it for dapo, else 0 (off).",
-    )
 
 
 class OptimizerSection(Section):
@@ -291,11 +253,15 @@ class RunConfig(Section):
     )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes token ids.")
     precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Which matrix multiplication runs in which format.")
+    loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Dynamic loss scaling of the FP16 flow.")
     numerics: NumericsSection = Field(default_factory=NumericsSection, description="Rounding points and exactness of the forward pass.")
     task: TaskSection = Field(default_factory=TaskSection, description="Where prompts, answers and worked solutions come from.")
     rewards: tuple[RewardSection, ...] = Field((RewardSection(),), min_length=1, description="Reward functions, summed by weight.")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="What is generated in a step and how.")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection, description="Advantage, loss and the rules around them.")
+    correction: CorrectionSection = Field(
+        default_factory=CorrectionSection, description="What is done about tokens whose rollout and trainer logprobs differ."
+    )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW of the RL phase.")
     batch: BatchSection = Field(default_factory=BatchSection, description="Shapes of the training batch.")
     warm_start: WarmStartSection = Field(default_factory=WarmStartSection, description="Supervised steps before RL.")
@@ -316,20 +282,13 @@ class RunConfig(Section):
     @property
     def dynamic_sampling(self) -> bool:
         """Whether groups with equal rewards are replaced by new ones."""
-        given = self.algorithm.dynamic_sampling
-        return self.algorithm.name == "dapo" if given is None else given
+        return bool(self.algorithm.resolved("dynamic_sampling", self.rollout.max_completion_tokens))
 
     def resolved_nulls(self) -> dict[str, Any]:
         """What a null stands for, by dotted path, for every field that is null and stands for a value."""
-        name = self.algorithm.name
-        resolved = {
-            "algorithm.loss_aggregation": "constant" if name == "dr_grpo" else "token_mean",
-            "algorithm.clip_low": 0.2,
-            "algorithm.clip_high": 0.28 if name == "dapo" else 0.2,
-            "algorithm.dynamic_sampling": self.dynamic_sampling,
-            "algorithm.overlong_buffer_tokens": self.rollout.max_completion_tokens // 5 if name == "dapo" else 0,
-            "batch.row_tokens": self.row_tokens,
-        }
+        names = ("loss_aggregation", "clip_low", "clip_high", "dynamic_sampling", "overlong_buffer_tokens")
+        resolved = {f"algorithm.{name}": self.algorithm.resolved(name, self.rollout.max_completion_tokens) for name in names}
+        resolved |= {"correction.reject_high": self.correction.resolved_reject_high, "batch.row_tokens": self.row_tokens}
         return {path: value for path, value in resolved.items() if value_at(self, path) is None}
 
     @model_validator(mode="after")

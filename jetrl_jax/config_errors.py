@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jetrl_jax.config import INT32_MAX
-from jetrl_jax.config_rules import Problem, show
+from jetrl_jax.config_rules import Problem
 from jetrl_jax.config_schema import FieldType, about, dotted, look_up, split, suggest
+from jetrl_jax.config_types import INT32_MAX, show
 from jetrl_jax.config_yaml import Mark, Source, labelled
 from jetrl_jax.errors import UserError
 

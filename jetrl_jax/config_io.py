@@ -24,9 +24,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jetrl_jax.config import RunConfig, Section
+from jetrl_jax.config import RunConfig
 from jetrl_jax.config_errors import field_problem, raise_all
-from jetrl_jax.config_rules import Problem, no_effects, show
+from jetrl_jax.config_rules import Problem, no_effects
 from jetrl_jax.config_schema import (
     FieldType,
     Path,
@@ -40,6 +40,7 @@ from jetrl_jax.config_schema import (
     suggest,
     type_of,
 )
+from jetrl_jax.config_types import Section, show
 from jetrl_jax.config_yaml import Mark, Source, encodable, read_yaml, write_yaml
 from jetrl_jax.errors import UserError
 

@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jetrl_jax.config_types import show, value_at
 
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
@@ -132,10 +134,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("precision.overrides", "precision.preset"),
-        lambda c: c.precision.preset != "fp32" or not c.precision.overrides,
-        "fp32 takes no exceptions",
+        lambda c: c.precision.preset not in ("fp32", "fp16") or not c.precision.overrides,
+        "fp32 and fp16 take no exceptions",
         lambda c: "no overrides, or another preset",
-        "FP8 operands are quantised from BF16, which this preset does not have",
+        "FP8 operands are quantised from BF16, which these presets do not have",
     ),
     Rule(
         ("algorithm.minibatches", "rollout.prompts_per_step"),
@@ -148,6 +150,24 @@ RULES: tuple[Rule, ...] = (
         lambda c: (c.algorithm.overlong_buffer_tokens or 0) <= c.rollout.max_completion_tokens,
         "the soft penalty zone is longer than a completion",
         lambda c: f"at most rollout.max_completion_tokens = {c.rollout.max_completion_tokens}",
+    ),
+    Rule(
+        ("correction.mode", "correction.weight", "correction.reject", "correction.veto"),
+        lambda c: c.correction.mode != "bypass" or not c.correction.recomputes,
+        "bypass recomputes no log-probabilities, so nothing can be weighted or rejected by them",
+        lambda c: "decoupled, or no weight, reject and veto",
+    ),
+    Rule(
+        ("correction.low", "correction.high", "correction.weight"),
+        lambda c: not c.correction.weight.endswith("mask") or c.correction.low <= c.correction.high,
+        "no ratio lies between the bounds of the mask",
+        lambda c: f"at most correction.high = {show(c.correction.high)}",
+    ),
+    Rule(
+        ("correction.reject_low", "correction.reject_high", "correction.reject"),
+        lambda c: c.correction.reject != "k1" or c.correction.reject_low <= c.correction.resolved_reject_high,
+        "no ratio lies between the bounds of the rejection",
+        lambda c: f"at most correction.reject_high = {show(c.correction.resolved_reject_high)}",
     ),
     Rule(
         ("tokenizer.path", "tokenizer.kind", "model.path"),
@@ -263,6 +283,12 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         lambda c: not _fp8_wgrad(c),
         "WGrad does not run in FP8",
     ),
+    NoEffect(
+        ("loss_scale.initial", "loss_scale.growth_interval"),
+        ("precision.preset",),
+        lambda c: c.precision.preset != "fp16",
+        "only the preset fp16 scales its loss",
+    ),
     _task_kinds("name", "arithmetic", "reasoning_gym", "datasets", "function"),
     _task_kinds("path", "jsonl", "parquet", "gsm8k"),
     _task_kinds("eval_path", "jsonl", "parquet"),
@@ -273,11 +299,37 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         ("task.eval_fraction",), ("task.eval_path",), lambda c: c.task.eval_path is not None, "task.eval_path gives the held-out items"
     ),
     NoEffect(
+        ("task.eval_fraction",),
+        ("task.options",),
+        lambda c: c.task.kind == "datasets" and "eval_split" in c.task.options,
+        "task.options.eval_split gives the held-out items",
+    ),
+    NoEffect(
         ("algorithm.max_generation_rounds",),
         ("algorithm.dynamic_sampling", "algorithm.name"),
         lambda c: not c.dynamic_sampling,
         "dynamic sampling is off",
     ),
+    NoEffect(("algorithm.dual_clip",), ("algorithm.name",), lambda c: c.algorithm.name == "cispo", "CISPO clips no loss"),
+    NoEffect(
+        ("correction.high", "correction.normalize"),
+        ("correction.weight",),
+        lambda c: c.correction.weight == "none",
+        "correction.weight is none",
+    ),
+    NoEffect(
+        ("correction.low",),
+        ("correction.weight",),
+        lambda c: not c.correction.weight.endswith("mask"),
+        "only the weights token_mask and sequence_mask have a lower bound",
+    ),
+    NoEffect(
+        ("correction.reject_level", "correction.reject_high"),
+        ("correction.reject",),
+        lambda c: c.correction.reject == "none",
+        "correction.reject is none",
+    ),
+    NoEffect(("correction.reject_low",), ("correction.reject",), lambda c: c.correction.reject != "k1", "only k1 has a lower bound"),
     NoEffect(
         ("warm_start.batch_size", "warm_start.learning_rate", "warm_start.noise"),
         ("warm_start.steps",),
@@ -303,26 +355,27 @@ def no_effects(config: RunConfig) -> Iterator[tuple[str, NoEffect]]:
         if entry.idle(config):
             yield from ((path, entry) for path in entry.fields)
     for i, reward in enumerate(config.rewards):
-        if reward.name in UNTIMED_REWARDS and not reward.separate_process:
+        separate = _separate_process(config, reward.name)
+        if separate is False and not reward.separate_process:
             switches = (f"rewards.{i}.separate_process", f"rewards.{i}.name")
             because = f"{reward.name} runs in the trainer's process, where nothing can end it"
             yield f"rewards.{i}.timeout_s", NoEffect((f"rewards.{i}.timeout_s",), switches, lambda c: True, because)
+        if separate is True:
+            because = f"{reward.name} always runs in processes of its own"
+            entry = NoEffect((f"rewards.{i}.separate_process",), (f"rewards.{i}.name",), lambda c: True, because)
+            yield f"rewards.{i}.separate_process", entry
 
 
-def value_at(config: Any, path: str) -> Any:
-    """The value of a dotted path such as model.path or rewards.0.weight."""
-    for part in path.split("."):
-        config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
-    return config
-
-
-def show(value: Any) -> str:
-    """A value as it would be written in YAML, on one line, at most about 60 characters long."""
-    if isinstance(value, float):
-        text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
-    else:
-        text = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part))
-    return text if len(text) <= 60 else text[:57] + "..."
+def _separate_process(config: RunConfig, name: str) -> bool | None:
+    """Whether a reward runs in processes of its own by itself; None where only the user's task knows."""
+    if name == "task":
+        kind = config.task.kind
+        if kind == "reasoning_gym":
+            return True
+        if kind == "function":
+            return None
+        name = config.task.options.get("verifier", "exact_match") if kind in ("jsonl", "parquet", "datasets") else "exact_match"
+    return name not in UNTIMED_REWARDS
 
 
 def _idle_problems(config: RunConfig) -> Iterator[Problem]:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jetrl_jax.config import INT32_MAX, RunConfig, Section
-from jetrl_jax.config_rules import show
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_types import INT32_MAX, Section, show
 
 Path = tuple[str | int, ...]
 

@@ -33,6 +33,7 @@ from jetrl_jax.training.checkpoint import CheckpointStore, compare_for_resume
 from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator
+from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.metrics import MetricsWriter
 from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
 from jetrl_jax.training.prompts import PromptStream
@@ -76,7 +77,7 @@ class GRPOTrainer:
         self.console = console or Console(self.config.run.steps)
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
-        self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens)
+        self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
         self.stop_signal: int | None = None
@@ -144,6 +145,7 @@ class GRPOTrainer:
             optimizer or build_optimizer(self.config.optimizer, self.total_updates),
             temperature=self.config.rollout.temperature if optimizer is None else 1.0,
             chunk_tokens=self.config.batch.logprob_chunk_tokens,
+            loss_scale=LossScale.start(self.config.loss_scale) if self.config.precision.preset == "fp16" else None,
         )
 
     def new_trainer(
@@ -371,10 +373,12 @@ class _Run:
     @staticmethod
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """What a checkpoint holds; published weights are made again from the masters, bit for bit."""
-        return {"params": state.params, "opt_state": state.opt_state} | ({} if reference is None else {"reference": reference})
+        optional = {"reference": reference, "loss_scale": state.loss_scale}
+        return {"params": state.params, "opt_state": state.opt_state} | {k: v for k, v in optional.items() if v is not None}
 
     def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        return TrainState(saved["params"], saved["opt_state"], self.programs.init(saved["params"]).published)
+        published = self.programs.init(saved["params"]).published
+        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))
 
     def _save(self, step: int, row: Mapping[str, float]) -> None:
         trainer = self.trainer
@@ -382,6 +386,7 @@ class _Run:
             "policy_version": trainer.policy_version,
             "updates": trainer.updates,
             "skipped_in_a_row": trainer.skipped_in_a_row,
+            "overflows": trainer.overflows,
             "prompt_cursor": trainer.prompts.cursor,
             "prompts_skipped": trainer.prompts.skipped,
             "before": self.before,
@@ -397,7 +402,7 @@ class _Run:
         compare_for_resume({name: metadata[name] for name in current}, current)
         trainer = self.trainer
         trainer.policy_version, trainer.updates = metadata["policy_version"], metadata["updates"]
-        trainer.skipped_in_a_row = metadata["skipped_in_a_row"]
+        trainer.skipped_in_a_row, trainer.overflows = metadata["skipped_in_a_row"], metadata["overflows"]
         trainer.prompts.cursor, trainer.prompts.skipped = metadata["prompt_cursor"], metadata["prompts_skipped"]
         trainer.engine.load_weights(trainer.state.published, trainer.policy_version)
         self.before = metadata["before"]

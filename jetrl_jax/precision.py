@@ -33,10 +33,12 @@ SITES = ("rollout", "fprop", "dgrad", "wgrad")
 PRESETS: Mapping[str, tuple[str, str, str, str]] = {
     "fp32": ("fp32", "fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "bf16", "bf16"),
+    "fp16": ("fp16", "fp16", "fp16", "fp16"),
     "fp8_unified": ("fp8", "fp8", "fp8", "fp8"),
     "fp8_forward": ("fp8", "fp8", "bf16", "bf16"),
     "fp8_rollout_only": ("fp8", "bf16", "bf16", "bf16"),
 }
+COMPUTE_DTYPES = {"fp32": "float32", "fp16": "float16"}  # of the presets that are not BF16 between operations
 FP8_LAYERS = ("*.self_attn.?_proj.weight", "*.mlp.*_proj.weight")
 # XLA may otherwise keep FP32 where the contract rounds to BF16, differently in each program (on CPU and GPU).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -47,7 +49,7 @@ ACTIVATION_BLOCK, WEIGHT_BLOCK, TOKEN_BLOCK = (1, 128), (128, 128), (128, 1)
 class Numerics:
     """Rounding points and reductions of a forward pass; hashable, so that `jax.jit` may close over it.
 
-    compute_dtype: "bfloat16" rounds between operations where the mirrored engine does; "float32" never does.
+    compute_dtype: "bfloat16" and "float16" round between operations where the mirrored engine does; "float32" never does.
     engine_variant: "native" (vLLM's eager ops: two roundings in RMSNorm, variance of the unrounded residual
         sum) or "cuda" (vLLM's CUDA kernels: one rounding, variance of the rounded sum).
     exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
@@ -131,7 +133,7 @@ class PrecisionPlan:
         paths = list(paths)
         layers = [path for path in paths if _matches(path, FP8_LAYERS)]
         self.formats = dict.fromkeys(layers, PRESETS[preset])
-        self.base_format = "fp32" if preset == "fp32" else "bf16"
+        self.base_format = preset if preset in COMPUTE_DTYPES else "bf16"
         for pattern, fmt in overrides:
             hit = [path for path in layers if fnmatch.fnmatchcase(path, pattern)]
             outside = [
@@ -148,8 +150,8 @@ class PrecisionPlan:
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of activations between operations: float32 for the preset fp32, else bfloat16."""
-        return "float32" if self.base_format == "fp32" else "bfloat16"
+        """Dtype of activations between operations: float32 for the preset fp32, float16 for fp16, else bfloat16."""
+        return COMPUTE_DTYPES.get(self.preset, "bfloat16")
 
     @property
     def rows(self) -> list[PlanRow]:
@@ -182,7 +184,7 @@ class PrecisionPlan:
 
         Returns:
           A state of the same paths: `ScaledArray` (128x128 blocks) where the plan says FP8, else BF16
-          (FP32 for the preset fp32).
+          (FP32 or FP16 for the presets of that name).
         """
 
         def publish_one(path: str, value: jax.Array) -> Any:
@@ -246,7 +248,7 @@ def build_plan(paths: Iterable[str], section: Any) -> PrecisionPlan:
 def build_numerics(precision: Any, numerics: Any) -> Numerics:
     """The `Numerics` of the config sections `precision` and `numerics`."""
     return Numerics(
-        compute_dtype="float32" if precision.preset == "fp32" else "bfloat16",
+        compute_dtype=COMPUTE_DTYPES.get(precision.preset, "bfloat16"),
         engine_variant=numerics.engine_variant,
         exact=numerics.exact,
         promotion_order=precision.promotion_order,

@@ -28,7 +28,10 @@ MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel w
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """x rounded to `dtype` here, whatever is fused around it; the gradient is that of a cast."""
+    """x rounded to `dtype` here, whatever is fused around it; the gradient is that of a cast.
+
+    FP16 and FP32 are plain casts (`precision.COMPILER_OPTIONS` keeps them); BF16 is pinned besides.
+    """
     return _round_to_bfloat16(x.astype(jnp.float32)) if dtype == jnp.bfloat16 else x.astype(dtype)
 
 

@@ -3,6 +3,7 @@
     GRPO      A_i = (r_i − mean) / (std + 1e-6),  std with n − 1     (DeepSeekMath; also DAPO)
     Dr.GRPO   A_i = r_i − mean                                       (Understanding R1-Zero-Like Training)
     RLOO      A_i = r_i − mean of the others                         (Back to Basics, REINFORCE leave-one-out)
+    REINFORCE++  A_i = (r_i − batch mean) / (batch std + 1e-6),  std with n − 1   (REINFORCE++)
 
 A sample outside ``mask`` (its reward failed or timed out) is in no mean and no std and has advantage 0.  A group with
 fewer than two samples left, or whose rewards are all equal, has advantage exactly 0: it says nothing about which of its
@@ -55,6 +56,18 @@ def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
     others = np.maximum(counted.sum(axis=1, keepdims=True) - 1, 1)
     baseline = (values.sum(axis=1, keepdims=True) - values) / others
     return _only_informative(np.where(counted, values - baseline, 0.0), values, counted)
+
+
+def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+    """(r − mean) / (std + 1e-6) over all counted samples of the batch, std with n − 1: groups play no part.
+
+    A batch whose counted rewards are all equal has advantage 0, and a sample alone in its group keeps its own.
+    Departure from the paper: samples are normalised, not tokens (no KL term enters the reward here).
+
+    Arguments, result and errors as in `grpo`.
+    """
+    values, counted = _checked("reinforce_pp", rewards, mask)
+    return grpo(values.reshape(1, -1), counted.reshape(1, -1)).reshape(values.shape)
 
 
 def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.bool_]:

@@ -1,11 +1,14 @@
 """An algorithm's name and its null fields resolved to formulas and numbers, and the loss they make together.
 
-| name    | advantage | aggregation | clip       | dynamic sampling | overlong buffer                |
-|---------|-----------|-------------|------------|------------------|--------------------------------|
-| grpo    | GRPO      | token_mean  | 0.2 / 0.2  | no               | off                            |
-| dapo    | GRPO      | token_mean  | 0.2 / 0.28 | yes              | a fifth of the longest completion |
-| dr_grpo | Dr.GRPO   | constant    | 0.2 / 0.2  | no               | off                            |
-| rloo    | RLOO      | token_mean  | 0.2 / 0.2  | no               | off                            |
+| name         | advantage    | loss                | aggregation   | clip          | dynamic sampling, overlong buffer |
+|--------------|--------------|---------------------|---------------|---------------|-----------------------------------|
+| grpo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
+| dapo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.28    | on, a fifth of the completion     |
+| dr_grpo      | Dr.GRPO      | clipped ratio       | constant      | 0.2 / 0.2     | off                               |
+| rloo         | RLOO         | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
+| reinforce_pp | of the batch | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
+| gspo         | GRPO         | ratio of a sequence | sequence_mean | 3e-4 / 4e-4   | off                               |
+| cispo        | GRPO         | CISPO               | token_mean    | off / 4       | off                               |
 
 A field that the config sets overrides its column.  Everything downstream reads the resolved values only.
 """
@@ -21,15 +24,13 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl_jax.config import AlgorithmSection
+from jetrl_jax.config_algorithm import Aggregation, AlgorithmSection, CorrectionSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages, losses
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rl.losses import Aggregation, Denominators, KLEstimator
+from jetrl_jax.rl.losses import Denominators, KLEstimator
 
 AdvantageFunction = Callable[[Any, Any], NDArray[np.float64]]
-
-OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class ResolvedAlgorithm:
     """An algorithm without nulls; hashable, so usable as a static argument of ``jit``.
 
     Attributes:
-        name: grpo, dapo, dr_grpo or rloo.
+        name: one of the table.
         advantage: (rewards [P, G], mask [P, G]) -> advantages [P, G].
         aggregation: how token losses become one number.
         clip_low, clip_high: distances of the clip bounds from 1.
         dual_clip: c, or None for off.
+        bypass: the ratio compares with the engine's log-probabilities.
+        recompute: the correction needs the trainer's log-probabilities before the loss.
         kl_coef, kl_estimator: the KL term; a coefficient of 0 is off.
         epochs, minibatches: passes over a rollout batch and optimiser steps of one pass.
         mask_truncated: completions cut by length are not trained (their rewards stay in the group's mean and std).
@@ -57,6 +60,8 @@ class ResolvedAlgorithm:
     clip_low: float
     clip_high: float
     dual_clip: float | None
+    bypass: bool
+    recompute: bool
     kl_coef: float
     kl_estimator: KLEstimator
     epochs: int
@@ -70,8 +75,13 @@ class ResolvedAlgorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every optimiser step sees the policy that generated: the ratio is 1, old_logprobs are not needed."""
+        """Whether every optimiser step sees the policy that generated: the ratio to the trainer's own logprobs is 1."""
         return self.epochs == 1 and self.minibatches == 1
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the trainer's log-probabilities at the behaviour version are computed before the loss."""
+        return self.recompute or not (self.on_policy or self.bypass)
 
     @property
     def needs_reference(self) -> bool:
@@ -90,12 +100,15 @@ class ResolvedAlgorithm:
         return values
 
 
-def resolve_algorithm(section: AlgorithmSection, max_completion_tokens: int) -> ResolvedAlgorithm:
+def resolve_algorithm(
+    section: AlgorithmSection, max_completion_tokens: int, correction: CorrectionSection | None = None
+) -> ResolvedAlgorithm:
     """Replaces every null of the config section by the default of the named algorithm (table above).
 
     Args:
         section: ``algorithm`` of the run's config.
         max_completion_tokens: longest completion, in tokens.
+        correction: ``correction`` of the run's config; None is its defaults.
 
     Returns:
         The resolved algorithm.
@@ -103,33 +116,24 @@ def resolve_algorithm(section: AlgorithmSection, max_completion_tokens: int) -> 
     Raises:
         UserError: an overlong buffer longer than the longest completion.
     """
-    is_dapo = section.name == "dapo"
-    default_aggregation: Aggregation = "constant" if section.name == "dr_grpo" else "token_mean"
-    buffer = section.overlong_buffer_tokens
-    if buffer is None:
-        buffer = max_completion_tokens // OVERLONG_FRACTION if is_dapo else 0
+    buffer = section.resolved("overlong_buffer_tokens", max_completion_tokens)
     if buffer > max_completion_tokens:
         raise UserError(
             f"resolve_algorithm: the penalty zone does not fit: got algorithm.overlong_buffer_tokens={buffer}, "
             f"expected at most rollout.max_completion_tokens={max_completion_tokens}"
         )
+    names = ("clip_low", "clip_high", "dynamic_sampling", "overlong_buffer_tokens")
+    copied = ("dual_clip", "kl_coef", "kl_estimator", "epochs", "minibatches", "mask_truncated", "max_generation_rounds")
     return ResolvedAlgorithm(
         name=section.name,
-        advantage=_ADVANTAGES[section.name],
-        aggregation=section.loss_aggregation or default_aggregation,
-        clip_low=_or(section.clip_low, 0.2),
-        clip_high=_or(section.clip_high, 0.28 if is_dapo else 0.2),
-        dual_clip=section.dual_clip,
-        kl_coef=section.kl_coef,
-        kl_estimator=section.kl_estimator,
-        epochs=section.epochs,
-        minibatches=section.minibatches,
-        mask_truncated=section.mask_truncated,
-        dynamic_sampling=is_dapo if section.dynamic_sampling is None else section.dynamic_sampling,
-        max_generation_rounds=section.max_generation_rounds,
-        overlong_buffer_tokens=buffer,
+        advantage=_ADVANTAGES.get(section.name, advantages.grpo),
+        aggregation=section.resolved("loss_aggregation", max_completion_tokens),
+        bypass=correction is not None and correction.mode == "bypass",
+        recompute=correction is not None and correction.recomputes,
         max_completion_tokens=max_completion_tokens,
         notes=_notes(section),
+        **{name: section.resolved(name, max_completion_tokens) for name in names},
+        **{name: getattr(section, name) for name in copied},
     )
 
 
@@ -141,7 +145,7 @@ def policy_objective(
     *,
     entropy: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The share of one microbatch in the loss: aggregate(policy_loss + kl_coef · kl_penalty).
+    """The share of one microbatch in the loss: aggregate(correction · policy_loss + kl_coef · kl_penalty).
 
     Args:
         logprobs: [R, T] of the batch's tokens under the policy now, aligned with targets.
@@ -157,15 +161,16 @@ def policy_objective(
     Raises:
         ValueError: a KL term without ``batch.ref_logprobs``.
     """
-    token_loss, stats = losses.policy_loss(
-        logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.loss_mask,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-    )
+    arrays, clips = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask), (algorithm.clip_low, algorithm.clip_high)
+    if algorithm.name == "cispo":
+        token_loss, stats = losses.cispo_loss(*arrays, clip_low=clips[0], clip_high=clips[1])
+    else:
+        sequences = losses.Sequences(batch.segment_ids, batch.inverse_length) if algorithm.name == "gspo" else None
+        token_loss, stats = losses.policy_loss(
+            *arrays, clip_low=clips[0], clip_high=clips[1], dual_clip=algorithm.dual_clip, sequences=sequences
+        )
+    if batch.correction is not None:
+        token_loss = token_loss * jax.lax.stop_gradient(losses.masked(batch.correction, batch.loss_mask))
     if algorithm.needs_reference:
         if batch.ref_logprobs is None:
             raise ValueError(f"policy_objective: no reference: got ref_logprobs=None, expected [R, T] for kl_coef={algorithm.kl_coef}")
@@ -178,16 +183,11 @@ def policy_objective(
     return loss, stats
 
 
-_ADVANTAGES: dict[str, AdvantageFunction] = {
-    "grpo": advantages.grpo,
-    "dapo": advantages.grpo,
+_ADVANTAGES: dict[str, AdvantageFunction] = {  # the others have GRPO's
     "dr_grpo": advantages.dr_grpo,
     "rloo": advantages.rloo,
+    "reinforce_pp": advantages.reinforce_pp,
 }
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _notes(section: AlgorithmSection) -> tuple[str, ...]:

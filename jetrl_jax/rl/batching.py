@@ -63,6 +63,7 @@ class TrainBatch:
         inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside ``loss_mask``.
         old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None on-policy.
         ref_logprobs: the same of the frozen reference; None without a KL term.
+        correction: float32, weight of each token's policy loss (`jetrl_jax.rl.correction`); None is 1.
     """
 
     token_ids: Any
@@ -75,6 +76,7 @@ class TrainBatch:
     inverse_length: Any
     old_logprobs: Any = None
     ref_logprobs: Any = None
+    correction: Any = None
 
     def replace(self, **changes: Any) -> TrainBatch:
         """A copy with other values, such as ``old_logprobs``."""
@@ -132,6 +134,8 @@ def pack(
     indices: ArrayLike | None = None,
     old_logprobs: Sequence[ArrayLike] | None = None,
     ref_logprobs: Sequence[ArrayLike] | None = None,
+    correction: Sequence[ArrayLike] | None = None,
+    keep: Sequence[ArrayLike] | None = None,
 ) -> list[TrainBatch]:
     """Packs the trained trajectories into microbatches of one shape.
 
@@ -144,6 +148,9 @@ def pack(
         indices: which of the N to pack (a part of `split_minibatches`); None packs all.
         old_logprobs: N arrays, one value per completion token; None leaves the field None.
         ref_logprobs: likewise.
+        correction: likewise, weights of the policy loss.
+        keep: N bool arrays, false at completion tokens that are not trained; None trains all.  A trajectory without any
+            trained token is not packed.
 
     Returns:
         At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained it is all
@@ -153,13 +160,16 @@ def pack(
         ValueError: sizes or lengths that do not fit, all of them in one message.
     """
     chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices, np.int64)
-    keep, values = np.asarray(mask, bool), np.asarray(advantages, np.float64)
-    extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    packed, values = np.asarray(mask, bool), np.asarray(advantages, np.float64)
+    extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "correction": correction}
     per_token = {"rollout_logprobs": [t.rollout_logprobs for t in trajectories]}
     per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
-    _check_sizes(len(trajectories), values, keep, row_tokens, microbatch_tokens, per_token)
-    chosen = chosen[keep[chosen]]
-    _check_sequences(trajectories, chosen, row_tokens, values, per_token)
+    checked = per_token if keep is None else per_token | {"keep": [np.asarray(k, bool) for k in keep]}
+    _check_sizes(len(trajectories), values, packed, row_tokens, microbatch_tokens, checked)
+    if keep is not None:
+        packed = packed & np.array([np.any(k) for k in keep], bool)
+    chosen = chosen[packed[chosen]]
+    _check_sequences(trajectories, chosen, row_tokens, values, checked)
 
     lengths = np.asarray([len(trajectories[i].prompt_ids) + len(trajectories[i].completion_ids) for i in chosen], np.int64)
     row, start, num_rows = _first_fit_decreasing(lengths, row_tokens)
@@ -172,16 +182,18 @@ def pack(
         r = row[place]
         segments[r] += 1
         whole = slice(start[place], start[place] + lengths[place])
-        completion = slice(whole.start + len(trajectories[index].prompt_ids), whole.stop)
+        trained = np.arange(whole.start + len(trajectories[index].prompt_ids), whole.stop)
+        kept = np.ones(len(trained), bool) if keep is None else checked["keep"][index]
+        trained = trained[kept]
         arrays["token_ids"][r, whole] = np.concatenate([trajectories[index].prompt_ids, trajectories[index].completion_ids])
         arrays["positions"][r, whole] = np.arange(lengths[place])
         arrays["segment_ids"][r, whole] = segments[r]
         arrays["sequence_index"][r, whole] = index
-        arrays["loss_mask"][r, completion] = True
-        arrays["advantages"][r, completion] = values[index]
-        arrays["inverse_length"][r, completion] = 1.0 / (completion.stop - completion.start)
+        arrays["loss_mask"][r, trained] = True
+        arrays["advantages"][r, trained] = values[index]
+        arrays["inverse_length"][r, trained] = 1.0 / len(trained)
         for name, token_values in per_token.items():
-            arrays[name][r, completion] = token_values[index]
+            arrays[name][r, trained] = np.asarray(token_values[index])[kept]
     return [
         TrainBatch(**{name: array[first : first + rows_each] for name, array in arrays.items()})
         for first in range(0, total_rows, rows_each)

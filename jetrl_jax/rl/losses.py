@@ -2,9 +2,11 @@
 
     ratio_t = exp(clip(logprobs_t − old_logprobs_t, ±20))
     PPO     L_t = max(−A·ratio, −A·clip(ratio, 1 − clip_low, 1 + clip_high));  dual clip, A < 0: min(L_t, −A·c)
+    GSPO    the same with ratio_t = exp(mean of the log ratios of the sequence), differentiated at t alone
+    CISPO   L_t = −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs
     KL      d = logprobs − ref_logprobs;  k1 = d,  k2 = d²/2,  k3 = e^(−d) − 1 + d
 
-Token arrays are [R, T] (packed rows, or any other shape: nothing here looks along an axis) and aligned with targets:
+Token arrays are [R, T] (packed rows; but for GSPO nothing here looks along an axis) and aligned with targets:
 ``logprobs[r, t]`` is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is true at the
 tokens that are trained.  A masked value enters no exponential and no sum: −inf, inf or NaN there changes neither the
 value nor the gradient.  A non-finite value that is not masked is not hidden: it reaches the loss.
@@ -12,8 +14,9 @@ value nor the gradient.  A non-finite value that is not masked is not hidden: it
 Statistics are sums over the masked tokens of a call, so that those of microbatches add up; `jetrl_jax.rl.metrics`
 turns the sums into fractions and means.
 
-Sources: PPO (clip), dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO; constant
-denominator: Dr.GRPO; KL estimators: Schulman, "Approximating KL Divergence".
+Sources: PPO (clip); dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO; GSPO,
+arXiv 2507.18071; CISPO, arXiv 2506.13585; constant denominator: Dr.GRPO; KL estimators: Schulman, "Approximating KL
+Divergence".
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+from jetrl_jax.config_algorithm import Aggregation
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0  # of a log ratio, before any exp
@@ -51,6 +55,19 @@ class Denominators:
     constant: ArrayLike
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each token of packed rows belongs to.
+
+    Attributes:
+        segment_ids: int32 [R, T], 0 to T, unique within a row.
+        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence.
+    """
+
+    segment_ids: jax.Array
+    inverse_length: jax.Array
+
+
 def policy_loss(
     logprobs: jax.Array,
     old_logprobs: jax.Array | None,
@@ -60,6 +77,7 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Clipped importance-ratio loss of each token.
 
@@ -74,6 +92,8 @@ def policy_loss(
         clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
         clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
+        sequences: GSPO: a token's ratio is that of its sequence, s = exp(mean over its trained tokens of the log ratio),
+            with the gradient of s·π/sg(π) (the paper's GSPO-token); None: each token has its own.
 
     Returns:
         The loss [R, T], 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the masked tokens:
@@ -90,11 +110,13 @@ def policy_loss(
         old_kl_sum              Σ (ratio − 1 − log ratio), an estimate of KL(old ‖ now)
     """
     mask = jnp.asarray(loss_mask).astype(bool)
-    logprobs = _masked(logprobs, mask)
-    reference = logprobs if old_logprobs is None else _masked(old_logprobs, mask)
-    log_ratio = jnp.clip(logprobs - jax.lax.stop_gradient(reference), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    if sequences is not None:
+        mean = jax.lax.stop_gradient(sequence_mean(log_ratio, mask, sequences))
+        log_ratio = mean + log_ratio - jax.lax.stop_gradient(log_ratio)
+    log_ratio = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = jnp.exp(log_ratio)
-    advantages = jax.lax.stop_gradient(_masked(advantages, mask))
+    advantages = jax.lax.stop_gradient(masked(advantages, mask))
 
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
     below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
@@ -106,20 +128,60 @@ def policy_loss(
         dual = negative & (ratio > dual_clip)
         loss = jnp.where(dual, -advantages * dual_clip, loss)
 
+    stats = _statistics(mask, positive, negative, below, above, log_ratio) | {"clipped_dual_negative": jnp.sum(dual, dtype=ratio.dtype)}
+    return masked(loss, mask), jax.lax.stop_gradient(stats)
+
+
+def cispo_loss(
+    logprobs: jax.Array, old_logprobs: jax.Array | None, advantages: jax.Array, loss_mask: jax.Array, *, clip_low: float, clip_high: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs; every token keeps a gradient.
+
+    Arguments and results as in `policy_loss`; the four ``clipped`` and ``outside`` sums count tokens whose weight is cut.
+    clip_low of 1 or more never cuts.
+    """
+    mask = jnp.asarray(loss_mask).astype(bool)
+    log_ratio = jax.lax.stop_gradient(_log_ratio(logprobs, old_logprobs, mask))
+    log_ratio = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = jnp.exp(log_ratio)
+    advantages = jax.lax.stop_gradient(masked(advantages, mask))
+    loss = -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages * masked(logprobs, mask)
+    positive, negative = mask & (advantages > 0), mask & (advantages < 0)
+    stats = _statistics(mask, positive, negative, ratio < 1.0 - clip_low, ratio > 1.0 + clip_high, log_ratio)
+    return masked(loss, mask), jax.lax.stop_gradient(stats | {"clipped_dual_negative": jnp.zeros((), ratio.dtype)})
+
+
+def _log_ratio(logprobs: jax.Array, old_logprobs: jax.Array | None, mask: jax.Array) -> jax.Array:
+    """logprobs − old_logprobs, 0 where masked, not yet clamped; the gradient is that of logprobs."""
+    now = masked(logprobs, mask)
+    return now - jax.lax.stop_gradient(now if old_logprobs is None else masked(old_logprobs, mask))
+
+
+def _statistics(
+    mask: jax.Array, positive: jax.Array, negative: jax.Array, below: jax.Array, above: jax.Array, log_ratio: jax.Array
+) -> dict[str, jax.Array]:
     counts = {
         "tokens": mask,
         "positive_tokens": positive,
         "negative_tokens": negative,
         "clipped_high_positive": positive & above,
         "clipped_low_negative": negative & below,
-        "clipped_dual_negative": dual,
         "outside_low_positive": positive & below,
         "outside_high_negative": negative & above,
     }
-    stats = {name: jnp.sum(where, dtype=ratio.dtype) for name, where in counts.items()}
-    stats["ratio_sum"] = masked_sum(ratio, mask)
+    stats = {name: jnp.sum(where, dtype=log_ratio.dtype) for name, where in counts.items()}
+    stats["ratio_sum"] = masked_sum(jnp.exp(log_ratio), mask)
     stats["old_kl_sum"] = masked_sum(jnp.expm1(log_ratio) - log_ratio, mask)
-    return _masked(loss, mask), jax.lax.stop_gradient(stats)
+    return stats
+
+
+def sequence_mean(values: jax.Array, loss_mask: jax.Array, sequences: Sequences) -> jax.Array:
+    """Each token's value replaced by the mean over the trained tokens of its sequence; [R, T], 0 in a sequence without any."""
+    rows, tokens = values.shape
+    segment = (sequences.segment_ids + (tokens + 1) * jnp.arange(rows, dtype=jnp.int32)[:, None]).reshape(-1)
+    weighted = masked(values, loss_mask) * masked(sequences.inverse_length, loss_mask)
+    sums = jax.ops.segment_sum(weighted.reshape(-1), segment, num_segments=rows * (tokens + 1))
+    return sums[segment].reshape(rows, tokens)
 
 
 def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator) -> jax.Array:
@@ -147,7 +209,7 @@ def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Arra
         ValueError: another estimator.
     """
     mask = jnp.asarray(loss_mask).astype(bool)
-    difference = _masked(logprobs, mask) - jax.lax.stop_gradient(_masked(ref_logprobs, mask))
+    difference = masked(logprobs, mask) - jax.lax.stop_gradient(masked(ref_logprobs, mask))
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -194,19 +256,19 @@ def aggregate(
         weight, denominator = None, denominators.constant
     else:
         raise ValueError(f"aggregate: unknown aggregation: got aggregation={aggregation!r}, expected one of {get_args(Aggregation)}")
-    values = _masked(token_values, mask)
+    values = masked(token_values, mask)
     if weight is not None:
-        values = values * _masked(weight, mask)
+        values = values * masked(weight, mask)
     return jnp.sum(values) / jnp.maximum(jnp.asarray(denominator, values.dtype), 1.0)
 
 
 def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
     """Σ of ``values`` [R, T] over the tokens where ``loss_mask`` is true; masked values may be non-finite."""
-    return jnp.sum(_masked(values, jnp.asarray(loss_mask).astype(bool)))
+    return jnp.sum(masked(values, jnp.asarray(loss_mask).astype(bool)))
 
 
-def _masked(values: jax.Array, mask: jax.Array) -> jax.Array:
+def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Values in float32 (float64 stays), 0 where masked; the gradient there is exactly 0."""
-    values = jnp.asarray(values)
+    values, mask = jnp.asarray(values), jnp.asarray(mask).astype(bool)
     dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     return jnp.where(mask, values.astype(dtype), jnp.zeros((), dtype))

@@ -107,6 +107,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("count/reward_*_non_finite", "completions", "completions for which one reward function returned NaN or an infinity", "lower"),
     Metric("advantage/abs_mean", "advantage", "mean magnitude of the advantages of the trained completions"),
     Metric("optimizer/grad_norm", "norm", "global norm of the gradient before clipping"),
+    Metric("optimizer/loss_scale", "1", "factor of the loss in the next update of the FP16 flow"),
+    Metric("count/loss_scale_overflows", "updates", "updates of the run so far that the FP16 flow skipped for an overflow", "lower"),
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
     Metric("warm_start/loss", "nats/token", "cross-entropy of the supervised warm start", "lower"),
 )

@@ -9,6 +9,7 @@ tensor it was; the selection happens inside the program, so buffers can be donat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.training.loss_scale import SMALLEST, LossScale
 from pallas_kernels import ScaledArray, nonfinite_blocks
 
 Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
@@ -33,19 +35,24 @@ Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A policy version: FP32 masters, optimiser moments, and the published weights made from the masters."""
+    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters, FP16's loss scale."""
 
     params: nnx.State
     opt_state: optax.OptState
     published: nnx.State
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed)."""
+    """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed).
+
+    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it must be.
+    """
 
     grad_norm: float
     nonfinite: tuple[str, ...]
+    overflow: bool = False
 
 
 class PolicyPrograms:
@@ -57,15 +64,23 @@ class PolicyPrograms:
       optimizer: optax transformation over the masters.
       temperature: the rollout's sampling temperature.
       chunk_tokens: tokens whose logits exist at once.
+      loss_scale: that of the first update; None trains without.
     """
 
     def __init__(
-        self, model: Decoder, plan: PrecisionPlan, optimizer: optax.GradientTransformation, *, temperature: float, chunk_tokens: int
+        self,
+        model: Decoder,
+        plan: PrecisionPlan,
+        optimizer: optax.GradientTransformation,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.graphdef, params = nnx.split(model)
         self.paths = [path for path, _ in named_params(params)]
         self.plan, self.optimizer = plan, optimizer
-        self.temperature, self.chunk_tokens = temperature, chunk_tokens
+        self.temperature, self.chunk_tokens, self.loss_scale = temperature, chunk_tokens, loss_scale
         self._publish = jit(plan.publish)
         self._freeze = jit(plan.frozen_weights)
         self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
@@ -77,7 +92,7 @@ class PolicyPrograms:
     def init(self, params: nnx.State) -> TrainState:
         """The first state of a policy with these FP32 masters."""
         params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
-        return TrainState(params, jit(self.optimizer.init)(params), self._publish(params))
+        return TrainState(params, jit(self.optimizer.init)(params), self._publish(params), self.loss_scale)
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The state's policy as weights of a forward without gradient (a reference policy)."""
@@ -103,10 +118,11 @@ class PolicyPrograms:
 
     def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
         """The next state (the arguments' buffers are consumed), unchanged where something is not finite."""
+        scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
         state, norm, finite = self._update(state, grads)
         flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
         bad = [f"{kind} {path}" for kind, flag in flags.items() for path, ok in zip(self.paths, flag, strict=True) if not ok]
-        return state, UpdateReport(float(norm), tuple(bad))
+        return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
 
     def _bind(self, params: nnx.State, published: nnx.State) -> Decoder:
         return nnx.merge(self.graphdef, self.plan.training_weights(params, published))
@@ -124,21 +140,25 @@ class PolicyPrograms:
             model = self._bind(params, state.published)
             logprobs, entropy = self._completion_logprobs(model, batch.token_ids, batch.positions, batch.segment_ids)
             value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
-            return value, (stats | {"loss": value}, logprobs)
+            return _scaled(value, state), (stats | {"loss": value}, logprobs)
 
         (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return grads, stats, logprobs
 
     def _supervised_gradient_program(self, state: TrainState, batch: TrainBatch, tokens: jax.Array) -> Any:
-        def loss(params: nnx.State) -> jax.Array:
+        def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
             model = self._bind(params, state.published)
             logprobs, _ = self._completion_logprobs(model, batch.token_ids, batch.positions, batch.segment_ids)
-            return -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
+            value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
+            return _scaled(value, state), value
 
-        value, grads = jax.value_and_grad(loss)(state.params)
+        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return grads, value
 
     def _update_program(self, state: TrainState, grads: nnx.State) -> Any:
+        scale = state.loss_scale
+        if scale is not None:
+            grads = jax.tree.map(lambda value: value / scale.factor, grads)
         norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
@@ -147,7 +167,13 @@ class PolicyPrograms:
         squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
         finite = {"gradient": _finite(squares), "parameter": _finite(params), "scale": _finite(new.published)}
         ok = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()]))
-        return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state), norm, finite
+        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, dataclasses.replace(state, loss_scale=None))
+        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"]))), norm, finite
+
+
+def _scaled(loss: jax.Array, state: TrainState) -> jax.Array:
+    """What is differentiated: the loss times FP16's loss scale."""
+    return loss if state.loss_scale is None else loss * state.loss_scale.factor
 
 
 def _finite(state: nnx.State) -> jax.Array:

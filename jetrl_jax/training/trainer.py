@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from flax import nnx
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
-from jetrl_jax.rl import batching
+from jetrl_jax.rl import batching, correction
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rollout.engine import RolloutEngine
@@ -32,6 +33,15 @@ from jetrl_jax.training.console import Console
 from jetrl_jax.training.prompts import PromptStream
 from jetrl_jax.training.run_directory import RunDirectory
 from jetrl_jax.training.step import PolicyPrograms, TrainState
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What was computed of a batch before the loss: per trajectory, or None; and (microbatch, old logprobs) for the metrics."""
+
+    old: list[np.ndarray] | None
+    reference: list[np.ndarray] | None
+    pairs: list[tuple[batching.TrainBatch, np.ndarray]]
 
 
 class Trainer:
@@ -61,7 +71,7 @@ class Trainer:
         self.config, self.algorithm, self.programs, self.state = config, algorithm, programs, state
         self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
         self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
-        self.policy_version = self.updates = self.skipped_in_a_row = 0
+        self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = 0
         engine.load_weights(state.published, self.policy_version)
 
     def step(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
@@ -107,28 +117,39 @@ class Trainer:
         )
         advantages = self.algorithm.advantage(rewards, counted.reshape(-1, group)).reshape(-1)
         shape = (self.config.row_tokens, self.config.batch.microbatch_tokens)
-        old, reference = self._score(batch, advantages, trained, shape, clock)
+        scores = self._score(batch, advantages, trained, shape, clock)
+        arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}
+        row: dict[str, float] = {}
+        if self.algorithm.recompute and scores.old is not None:
+            corrected = correction.correct(self.config.correction, scores.old, [t.rollout_logprobs for t in batch.trajectories], trained)
+            arrays |= {"correction": corrected.weights, "keep": corrected.keep}
+            row |= corrected.metrics
+        if self.algorithm.bypass:
+            arrays["old_logprobs"] = [t.rollout_logprobs for t in batch.trajectories]
         sums: dict[str, float] = {}
-        losses, norms, pairs, padding = [], [], [], []
+        losses: list[float] = []
+        norms: list[float | None] = []
+        padding: list[float] = []
+        pairs = scores.pairs
         for epoch in range(self.algorithm.epochs):
             seed = (self.config.seed, step, epoch)
             for indices in batching.split_minibatches(len(batch.prompts), group, self.algorithm.minibatches, seed=seed):
-                micro = batching.pack(
-                    batch.trajectories, advantages, trained, *shape, indices=indices, old_logprobs=old, ref_logprobs=reference
-                )
+                micro = batching.pack(batch.trajectories, advantages, trained, *shape, indices=indices, **arrays)
                 with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
                     loss, norm, logprobs = self._optimise(step, micro, batch, sums, progress)
+                if scores.old is None and not norms:  # the first update's forward is that of the behaviour version
+                    pairs = list(zip(micro, logprobs, strict=True))
                 losses.append(loss)
                 norms.append(norm)
                 if epoch == 0:
-                    now = logprobs if old is None else [b.old_logprobs for b in micro]
-                    pairs += list(zip(micro, now, strict=True))
                     padding += [float(np.mean(b.segment_ids == 0)) for b in micro]
         finite = [norm for norm in norms if norm is not None]
         if finite:
             self.policy_version += 1
-        row = rl_metrics.loss_metrics(sums) | _mismatch(pairs)
+        row |= rl_metrics.loss_metrics(sums) | _mismatch(pairs)
         row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
+        if self.state.loss_scale is not None:
+            row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.overflows}
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"advantage/abs_mean": float(np.abs(advantages[trained]).mean()) if trained.any() else 0.0}
         row |= {"count/padding_fraction": float(np.mean(padding)), "count/masked_samples": int((~trained).sum())}
@@ -137,20 +158,23 @@ class Trainer:
         )
         return row
 
-    def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> tuple[Any, Any]:
-        """(old_logprobs, ref_logprobs) per trajectory; None where the loss does not need them."""
-        needs_old, reference = not self.algorithm.on_policy, self.reference
+    def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> _Scores:
+        """Log-probabilities of the batch under the trainer's policy and the reference, where the loss needs them."""
+        needs_old, reference = self.algorithm.needs_old, self.reference
         if not needs_old and reference is None:
-            return None, None
+            return _Scores(None, None, [])
         micro = batching.pack(batch.trajectories, advantages, trained, *shape)
 
         def score(weights: nnx.State) -> list[np.ndarray]:
-            values = [self.programs.logprobs(weights, b) for b in micro]
+            return [self.programs.logprobs(weights, b) for b in micro]
+
+        def unpacked(values: list[np.ndarray]) -> list[np.ndarray]:
             return batching.unpack(micro, values, len(batch.trajectories))
 
         with self.console.phase("logprob", len(micro), "microbatches"), clock.phase("logprob"):
             old = score(self.programs.frozen(self.state)) if needs_old else None
-            return old, None if reference is None else score(reference)
+            pairs = [] if old is None else list(zip(micro, old, strict=True))
+            return _Scores(old and unpacked(old), None if reference is None else unpacked(score(reference)), pairs)
 
     def _optimise(
         self, step: int, micro: list[batching.TrainBatch], batch: RolloutBatch, sums: dict[str, float], progress: Any
@@ -174,6 +198,9 @@ class Trainer:
             self._skip(step, "loss", batch, micro)
             return loss, None, logprobs
         self.state, report = self.programs.update(self.state, grads)
+        if report.overflow:
+            self.overflows += 1
+            return loss, None, logprobs
         if report.nonfinite:
             self._skip(step, ", ".join(report.nonfinite[:3]), batch, micro)
             return loss, None, logprobs

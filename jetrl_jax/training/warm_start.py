@@ -110,7 +110,7 @@ def warm_start(
         batch = sampler.batch(step)
         grads, loss = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
         state, report = programs.update(state, grads)
-        if report.nonfinite:
+        if report.nonfinite and not report.overflow:
             raise RunStopped(
                 f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower warm_start.learning_rate."
             )

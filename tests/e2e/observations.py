@@ -58,6 +58,12 @@ def step(config: RunConfig) -> Seen:
     return Seen(without_clocks(row), prompts, trainer.engine.asked, programs.shapes, programs.losses, weights)
 
 
+def loss_scale(config: RunConfig) -> Any:
+    """The loss scale of the first update, and how often it may grow."""
+    scale = GRPOTrainer(config).new_programs().loss_scale
+    return None if scale is None else (float(scale.factor), scale.growth_interval)
+
+
 def prompts(config: RunConfig) -> Any:
     """The prompts of a step, and how many were passed over."""
     seen = step(config)

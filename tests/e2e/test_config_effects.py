@@ -29,6 +29,7 @@ from observations import (
     export,
     fp8_layer,
     logprobs,
+    loss_scale,
     losses,
     parameters,
     plan,
@@ -153,6 +154,7 @@ class Change:
 
 
 BF16 = {"precision": {"preset": "bf16"}, "numerics.exact": False}
+FP16 = {"precision": {"preset": "fp16"}}
 FP32 = {"precision": {"preset": "fp32"}, "numerics.exact": False}  # the least to compile
 WIDE = {"model.hidden_size": 256, "model.intermediate_size": 256, "numerics.exact": False}
 OVERRIDE = {"precision.overrides": [{"pattern": "*.mlp.*", "format": "bf16"}]}
@@ -190,12 +192,15 @@ CHANGES = (
     Change("tokenizer.system_prompt", "be brief", templated_tokens, CHAT),
     Change("precision.preset", "fp8_forward", fp8_layer, WIDE),
     Change("precision.preset", "bf16", plan),
+    Change("precision.preset", "fp16", plan),
     Change("precision.overrides.N.pattern", "*.down_proj.weight", plan, OVERRIDE),
     Change("precision.overrides.N.format", "fp8", plan, OVERRIDE),
     Change("precision.wgrad_operand", "dual", fp8_layer, WIDE),
     Change("precision.wgrad_operand", "block", fp8_layer, WIDE),
     Change("precision.scale_format", "power_of_two", fp8_layer, WIDE),
     Change("precision.promotion_order", "triton", fp8_layer, WIDE),
+    Change("loss_scale.initial", 64.0, loss_scale, FP16),
+    Change("loss_scale.growth_interval", 7, loss_scale, FP16),
     Change("numerics.exact", True, logprobs, BF16),
     Change("numerics.engine_variant", "cuda", logprobs, BF16),
     Change("task.kind", "gsm8k", examples, {"task": {}}),
@@ -232,6 +237,22 @@ CHANGES = (
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
     Change("algorithm.name", "dapo", losses),
+    Change("algorithm.name", "reinforce_pp", losses),
+    Change("algorithm.name", "gspo", losses),
+    Change("algorithm.name", "cispo", losses),
+    Change("correction.mode", "bypass", losses, OFF_POLICY),
+    Change("correction.weight", "token_truncate", losses),
+    Change("correction.weight", "sequence_truncate", losses),
+    Change("correction.weight", "token_mask", losses),
+    Change("correction.weight", "sequence_mask", losses),
+    Change("correction.low", 0.9, losses, {"correction.weight": "token_mask"}),
+    Change("correction.high", 1.1, losses, {"correction.weight": "token_truncate"}),
+    Change("correction.normalize", True, losses, {"correction.weight": "token_truncate"}),
+    Change("correction.reject", "k3", losses, {"correction": {"veto": 1e-9}}),
+    Change("correction.reject_level", "token", losses, {"correction": {"reject": "k1", "reject_low": 0.5, "reject_high": 1.2}}),
+    Change("correction.reject_low", 0.5, losses, {"correction": {"reject": "k1", "reject_level": "token"}}),
+    Change("correction.reject_high", 2.0, losses, {"correction": {"reject": "k2", "reject_level": "token"}}),
+    Change("correction.veto", 0.9, losses, {"correction.weight": "token_truncate"}),
     Change("algorithm.loss_aggregation", "sequence_mean", losses),
     Change("algorithm.clip_low", 0.5, losses, OFF_POLICY),
     Change("algorithm.clip_high", 0.5, losses, OFF_POLICY),

@@ -117,7 +117,7 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only"])
+@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"])
 def test_every_flow_takes_a_step(preset, tmp_path):
     config = tiny_config(tmp_path / "run", precision={"preset": preset}, warm_start=None)
     row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
@@ -136,6 +136,9 @@ def test_every_flow_takes_a_step(preset, tmp_path):
         {"name": "dr_grpo", "minibatches": 2, "epochs": 2},
         {"name": "rloo", "kl_coef": 0.1, "minibatches": 2},
         {"name": "grpo", "kl_coef": 0.1, "mask_truncated": True},
+        {"name": "gspo", "minibatches": 2},
+        {"name": "cispo", "minibatches": 2},
+        {"name": "reinforce_pp"},
     ],
     ids=lambda value: value["name"],
 )
@@ -143,6 +146,54 @@ def test_every_algorithm_takes_a_step(algorithm, tmp_path):
     config = tiny_config(tmp_path / "run", algorithm=algorithm, warm_start=None)
     row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
     assert np.isfinite(row["loss/total"])
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"weight": "token_truncate", "normalize": True, "reject": "k3", "reject_level": "token", "reject_high": 1e-7, "veto": 1e-4},
+        {"weight": "sequence_mask", "low": 0.99, "high": 1.01},
+        {"mode": "bypass"},
+    ],
+    ids=lambda value: value.get("weight", "bypass"),
+)
+def test_correction_of_the_flow_that_needs_one(correction, tmp_path):
+    fields = {"precision": {"preset": "fp8_rollout_only"}, "warm_start": None, "algorithm": {"minibatches": 2}, "correction": correction}
+    row = GRPOTrainer(tiny_config(tmp_path / "run", **fields), reward_functions=[shorter]).dry_run()["metrics"]
+    assert np.isfinite(row["loss/total"]) and row["mismatch/logprob_abs_max"] > 1e-4
+    if correction.get("mode") == "bypass":  # the first minibatch's ratio is the mismatch itself
+        assert "correction/weight_mean" not in row and row["policy/old_kl"] > 0
+    else:
+        assert 0 < row["correction/weight_ess"] < 1
+        assert 0 < row["correction/rejected_token_fraction" if "reject" in correction else "correction/bounded_fraction"] < 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_correction_of_an_exact_flow_changes_nothing(minibatches, tmp_path):
+    fields = {"warm_start": None, "algorithm": {"minibatches": minibatches}}
+    plain = GRPOTrainer(tiny_config(tmp_path / "a", **fields), reward_functions=[shorter]).dry_run()["metrics"]
+    fields["correction"] = {"weight": "token_truncate", "normalize": True, "reject": "k1", "veto": 1e-4}
+    corrected = GRPOTrainer(tiny_config(tmp_path / "b", **fields), reward_functions=[shorter]).dry_run()["metrics"]
+    assert corrected["loss/total"] == plain["loss/total"] and corrected["optimizer/grad_norm"] == plain["optimizer/grad_norm"]
+    assert corrected["correction/weight_mean"] == corrected["correction/weight_ess"] == 1
+    assert corrected["correction/rejected_token_fraction"] == 0
+
+
+def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path):
+    directory = tmp_path / "run"
+    fields = {"precision": {"preset": "fp16"}, "loss_scale": {"initial": 2.0**20, "growth_interval": 2}, "warm_start": None}
+    length = {"tensorboard": False, "samples_per_step": 0}
+    whole = GRPOTrainer(tiny_config(tmp_path / "whole", **fields, run={"steps": 4, **length}), reward_functions=[shorter])
+    whole.train()
+    expected = rows(tmp_path / "whole")[1:]
+    assert {row["count/skipped_updates"] for row in expected} == {0, 1}, "overflows and updates"
+    scales = [2.0**20, *(row["optimizer/loss_scale"] for row in expected)]
+    assert set(np.diff(np.log2(scales))) == {-1, 0, 1}, "halved, kept and doubled"
+    GRPOTrainer(tiny_config(directory, **fields, run={"steps": 2, **length}), reward_functions=[shorter]).train()
+    GRPOTrainer(tiny_config(directory, **fields, run={"steps": 4, **length}), reward_functions=[shorter], resume=True).train()
+    resumed = rows(directory)[1:]
+    keys = ("step", "optimizer/loss_scale", "count/loss_scale_overflows", "loss/total")
+    assert [[row[key] for key in keys] for row in resumed] == [[row[key] for key in keys] for row in expected]
 
 
 def test_python_interface_takes_records_and_a_function(tmp_path):

@@ -8,11 +8,13 @@ import numpy as np
 
 
 def advantages(name, rewards, mask):
-    """GRPO, Dr.GRPO or RLOO of rewards [P][G]; masked samples are out, groups of fewer than two left are zero."""
+    """GRPO, Dr.GRPO, RLOO or REINFORCE++ of rewards [P][G]; masked samples are out, groups of fewer than two left are zero."""
     result = [[0.0] * len(group) for group in rewards]
     for p, group in enumerate(rewards):
         kept = [g for g in range(len(group)) if mask[p][g]]
         values = [float(group[g]) for g in kept]
+        if name == "reinforce_pp":
+            continue
         if len(kept) < 2 or all(value == values[0] for value in values):
             continue
         mean = math.fsum(values) / len(values)
@@ -25,6 +27,14 @@ def advantages(name, rewards, mask):
             else:
                 others = [float(group[o]) for o in kept if o != g]
                 result[p][g] = group[g] - math.fsum(others) / len(others)
+    if name == "reinforce_pp":  # the batch is the group
+        places = [(p, g) for p, group in enumerate(rewards) for g in range(len(group)) if mask[p][g]]
+        values = [float(rewards[p][g]) for p, g in places]
+        if len(values) > 1 and len(set(values)) > 1:
+            mean = math.fsum(values) / len(values)
+            std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+            for (p, g), value in zip(places, values, strict=True):
+                result[p][g] = (value - mean) / (std + 1e-6)
     return np.array(result)
 
 
@@ -100,6 +110,67 @@ def objective(
             values[place] = token_loss(logprobs[place], old[place], advantage[place], clip_low, clip_high, dual_clip)
             values[place] += kl_coef * kl(logprobs[place], ref[place], estimator)
     return aggregate(values, mask, sequence_index, aggregation, max_tokens)
+
+
+def gspo(logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high):
+    """GSPO's objective: one ratio, the geometric mean, and one clipped loss for each sequence; mean over sequences."""
+    sequences: dict[int, list[tuple[float, float, float]]] = {}
+    for place in np.ndindex(*np.shape(logprobs)):
+        if mask[place]:
+            values = (float(logprobs[place]), float(old[place]), float(advantage[place]))
+            sequences.setdefault(int(sequence_index[place]), []).append(values)
+    losses = []
+    for tokens in sequences.values():
+        mean = math.fsum(now - before for now, before, _ in tokens) / len(tokens)
+        losses.append(token_loss(mean, 0.0, tokens[0][2], clip_low, clip_high, None))
+    return math.fsum(losses) / len(losses)
+
+
+def cispo_gradient(logprob, old_logprob, advantage, clip_low, clip_high):
+    """d/d logprob of CISPO's loss of one token: minus the clipped ratio times the advantage."""
+    ratio = math.exp(min(max(logprob - old_logprob, -20.0), 20.0))
+    return -min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage
+
+
+def correction(old, rollout, *, weight, low, high, normalize, reject, level, reject_low, reject_high, veto):
+    """(weights, keeps) of sequences given as lists of log-probabilities, token by token."""
+
+    def clamp(value):
+        return min(max(value, -20.0), 20.0)
+
+    weights, keeps = [], []
+    for before, sampled in zip(old, rollout, strict=True):
+        ratios = [clamp(float(o) - float(r)) for o, r in zip(before, sampled, strict=True)]
+        whole = clamp(math.fsum(float(o) - float(r) for o, r in zip(before, sampled, strict=True)))
+        row = []
+        for ratio in ratios:
+            value = math.exp(whole if weight.startswith("sequence") else ratio)
+            if weight == "none":
+                value = 1.0
+            elif weight.endswith("truncate"):
+                value = min(value, high)
+            elif not low <= value <= high:
+                value = 0.0
+            row.append(value)
+        weights.append(row)
+        statistic = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x, "none": lambda x: 0.0}[reject]
+        values = [statistic(ratio) for ratio in ratios]
+        reduced = {"token": values, "sequence_sum": [math.fsum(values)], "sequence_mean": [math.fsum(values) / len(values)],
+                   "sequence_max": [max(values)]}[level]  # fmt: skip
+        bounds = (math.log(reject_low), math.log(reject_high)) if reject == "k1" else (-math.inf, reject_high)
+        inside = [reject == "none" or bounds[0] <= value <= bounds[1] for value in reduced]
+        keep = inside if level == "token" else inside * len(ratios)
+        if veto is not None and any(math.exp(ratio) < veto for ratio in ratios):
+            keep = [False] * len(ratios)
+        keeps.append(keep)
+    if normalize and weight != "none":
+        if weight.startswith("sequence"):
+            kept = [row[0] for row, keep in zip(weights, keeps, strict=True) if any(keep)]
+        else:
+            kept = [value for row, keep in zip(weights, keeps, strict=True) for value, k in zip(row, keep, strict=True) if k]
+        mean = math.fsum(kept) / len(kept) if kept else 1.0
+        weights = [[value / mean if mean > 0 else value for value in row] for row in weights]
+    return weights, keeps
 
 
 def central_difference(function, point, step=1e-6):

@@ -38,7 +38,7 @@ class SmallPolicy:
     """Model, masters, plan and published weights of one preset; the masters are the same for every preset."""
 
     def __init__(self, preset: str, config: ModelConfig = CONFIG, **options: Any) -> None:
-        dtype = "float32" if preset == "fp32" else "bfloat16"
+        dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
         self.numerics = Numerics(compute_dtype=dtype, **options)
         self.model = Decoder(config, self.numerics, rngs=nnx.Rngs(0))
         self.graphdef, params = nnx.split(self.model)

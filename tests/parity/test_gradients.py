@@ -22,7 +22,7 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax.config import AlgorithmSection
+from jetrl_jax.config_algorithm import AlgorithmSection
 from jetrl_jax.models import fp8_linear
 from jetrl_jax.models.ops import rms_norm
 from jetrl_jax.precision import map_params, named_params

@@ -105,7 +105,7 @@ ONE_PROBLEM = {
     "bad choice": (
         "precision:\n  preset: fp8-unified",
         "run.yaml:2: precision.preset: not one of the choices\n  got       fp8-unified\n"
-        "  expected  one of fp32, bf16, fp8_unified, fp8_forward, fp8_rollout_only\n  hint      did you mean fp8_unified?",
+        "  expected  one of fp32, bf16, fp16, fp8_unified, fp8_forward, fp8_rollout_only\n  hint      did you mean fp8_unified?",
     ),
     "bad choice that may be null": (
         "algorithm:\n  loss_aggregation: mean",

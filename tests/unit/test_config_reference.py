@@ -65,7 +65,7 @@ def test_types_are_told_in_words() -> None:
         "algorithm.clip_low": "a number, greater than 0, or null",
         "algorithm.dual_clip": "a number, greater than 1, or null",
         "algorithm.dynamic_sampling": "true or false, or null",
-        "algorithm.name": "one of grpo, dapo, dr_grpo, rloo",
+        "algorithm.name": "one of grpo, dapo, dr_grpo, rloo, reinforce_pp, gspo, cispo",
         "batch.row_tokens": "a whole number, at least 1, or null",
         "task.options": "a section of free names and values",
         "rewards": "a list of sections, not empty",

@@ -9,13 +9,19 @@ import yaml
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.config_rules import ARITHMETIC_FAMILIES, BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems, value_at
+from jetrl_jax.config_rules import ARITHMETIC_FAMILIES, BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems
 from jetrl_jax.config_schema import SYNONYMS, all_fields
+from jetrl_jax.config_types import value_at
 from jetrl_jax.errors import UserError
 
 # Blamed field, a config (as one line of YAML) that breaks the rule, and one at its edge.
 BROKEN = [
     ("model.num_kv_heads", "model: {num_heads: 6, num_kv_heads: 4}", "model: {num_heads: 6, num_kv_heads: 3}"),
+    (
+        "precision.overrides",
+        "precision: {preset: fp16, overrides: [{pattern: layers.0.*, format: fp8}]}",
+        "precision: {preset: bf16, overrides: [{pattern: layers.0.*, format: fp8}]}",
+    ),
     (
         "precision.overrides",
         "precision: {preset: fp32, overrides: [{pattern: layers.0.*, format: fp8}]}",
@@ -31,6 +37,9 @@ BROKEN = [
     ("batch.microbatch_tokens", "batch: {row_tokens: 128, microbatch_tokens: 127}", "batch: {row_tokens: 128, microbatch_tokens: 128}"),
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
     ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
+    ("correction.mode", "correction: {mode: bypass, veto: 1.0e-4}", "correction: {mode: decoupled, veto: 1.0e-4}"),
+    ("correction.low", "correction: {weight: token_mask, low: 5, high: 4}", "correction: {weight: token_mask, low: 5, high: 5}"),
+    ("correction.reject_low", "correction: {reject: k1, reject_low: 1.002}", "correction: {reject: k1, reject_low: 1.001}"),
     ("tokenizer.path", "tokenizer: {kind: huggingface}", "tokenizer: {kind: huggingface}, model: {path: a}"),
     ("tokenizer.characters", "tokenizer: {characters: abca}", "tokenizer: {characters: abc}"),
     ("tokenizer.chat_template", "tokenizer: {chat_template: true}", "tokenizer: {chat_template: true, kind: huggingface, path: a}"),
@@ -81,6 +90,11 @@ IDLE = [
         "task: {kind: jsonl, path: a, eval_path: b, eval_fraction: 0.2}",
         "task: {kind: jsonl, path: a, eval_fraction: 0.2}",
     ),
+    (
+        "task.eval_fraction",
+        "task: {kind: datasets, name: a, eval_fraction: 0.2, options: {eval_split: test}}",
+        "task: {kind: datasets, name: a, eval_fraction: 0.2, options: {split: test}}",
+    ),
     ("task.prompt_field", "task: {prompt_field: q}", "task: {kind: datasets, name: a, prompt_field: q}"),
     ("task.answer_field", "task: {kind: reasoning_gym, name: a, answer_field: q}", "task: {kind: parquet, path: a, answer_field: q}"),
     ("algorithm.max_generation_rounds", "algorithm: {max_generation_rounds: 10}", "algorithm: {name: dapo, max_generation_rounds: 10}"),
@@ -89,9 +103,33 @@ IDLE = [
         "algorithm: {name: dapo, dynamic_sampling: false, max_generation_rounds: 3}",
         "algorithm: {dynamic_sampling: true, max_generation_rounds: 3}",
     ),
+    ("loss_scale.initial", "loss_scale: {initial: 2.0}", "precision: {preset: fp16}, loss_scale: {initial: 2.0}"),
+    ("algorithm.dual_clip", "algorithm: {name: cispo, dual_clip: 3.0}", "algorithm: {name: gspo, dual_clip: 3.0}"),
+    ("correction.high", "correction: {high: 5.0}", "correction: {weight: token_truncate, high: 5.0}"),
+    ("correction.normalize", "correction: {normalize: true}", "correction: {weight: sequence_mask, normalize: true}"),
+    ("correction.low", "correction: {weight: token_truncate, low: 0.2}", "correction: {weight: token_mask, low: 0.2}"),
+    ("correction.reject_level", "correction: {reject_level: token}", "correction: {reject: k3, reject_level: token}"),
+    ("correction.reject_high", "correction: {veto: 1.0e-4, reject_high: 2.0}", "correction: {reject: k2, reject_high: 2.0}"),
+    ("correction.reject_low", "correction: {reject: k3, reject_low: 0.5}", "correction: {reject: k1, reject_low: 0.5}"),
     ("warm_start.batch_size", "warm_start: {batch_size: 3}", "warm_start: {steps: 1, batch_size: 3}"),
     ("warm_start.noise", "warm_start: {noise: 0.1}", "warm_start: {noise: 0.0}"),
     ("rewards.0.timeout_s", "rewards: [{name: boxed, timeout_s: 3}]", "rewards: [{name: boxed, timeout_s: 3, separate_process: true}]"),
+    ("rewards.0.timeout_s", "rewards: [{name: task, timeout_s: 3}]", "rewards: [{name: task, timeout_s: 3, separate_process: true}]"),
+    (
+        "rewards.0.timeout_s",
+        "task: {kind: jsonl, path: a}, rewards: [{name: task, timeout_s: 3}]",
+        "task: {kind: jsonl, path: a, options: {verifier: math_verify}}, rewards: [{name: task, timeout_s: 3}]",
+    ),
+    (
+        "rewards.0.separate_process",
+        "rewards: [{name: 'a.b:c', separate_process: true}]",
+        "rewards: [{name: boxed, separate_process: true}]",
+    ),
+    (
+        "rewards.0.separate_process",
+        "task: {kind: reasoning_gym, name: a}, rewards: [{name: task, separate_process: true}]",
+        "task: {kind: function, name: 'a:b'}, rewards: [{name: task, separate_process: true}]",
+    ),
 ]
 
 

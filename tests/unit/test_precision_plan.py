@@ -34,6 +34,7 @@ UNTIED = dataclasses.replace(CONFIG, num_layers=2, tie_word_embeddings=False, at
 FORMATS = {  # rollout, fprop, dgrad, wgrad of a linear layer; everything else
     "fp32": ("fp32 fp32 fp32 fp32", "fp32"),
     "bf16": ("bf16 bf16 bf16 bf16", "bf16"),
+    "fp16": ("fp16 fp16 fp16 fp16", "fp16"),
     "fp8_unified": ("fp8 fp8 fp8 fp8", "bf16"),
     "fp8_forward": ("fp8 fp8 bf16 bf16", "bf16"),
     "fp8_rollout_only": ("fp8 bf16 bf16 bf16", "bf16"),
@@ -167,7 +168,7 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
                 assert bits(codes.qvalue) == bits(published[path].qvalue) and bits(codes.scale) == bits(published[path].scale)
         else:
             assert weight is masters[path] and weight.dtype == jnp.float32
-            dtype = np.float32 if preset == "fp32" else ml_dtypes.bfloat16
+            dtype = {"fp32": np.float32, "fp16": np.float16}.get(preset, ml_dtypes.bfloat16)
             assert bits(frozen[path]) == np.asarray(masters[path]).astype(dtype).tobytes()
         assert isinstance(published[path], ScaledArray) == (path in LINEAR and preset.startswith("fp8"))
 

@@ -32,6 +32,16 @@ def test_advantages_match_oracle(name, seed):
     np.testing.assert_allclose(FUNCTIONS[name](rewards, mask), expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_reinforce_pp_normalises_the_whole_batch(seed):
+    rewards, mask = draw(seed)
+    got = advantages.reinforce_pp(np.where(mask, rewards, np.nan), mask)
+    np.testing.assert_allclose(got, rl_oracle.advantages("reinforce_pp", rewards, mask), rtol=1e-12, atol=1e-13)
+    assert (got[0][mask[0]] != 0).all()  # a group of equal rewards still differs from the batch
+    np.testing.assert_allclose(got[mask].std(ddof=1), 1, rtol=2e-6)
+    assert not advantages.reinforce_pp(np.full((2, 3), 0.7)).any()
+
+
 def test_grpo_of_one_right_answer_in_four():
     # mean 1/4, unbiased std 1/2: the right one 1.5, the others −0.5
     np.testing.assert_allclose(advantages.grpo([[0, 1, 0, 0]]), [[-0.5, 1.5, -0.5, -0.5]], rtol=3e-6)

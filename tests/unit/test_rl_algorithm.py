@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.config import AlgorithmSection
+from jetrl_jax.config_algorithm import ALGORITHM_DEFAULTS, AlgorithmSection, CorrectionSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import policy_objective, resolve_algorithm
@@ -20,20 +20,32 @@ from tests.oracles import rl_oracle
 
 
 @pytest.mark.parametrize(
-    ("name", "advantage", "aggregation", "clip_high", "dynamic_sampling", "buffer"),
+    ("name", "advantage", "aggregation", "clips", "dynamic_sampling", "buffer"),
     [
-        ("grpo", advantages.grpo, "token_mean", 0.2, False, 0),
-        ("dapo", advantages.grpo, "token_mean", 0.28, True, 4096),
-        ("dr_grpo", advantages.dr_grpo, "constant", 0.2, False, 0),
-        ("rloo", advantages.rloo, "token_mean", 0.2, False, 0),
+        ("grpo", advantages.grpo, "token_mean", (0.2, 0.2), False, 0),
+        ("dapo", advantages.grpo, "token_mean", (0.2, 0.28), True, 4096),
+        ("dr_grpo", advantages.dr_grpo, "constant", (0.2, 0.2), False, 0),
+        ("rloo", advantages.rloo, "token_mean", (0.2, 0.2), False, 0),
+        ("reinforce_pp", advantages.reinforce_pp, "token_mean", (0.2, 0.2), False, 0),
+        ("gspo", advantages.grpo, "sequence_mean", (3e-4, 4e-4), False, 0),
+        ("cispo", advantages.grpo, "token_mean", (1.0, 4.0), False, 0),
     ],
 )
-def test_resolve_algorithm_defaults(name, advantage, aggregation, clip_high, dynamic_sampling, buffer):
+def test_resolve_algorithm_defaults(name, advantage, aggregation, clips, dynamic_sampling, buffer):
     resolved = resolve_algorithm(AlgorithmSection(name=name), 20480)
-    assert (resolved.advantage, resolved.aggregation, resolved.clip_low, resolved.clip_high) == (advantage, aggregation, 0.2, clip_high)
+    assert (resolved.advantage, resolved.aggregation, (resolved.clip_low, resolved.clip_high)) == (advantage, aggregation, clips)
     assert (resolved.dynamic_sampling, resolved.overlong_buffer_tokens, resolved.max_completion_tokens) == (dynamic_sampling, buffer, 20480)
     assert resolved.dual_clip is None and not resolved.needs_reference and resolved.on_policy and not resolved.notes
+    assert not resolved.bypass and not resolved.recompute and not resolved.needs_old
     hash(resolved)
+
+
+def test_correction_decides_which_logprobs_are_computed():
+    several = AlgorithmSection(minibatches=2)
+    assert resolve_algorithm(several, 10).needs_old
+    assert not resolve_algorithm(several, 10, CorrectionSection(mode="bypass")).needs_old
+    for fields in ({"weight": "token_truncate"}, {"reject": "k1"}, {"veto": 1e-4}):
+        assert resolve_algorithm(AlgorithmSection(), 10, CorrectionSection(**fields)).needs_old
 
 
 OVERRIDES = {
@@ -43,7 +55,7 @@ OVERRIDES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("name", ALGORITHM_DEFAULTS)
 def test_resolve_algorithm_keeps_what_the_config_sets(name):
     record = resolve_algorithm(AlgorithmSection(name=name, **OVERRIDES), 100).record()
     assert set(OVERRIDES) == set(AlgorithmSection.model_fields) - {"name"}
@@ -144,6 +156,18 @@ def test_objective_without_old_logprobs_is_on_policy():
     assert not stats["clipped_low_negative"] and not stats["clipped_high_positive"]
 
 
+def test_correction_weighs_the_policy_loss_and_not_the_kl_term():
+    logprobs, batch = draw_batch()
+    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.2), 6)
+    weight = np.where(batch.loss_mask, np.random.default_rng(3).uniform(0, 2, batch.loss_mask.shape), np.nan).astype(np.float32)
+    denominators = count_denominators([batch], 6)
+    _, policy = objective_and_gradient(logprobs, batch, denominators, resolve_algorithm(AlgorithmSection(), 6), None)
+    _, both = objective_and_gradient(logprobs, batch, denominators, algorithm, None)
+    _, corrected = objective_and_gradient(logprobs, batch.replace(correction=weight), denominators, algorithm, None)
+    expected = np.where(batch.loss_mask, weight, 0) * policy + (both - policy)
+    np.testing.assert_allclose(corrected, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_objective_raises_without_reference():
     logprobs, batch = draw_batch()
     algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1), 6)
@@ -154,8 +178,8 @@ def test_objective_raises_without_reference():
 def test_documented_defaults_are_the_resolved_ones():
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    table = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:6]}
-    assert list(table) == ["grpo", "dapo", "dr_grpo", "rloo"]
+    table = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2 : 2 + len(ALGORITHM_DEFAULTS)]}
+    assert list(table) == list(ALGORITHM_DEFAULTS)
     for name, documented in table.items():
         resolved = resolve_algorithm(AlgorithmSection(name=name), 20480)
         assert documented["advantage"].lower().replace(".", "_") == resolved.advantage.__name__

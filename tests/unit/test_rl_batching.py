@@ -171,6 +171,31 @@ def test_masked_trajectories_are_as_if_absent():
     assert count_denominators(batches, MAX_COMPLETION) == count_denominators(absent, MAX_COMPLETION)
 
 
+def test_rejected_tokens_leave_loss_and_denominators():
+    sequences, advantages = draw()
+    rng = np.random.default_rng(3)
+    keep = [rng.random(len(s.completion_ids)) < 0.6 for s in sequences]
+    keep[4][:] = False
+    weights = [rng.uniform(0, 2, len(s.completion_ids)).astype(np.float32) for s in sequences]
+    batches = pack(sequences, advantages, np.ones(17, bool), 20, 60, correction=weights, keep=keep)
+    by_hand = padded(sequences, advantages)
+    counts = np.array([k.sum() for k in keep])
+    for i, s in enumerate(sequences):
+        for t, kept in enumerate(keep[i]):
+            place = (i, len(s.prompt_ids) + t)
+            by_hand.loss_mask[place] = kept
+            by_hand.inverse_length[place] = 1 / counts[i] if kept else 0
+    denominators = count_denominators(batches, MAX_COMPLETION)
+    assert denominators == count_denominators([by_hand], MAX_COMPLETION)
+    assert denominators.tokens == counts.sum() and denominators.sequences == (counts > 0).sum() < 17
+    total, _ = everything(batches, denominators)
+    reference, _ = everything([by_hand], denominators)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+    found = unpack(batches, [b.correction for b in batches], 17)
+    for got, weight, kept in zip(found, weights, keep, strict=True):
+        np.testing.assert_array_equal(got, weight[kept])
+
+
 def test_pack_of_nothing_is_one_batch_of_padding():
     sequences, advantages = draw()
     (batch,) = pack(sequences, advantages, np.zeros(17, bool), 14, 28)

@@ -120,6 +120,51 @@ def test_whole_loss_matches_oracle_and_its_central_differences(clip, kl_coef, es
     np.testing.assert_allclose(gradient, numeric, rtol=1e-7, atol=1e-8 * np.abs(numeric).max())
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gspo_matches_its_objective_over_sequences(seed):
+    case = draw(seed)
+    case["old"] = np.clip(case["old"], case["logprobs"] - 0.4, case["logprobs"] + 0.4)
+    segments = (case["sequence"] - case["sequence"].min(axis=1, keepdims=True) + 1).astype(np.int32)
+    clip = {"clip_low": 0.05, "clip_high": 0.08}
+
+    def oracle(logprobs):
+        return rl_oracle.gspo(logprobs, case["old"], case["advantages"], case["mask"], case["sequence"], **clip)
+
+    def ours(logprobs):
+        sequences = losses.Sequences(segments, case["inverse"])
+        value, stats = losses.policy_loss(logprobs, case["old"], case["advantages"], case["mask"], **clip, sequences=sequences)
+        settings = {"aggregation": "sequence_mean", "denominators": case["denominators"]}
+        return losses.aggregate(value, case["mask"], case["inverse"], **settings), stats
+
+    spoiled = np.where(case["mask"], case["logprobs"], np.nan)
+    with jax.enable_x64(True):
+        (value, stats), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(spoiled)
+    np.testing.assert_allclose(value, oracle(case["logprobs"]), rtol=1e-12)
+    numeric = rl_oracle.central_difference(oracle, case["logprobs"])
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-7, atol=1e-8 * np.abs(numeric).max())
+    assert (numeric == 0)[case["mask"]].any() and np.abs(numeric).max() > 0
+    assert float(stats["clipped_high_positive"] + stats["clipped_low_negative"]) > 0
+
+
+@pytest.mark.parametrize("clip", [{"clip_low": 1.0, "clip_high": 4.0}, {"clip_low": 0.2, "clip_high": 0.28}])
+def test_cispo_weighs_every_token_by_its_clipped_ratio(clip):
+    case = draw(4)
+    case["logprobs"] = np.where(case["mask"], case["logprobs"], -np.inf)
+
+    def total(x):
+        value, stats = losses.cispo_loss(x, case["old"], case["advantages"], case["mask"], **clip)
+        return value.sum(), (value, stats)
+
+    with jax.enable_x64(True):
+        (_, (value, stats)), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(case["logprobs"])
+    expected = np.zeros(case["mask"].shape)
+    for place in zip(*np.nonzero(case["mask"]), strict=True):
+        expected[place] = rl_oracle.cispo_gradient(case["logprobs"][place], case["old"][place], case["advantages"][place], **clip)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+    np.testing.assert_allclose(value, np.where(case["mask"], expected * np.where(case["mask"], case["logprobs"], 0), 0), rtol=1e-12)
+    assert (gradient != 0)[case["mask"] & (case["advantages"] != 0)].all() and stats["clipped_high_positive"] > 0
+
+
 def test_whole_loss_in_float32_is_close_to_float64():
     case = draw(2)
     case["old"] = np.maximum(case["old"], case["logprobs"] - 3)  # without ratios of 1e9, whose sum hides all else

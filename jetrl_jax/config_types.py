@@ -1,0 +1,56 @@
+"""What every section of the config is made of: a strict base class, types of numbers and texts, how a value is found and shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
+PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _plain(value: Any, where: str = "") -> Any:
+    """`value` with tuples as lists, if YAML can hold it: text, finite numbers, true, false, null, lists, mappings."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    raise PydanticCustomError("config_value", "{what}", {"what": f"{where.lstrip('.') or 'the value'} cannot be written to a config file"})
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+
+
+class Section(BaseModel):
+    """A part of the config: immutable, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a dotted path such as model.path or rewards.0.weight."""
+    for part in path.split("."):
+        config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
+    return config
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, on one line, at most about 60 characters long."""
+    if isinstance(value, float):
+        text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part))
+    return text if len(text) <= 60 else text[:57] + "..."

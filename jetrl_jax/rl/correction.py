@@ -1,0 +1,158 @@
+"""Rollout correction: what is done about tokens that the engine sampled under another distribution than the trainer's.
+
+With lr_t = clip(old_logprobs_t − rollout_logprobs_t, ±20) of a token, and L = clip(Σ_t (old − rollout), ±20) of a sequence:
+
+    weight             w                                                         known as
+    none               1
+    token_truncate     min(e^lr, high)                                           TIS, token level
+    sequence_truncate  min(e^L, high)                                            TIS, sequence level
+    token_mask         e^lr where low <= e^lr <= high, else 0                    MIS; IcePop with 0.5 to 5
+    sequence_mask      e^L where low <= e^L <= high, else 0                      MIS, sequence level
+
+A weight is a constant that multiplies the token's policy loss; with ``normalize`` the weights are divided by their mean
+after that (over kept tokens, or over kept sequences for the two of sequences).  A weight of 0 still counts its token in
+the denominators; rejection does not:
+
+    reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr     of a token, or its sum, mean or maximum over the sequence
+        k1 is kept between log reject_low and log reject_high (bounds of the inverse ratio; sequence_mean is the
+        geometric criterion), k2 and k3 up to reject_high
+    veto: a sequence with any e^lr < veto is rejected whole
+
+Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches are.
+Samples that are not trained are not read.
+
+Sources: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, MIS); IcePop; geometric
+criterion and veto: veRL's rollout correction.  Departure: e^lr is clamped before truncation at both levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jetrl_jax.config_algorithm import CorrectionSection
+from jetrl_jax.rl.losses import LOG_RATIO_LIMIT
+
+Arrays = list[NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What becomes of each completion token.
+
+    Attributes:
+        weights: N float64 arrays [completion tokens]; 1 where nothing is corrected.
+        keep: N bool arrays [completion tokens]; false where the token leaves the loss and its denominators.
+        metrics: the ``correction/`` values.
+    """
+
+    weights: Arrays
+    keep: list[NDArray[np.bool_]]
+    metrics: dict[str, float]
+
+
+def correct(
+    section: CorrectionSection, old_logprobs: Sequence[ArrayLike], rollout_logprobs: Sequence[ArrayLike], mask: ArrayLike
+) -> Correction:
+    """Weights and rejections of a batch.
+
+    Args:
+        section: ``correction`` of the config.
+        old_logprobs: N arrays [completion tokens] of the trainer at the behaviour version.
+        rollout_logprobs: N arrays of the engine, same lengths; both are read only where ``mask`` is true.
+        mask: bool [N], true for trained trajectories.
+
+    Returns:
+        N weights and N keeps; weights of 1 and keeps of false where ``mask`` is false.  A non-finite
+        log-probability that is trained makes its weight NaN (or is clamped, where it is infinite): it is not hidden.
+
+    Raises:
+        ValueError: lengths that differ.
+    """
+    trained = np.asarray(mask, bool)
+    old, rollout = ([np.asarray(a, np.float64) for a in arrays] for arrays in (old_logprobs, rollout_logprobs))
+    wrong = [int(i) for i in np.flatnonzero(trained) if old[i].shape != rollout[i].shape]
+    if wrong or not len(old) == len(rollout) == len(trained):
+        raise ValueError(
+            f"correct: lengths differ: got {len(old)} old_logprobs, {len(rollout)} rollout_logprobs, {len(trained)} masks, "
+            f"unequal trajectories {wrong[:5]}, expected one value per completion token in both"
+        )
+    difference = [o - r if t else np.zeros(r.shape) for o, r, t in zip(old, rollout, trained, strict=True)]
+    log_ratio = [np.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for d in difference]
+    keep, vetoed = _kept(section, log_ratio, trained)
+    weights, cut = _weights(section, difference, log_ratio)
+    if section.normalize and section.weight != "none":
+        mean = _mean_weight(section, weights, keep)
+        weights = [w / mean if mean > 0 else w for w in weights]
+    weights = [w if t else np.ones_like(w) for w, t in zip(weights, trained, strict=True)]
+    return Correction(weights, keep, _metrics(weights, cut, keep, vetoed, trained))
+
+
+def _kept(section: CorrectionSection, log_ratio: Arrays, trained: NDArray[np.bool_]) -> tuple[list[NDArray[np.bool_]], NDArray[np.bool_]]:
+    """(which tokens stay, which sequences are vetoed)."""
+    keep = [np.full(lr.shape, t, bool) for lr, t in zip(log_ratio, trained, strict=True)]
+    if section.reject != "none":
+        low, high = section.reject_bounds
+        for index in np.flatnonzero(trained):
+            value = _statistic(section.reject, log_ratio[index])
+            if section.reject_level != "token":
+                value = getattr(value, section.reject_level.removeprefix("sequence_"))()  # its sum, mean or max
+            keep[index] &= ~((value < low) | (value > high))  # a NaN stays: it must reach the loss and be named there
+    vetoed = np.zeros(len(keep), bool)
+    if section.veto is not None:
+        vetoed = np.array([t and bool((lr < np.log(section.veto)).any()) for lr, t in zip(log_ratio, trained, strict=True)], bool)
+        keep = [k & ~v for k, v in zip(keep, vetoed, strict=True)]
+    return keep, vetoed
+
+
+def _statistic(name: str, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+    if name == "k1":
+        return -log_ratio
+    return 0.5 * log_ratio**2 if name == "k2" else np.expm1(log_ratio) - log_ratio
+
+
+def _weights(section: CorrectionSection, difference: Arrays, log_ratio: Arrays) -> tuple[Arrays, list[NDArray[np.bool_]]]:
+    """(weights, where a bound acted)."""
+    if section.weight == "none":
+        return [np.ones(lr.shape) for lr in log_ratio], [np.zeros(lr.shape, bool) for lr in log_ratio]
+    level, how = section.weight.split("_")
+    if level == "sequence":
+        log_ratio = [np.full(d.shape, np.clip(d.sum(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) for d in difference]
+    ratios = [np.exp(lr) for lr in log_ratio]
+    if how == "truncate":
+        return [np.minimum(r, section.high) for r in ratios], [r > section.high for r in ratios]
+    cut = [(r < section.low) | (r > section.high) for r in ratios]
+    return [np.where(c, 0.0, r) for r, c in zip(ratios, cut, strict=True)], cut
+
+
+def _mean_weight(section: CorrectionSection, weights: Arrays, keep: list[NDArray[np.bool_]]) -> float:
+    if section.weight.startswith("sequence"):
+        kept = [w[:1] for w, k in zip(weights, keep, strict=True) if k.any()]
+    else:
+        kept = [w[k] for w, k in zip(weights, keep, strict=True)]
+    values = np.concatenate([*kept, np.zeros(0)])
+    return float(values.mean()) if values.size else 1.0
+
+
+def _metrics(
+    weights: Arrays, cut: list[NDArray[np.bool_]], keep: list[NDArray[np.bool_]], vetoed: NDArray[np.bool_], trained: NDArray[np.bool_]
+) -> dict[str, float]:
+    if not trained.any():
+        return {}
+    which = np.flatnonzero(trained)
+    kept, bounded = np.concatenate([keep[i] for i in which]), np.concatenate([cut[i] for i in which])
+    values = np.concatenate([weights[i] for i in which])[kept]
+    metrics = {
+        "correction/bounded_fraction": float(bounded.mean()),
+        "correction/rejected_token_fraction": float(1.0 - kept.mean()),
+        "correction/rejected_sequence_fraction": float(np.mean([not keep[i].any() for i in which])),
+        "correction/vetoed_sequence_fraction": float(vetoed[which].mean()),
+    }
+    if values.size:
+        metrics |= {"correction/weight_mean": float(values.mean()), "correction/weight_max": float(values.max())}
+        square = float((values**2).mean())
+        metrics["correction/weight_ess"] = float(values.mean() ** 2 / square) if square > 0 else 0.0
+    return metrics
