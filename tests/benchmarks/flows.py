@@ -22,33 +22,19 @@ import numpy as np
 from flax import nnx
 
 from jetrl_jax.config_io import load_config, override_config
+from jetrl_jax.mismatch import held_out_completions
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder, empty_cache
-from jetrl_jax.policy import Policy, build_engine, build_policy, load_policy, published_weights
+from jetrl_jax.policy import Policy, build_policy, load_policy, published_weights
 from jetrl_jax.precision import jit
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.metrics import mismatch_metrics
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.tasks.task import build_task
+from jetrl_jax.rollout.engine import Trajectory
 from jetrl_jax.training.optimizer import build_optimizer
-from jetrl_jax.training.prompts import derived_seeds, fitting_prompts
 from jetrl_jax.training.step import PolicyPrograms
 
-PRESETS = ("bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
+PRESETS = ("bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
 SHOWN = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/k3")
-
-
-def sample(policy: Policy, completions: int) -> list[Trajectory]:
-    """Completions of held-out prompts under the policy's own flow."""
-    config = policy.config
-    task = build_task(config.task, config.seed)
-    prompts = fitting_prompts([task.eval[i] for i in range(len(task.eval))], policy.tokenizer, config.rollout.max_prompt_tokens)
-    engine = build_engine(policy, config.rollout)
-    engine.load_weights(published_weights(policy), 0)
-    requests = [Request(i, prompts[i % len(prompts)].ids, seed) for i, seed in enumerate(derived_seeds(completions, config.seed, 99))]
-    return engine.generate(
-        requests, SamplingParams(config.rollout.temperature, config.rollout.max_completion_tokens, policy.tokenizer.eos_ids, 0)
-    )
 
 
 def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
@@ -97,7 +83,7 @@ def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list
 def measure(run: Path, completions: int) -> list[dict[str, object]]:
     """One row per flow and exactness."""
     trained = load_policy(run)
-    trajectories = sample(trained, completions)
+    trajectories = held_out_completions(trained, completions)
     base = load_config(run / "config.yaml")
     rows: list[dict[str, object]] = []
     for exact in (True, False):

@@ -85,6 +85,20 @@ def test_generate_and_evaluate_read_the_run_and_its_export(finished, compilation
     assert json.loads(scored.stdout)["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
 
 
+def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path, compilation_cache):
+    command = ("jetrl_jax.mismatch", "--checkpoint", str(finished[0]))
+    outputs = ("--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "page.html"))
+    found = run_module(*command, "--flow-a", "bf16", "--flow-b", "fp8_unified", "--completions", "4", *outputs, cache=compilation_cache)
+    assert found.returncode == 0 and "they part at layer 0 qkv" in found.stdout, found.stderr
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["logprobs"]["metrics"]["mismatch/logprob_abs_max"] > 0 and len(numbers["operators"]) == 12
+    assert "layer 0 qkv" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    same = run_module(*command, "--text", "ab=ba", cache=compilation_cache)
+    assert same.returncode == 0 and "they never part" in same.stdout and "k3 0" in same.stdout, same.stdout + same.stderr
+    wrong = run_module(*command, "--flow-a", "fp9", cache=compilation_cache)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr
+
+
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     process = subprocess.Popen(
