@@ -96,6 +96,12 @@ types: $(VENV)/.installed-test  ## mypy on the three packages
 bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN
 	$(RUN_PYTHON) tests/benchmarks/flows.py $(RUN) $(ARGS)
 
+STUDY ?= runs/study
+
+.PHONY: study
+study: $(VENV)/.installed-train  ## Every precision flow, three seeds each, into one page (an hour; resumable, each run in STUDY)
+	$(RUN_PYTHON) tests/benchmarks/study.py --config $(CONFIG) --out $(STUDY) $(ARGS)
+
 # Rivals need versions of their own, so each has an environment of its own (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny

@@ -23,12 +23,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
     parser.add_argument("--dry-run", action="store_true", help="build everything, compile and run one step, write nothing")
     parser.add_argument("--profile", action="store_true", help=f"trace {PROFILED_STEPS} steps with jax.profiler")
+    parser.add_argument("--verify-resume", type=int, metavar="K", help="check that K steps, a stop, a resume and K more equal 2K")
     arguments = parser.parse_args(argv)
     config = config_from_arguments(arguments)
     if arguments.profile:
         config = override_config(config, [f"run.profile_steps={PROFILED_STEPS}"])
     if arguments.print_config:
         print(dump_config(config), end="")
+        return 0
+    if arguments.verify_resume is not None:
+        from jetrl_jax.verify_resume import verify_resume
+
+        print("\n".join(verify_resume(config, arguments.verify_resume)))
         return 0
     from jetrl_jax.grpo import GRPOTrainer  # JAX starts here, after the config is known to be good
 

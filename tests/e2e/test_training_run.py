@@ -118,6 +118,23 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
+def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
+    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache)
+    assert found.returncode == 0, found.stderr
+    for what in ("of 4, resumed", "metrics of 5 rows", "samples", "arrays of the checkpoint", "data position", "exported files"):
+        assert what in found.stdout, found.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_resume_names_what_a_restart_changes(tmp_path, compilation_cache):
+    config = write_config(tiny_config(tmp_path / "run", rewards=None), tmp_path / "config.yaml")
+    sets = ("--set", "rewards=[{name: 'tiny:forgetful'}]", "--verify-resume", "2")
+    found = run_module("jetrl_jax.train", "--config", str(config), *sets, cache=compilation_cache)
+    assert found.returncode == 3 and "Traceback" not in found.stderr, found.stderr
+    assert "reward/mean" in found.stderr and "array params" in found.stderr
+
+
 def test_resume_with_another_config_is_refused_with_the_fields(finished, tmp_path):
     config = write_config(tiny_config(finished[0], model={"hidden_size": 128}, optimizer={"learning_rate": 2e-3}), tmp_path / "other.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config), "--resume")

@@ -51,6 +51,15 @@ def shorter(prompts: list[str], completions: list[str], answers: list[str]) -> l
     return [-float(len(completion)) for completion in completions]
 
 
+CALLS = []
+
+
+def forgetful(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
+    """A reward that depends on how often this process has called it: a restart changes it."""
+    CALLS.append(None)
+    return [float(len(completion) * len(CALLS)) for completion in completions]
+
+
 def command_environment(cache: Path | None = None) -> dict[str, str]:
     """The environment of a child: CPU, this checkout, and a compilation cache where one is given."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}

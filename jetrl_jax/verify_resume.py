@@ -1,0 +1,123 @@
+"""`python -m jetrl_jax.train --config C --verify-resume K`: does a run that is stopped and resumed equal one that is not?
+
+Three processes in a temporary directory: 2K steps at one go; the same run asked to stop (SIGTERM) after about K steps; and
+the resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every sampled prompt and
+completion, every array of the last checkpoint (masters, moments, loss scale, reference) by its SHA-256, its counters and
+data position, and the exported weights.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import dump_config, override_config
+from jetrl_jax.errors import RunStopped, UserError
+
+POLL_S = 0.02
+
+
+def verify_resume(config: RunConfig, steps: int) -> list[str]:
+    """Runs the three processes; returns what was compared, one line each.
+
+    Args:
+      config: the run's config; its directory is not touched.
+      steps: K.
+
+    Raises:
+      UserError: K below 1.
+      RunStopped: a process failed, or the two runs differ; the message lists where.
+    """
+    if steps < 1:
+        raise UserError(f"verify_resume: nothing to resume: got --verify-resume {steps}, expected at least 1.")
+    with tempfile.TemporaryDirectory(prefix="verify_resume_") as name:
+        root = Path(name)
+        whole, parts = root / "whole", root / "parts"
+        _run(_write(config, root, whole, steps))
+        again = _write(config, root, parts, steps)
+        stopped_at = _run_until(again, parts, steps)
+        _run([*again, "--resume"])
+        different, same = _compare(whole, parts)
+    if different:
+        lines = "\n".join(f"  {line}" for line in different)
+        raise RunStopped(f"verify_resume: stopped after step {stopped_at} and resumed, the run is another one:\n{lines}")
+    return [f"stopped after step {stopped_at} of {2 * steps}, resumed in a new process", *same]
+
+
+def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> list[str]:
+    """The command of a run of 2K steps in `directory`."""
+    changes = [f"run.directory={directory}", f"run.steps={2 * steps}", f"checkpoint.every_steps={2 * steps}", "run.wandb_project=null"]
+    file = root / f"{directory.name}.yaml"
+    file.write_text(dump_config(override_config(config, changes)), encoding="utf-8")
+    return [sys.executable, "-m", "jetrl_jax.train", "--config", str(file)]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunStopped(f"verify_resume: {' '.join(command[3:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+
+
+def _run_until(command: list[str], directory: Path, steps: int) -> int:
+    """Starts a run, stops it by SIGTERM once K steps are recorded; returns the step after which it stopped."""
+    from jetrl_jax.training.metrics import read_metrics
+
+    metrics = directory / "metrics.jsonl"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
+        try:
+            while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > steps):
+                time.sleep(POLL_S)
+            process.send_signal(signal.SIGTERM)
+            status = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if status != 128 + signal.SIGTERM:
+            log.seek(0)
+            raise RunStopped(f"verify_resume: the run to be stopped ended with status {status}, before or after it:\n{log.read()[-2000:]}")
+    return int(read_metrics(metrics)[-1]["step"])
+
+
+def _compare(whole: Path, parts: Path) -> tuple[list[str], list[str]]:
+    """(what differs, what is equal)."""
+    from jetrl_jax.training.checkpoint import CheckpointStore
+    from jetrl_jax.training.metrics import read_metrics, without_clocks
+    from jetrl_jax.training.run_directory import read_jsonl
+
+    pairs: dict[str, tuple[Any, Any]] = {}
+    rows = [[without_clocks(row) for row in read_metrics(path / "metrics.jsonl")] for path in (whole, parts)]
+    pairs[f"metrics of {len(rows[0])} rows"] = (rows[0], rows[1])
+    samples = [read_jsonl(path / "samples.jsonl") for path in (whole, parts)]
+    pairs[f"{len(samples[0])} samples"] = (samples[0], samples[1])
+    documents = []
+    for path in (whole, parts):
+        with CheckpointStore(path / "checkpoints", read_only=True) as store:
+            documents.append(store.read_metadata(store.steps()[-1]))
+        metadata = documents[-1]["metadata"]
+        metadata["before"] = without_clocks(metadata["before"])
+    for name in sorted({*documents[0]["manifest"], *documents[1]["manifest"]}):
+        pairs[f"array {name}"] = tuple(document["manifest"].get(name) for document in documents)
+    pairs["counters and data position"] = (documents[0]["metadata"], documents[1]["metadata"])
+    exports = [{file.name: file.read_bytes() for file in sorted((path / "export").iterdir())} for path in (whole, parts)]
+    pairs["exported files"] = (exports[0], exports[1])
+    different = [_shown(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+    arrays = sum(name.startswith("array ") for name in pairs)
+    return different, [*(f"equal: {name}" for name in pairs if not name.startswith("array ")), f"equal: {arrays} arrays of the checkpoint"]
+
+
+def _shown(name: str, one: Any, other: Any) -> str:
+    if isinstance(one, list) and isinstance(other, list):
+        for index, (a, b) in enumerate(zip(one, other, strict=False)):
+            if a != b:
+                keys = [key for key in a if a.get(key) != b.get(key)]
+                return f"{name}: row {index} differs in {', '.join(keys)}: {a.get(keys[0])!r} and {b.get(keys[0])!r}"
+        return f"{name}: {len(one)} and {len(other)} rows"
+    return name
