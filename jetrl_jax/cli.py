@@ -1,6 +1,6 @@
 """What all entry points share: the config arguments, and one way to end.
 
-    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules
+    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a disk that takes no more
                   130 interrupted · 141 the reader of our output went away
 
 No module that a config needs imports jax, so that bad input ends before any device is touched.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -21,6 +22,7 @@ from jetrl_jax.config_io import load_config
 from jetrl_jax.errors import RunStopped, UserError
 
 INTERRUPTED = 130
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 BROKEN_PIPE = 141
 
 
@@ -57,6 +59,10 @@ def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
         if not _nobody_reads():
             raise  # another pipe broke, such as that of a worker process: a bug to be seen
         status = BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        status = _end(f"stopped: {error}. What was saved before is whole: make room and go on with --resume.", RunStopped.exit_code)
     if _nobody_reads():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit must not complain
     sys.exit(status)

@@ -10,6 +10,6 @@ class UserError(Exception):
 
 
 class RunStopped(Exception):
-    """A run that ended by its own rules (non-finite steps, mismatch above its budget); exit status 3."""
+    """A run that ended by its own rules (non-finite steps, mismatch above its budget) or can no longer write; exit status 3."""
 
     exit_code = 3

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jetrl_jax.errors import UserError
+from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.training.console import print_warning
 from jetrl_jax.training.run_directory import flatten
 
@@ -105,7 +106,7 @@ class CheckpointStore:
 
         ``metrics``: the step's row, of which ``best_metric`` ranks the checkpoint.  Returns False and does nothing
         where ``step`` has a checkpoint already.  Raises ``ValueError`` on a step before the newest checkpoint,
-        ``TypeError`` on metadata that is not JSON or a leaf that is no array.
+        ``TypeError`` on metadata that is not JSON or a leaf that is no array, `RunStopped` where writing fails.
         """
         if self._read_only:
             raise RuntimeError("CheckpointStore.save: the store was opened with read_only=True")
@@ -119,11 +120,15 @@ class CheckpointStore:
         document = _seal({"format": FORMAT, "step": step, "manifest": _manifest(leaves), "metadata": plain})
         score = float((metrics or {}).get(self._best_metric, -math.inf))
         manager = self._open_manager()
-        saved = manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(_storable(leaves))), metadata=ocp.args.JsonSave(document)),
-            metrics={"score": score if math.isfinite(score) else -math.inf},
-        )
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(_storable(leaves))), metadata=ocp.args.JsonSave(document))
+        try:
+            saved = manager.save(step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf})
+        except Exception as error:  # a full disk reaches us as an error of tensorstore, of many types
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each abandoned write would add a traceback
+            raise RunStopped(
+                f"CheckpointStore.save: the checkpoint of step {step} could not be written into {self.directory}: {error}. "
+                "The earlier ones are whole: make room and go on with --resume."
+            ) from error
         if not saved:
             raise RuntimeError(f"CheckpointStore.save: Orbax did not save step {step} into {self.directory}")
         shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
