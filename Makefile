@@ -96,6 +96,10 @@ types: $(VENV)/.installed-test  ## mypy on the three packages
 bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN
 	$(RUN_PYTHON) tests/benchmarks/flows.py $(RUN) $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
+	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)
+
 STUDY ?= runs/study
 
 .PHONY: study
