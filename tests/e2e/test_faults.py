@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tiny import ROOT, command_environment, run_module, tiny_config, train_command, write_config
-
-from jetrl_jax.training.metrics import read_metrics, without_clocks
+from tiny import ROOT, command_environment, rows, run_module, tiny_config, train_command, write_config
 
 # A file system of its own, small at first; then the disk grows and the run goes on.
 FILLS_UP = """
@@ -25,10 +23,6 @@ cp "$DISK/run/metrics.jsonl" "$OUT/" && cp -r "$DISK/run/export" "$OUT/"
 @pytest.fixture
 def compilation_cache() -> Path:
     return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-
-
-def rows(path: Path) -> list[dict[str, float]]:
-    return [without_clocks(row) for row in read_metrics(path)]
 
 
 def test_full_disk_stops_the_run_and_loses_nothing(tmp_path, compilation_cache):
@@ -47,7 +41,7 @@ def test_full_disk_stops_the_run_and_loses_nothing(tmp_path, compilation_cache):
     message = (tmp_path / "first.err").read_text().splitlines()[-1]
     assert message.startswith("stopped: ") and "No space left on device" in message and "--resume" in message
     assert (tmp_path / "second.status").read_text().strip() == "0", (tmp_path / "second.err").read_text()
-    assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "whole" / "metrics.jsonl")
+    assert rows(tmp_path) == rows(tmp_path / "whole")
     for file in (tmp_path / "whole" / "export").glob("*.safetensors"):
         assert (tmp_path / "export" / file.name).read_bytes() == file.read_bytes()
 

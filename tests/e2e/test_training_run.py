@@ -1,4 +1,4 @@
-"""Whole runs: the record, resuming bit for bit, what a bad step does, every flow and algorithm."""
+"""Whole runs by the command line: the record, resuming bit for bit, kills, what reads a run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import TINY, command_environment, run_module, shorter, tiny_config, train_command, write_config
-
-from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.grpo import GRPOTrainer
-from jetrl_jax.training.metrics import read_metrics, without_clocks
+from tiny import command_environment, rows, run_module, tiny_config, train_command, write_config
 
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jax-cache")
-
-
-def rows(directory: Path) -> list[dict[str, float]]:
-    return [without_clocks(row) for row in read_metrics(directory / "metrics.jsonl")]
 
 
 def exported_weights(directory: Path) -> bytes:
@@ -146,136 +138,6 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     config = write_config(tiny_config(finished[0]), tmp_path / "config.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config))
     assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
-
-
-@pytest.mark.parametrize("preset", ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"])
-def test_every_flow_takes_a_step(preset, tmp_path):
-    config = tiny_config(tmp_path / "run", precision={"preset": preset}, warm_start=None)
-    row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
-    assert not (tmp_path / "run").exists()
-    largest = row["mismatch/logprob_abs_max"]
-    if preset == "fp8_rollout_only":
-        assert largest > 1e-4
-    else:  # without roundings between operations FP32 keeps the last bits of each program
-        assert largest <= (1e-5 if preset == "fp32" else 0.0)
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"name": "dapo", "max_generation_rounds": 2},
-        {"name": "dr_grpo", "minibatches": 2, "epochs": 2},
-        {"name": "rloo", "kl_coef": 0.1, "minibatches": 2},
-        {"name": "grpo", "kl_coef": 0.1, "mask_truncated": True},
-        {"name": "gspo", "minibatches": 2},
-        {"name": "cispo", "minibatches": 2},
-        {"name": "reinforce_pp"},
-    ],
-    ids=lambda value: value["name"],
-)
-def test_every_algorithm_takes_a_step(algorithm, tmp_path):
-    config = tiny_config(tmp_path / "run", algorithm=algorithm, warm_start=None)
-    row = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
-    assert np.isfinite(row["loss/total"])
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [
-        {"weight": "token_truncate", "normalize": True, "reject": "k3", "reject_level": "token", "reject_high": 1e-7, "veto": 1e-4},
-        {"weight": "sequence_mask", "low": 0.99, "high": 1.01},
-        {"mode": "bypass"},
-    ],
-    ids=lambda value: value.get("weight", "bypass"),
-)
-def test_correction_of_the_flow_that_needs_one(correction, tmp_path):
-    fields = {"warm_start": None, "algorithm": {"minibatches": 2}, "correction": correction}
-    fields |= {"precision": {"preset": "fp8_rollout_only"}, "numerics": {"exact": False}}  # compiles faster
-    row = GRPOTrainer(tiny_config(tmp_path / "run", **fields), reward_functions=[shorter]).dry_run()["metrics"]
-    assert np.isfinite(row["loss/total"]) and row["mismatch/logprob_abs_max"] > 1e-4
-    if correction.get("mode") == "bypass":  # the first minibatch's ratio is the mismatch itself
-        assert "correction/weight_mean" not in row and row["policy/old_kl"] > 0
-    else:
-        assert 0 < row["correction/weight_ess"] < 1
-        assert 0 < row["correction/rejected_token_fraction" if "reject" in correction else "correction/bounded_fraction"] < 1
-
-
-def test_correction_of_an_exact_flow_changes_nothing(tmp_path):
-    fields = {"warm_start": None, "precision": {"preset": "bf16"}}
-    plain = GRPOTrainer(tiny_config(tmp_path / "a", **fields), reward_functions=[shorter]).dry_run()["metrics"]
-    fields["correction"] = {"weight": "token_truncate", "normalize": True, "reject": "k1", "veto": 1e-4}
-    corrected = GRPOTrainer(tiny_config(tmp_path / "b", **fields), reward_functions=[shorter]).dry_run()["metrics"]
-    assert corrected["loss/total"] == plain["loss/total"] and corrected["optimizer/grad_norm"] == plain["optimizer/grad_norm"]
-    assert corrected["correction/weight_mean"] == corrected["correction/weight_ess"] == 1
-    assert corrected["correction/rejected_token_fraction"] == 0
-
-
-def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path):
-    directory = tmp_path / "run"
-    fields = {"precision": {"preset": "fp16"}, "loss_scale": {"initial": 2.0**20, "growth_interval": 2}, "warm_start": None}
-    length = {"tensorboard": False, "samples_per_step": 0}
-    whole = GRPOTrainer(tiny_config(tmp_path / "whole", **fields, run={"steps": 4, **length}), reward_functions=[shorter])
-    whole.train()
-    expected = rows(tmp_path / "whole")[1:]
-    assert {row["count/skipped_updates"] for row in expected} == {0, 1}, "overflows and updates"
-    scales = [2.0**20, *(row["optimizer/loss_scale"] for row in expected)]
-    assert set(np.diff(np.log2(scales))) == {-1, 0, 1}, "halved, kept and doubled"
-    GRPOTrainer(tiny_config(directory, **fields, run={"steps": 2, **length}), reward_functions=[shorter]).train()
-    GRPOTrainer(tiny_config(directory, **fields, run={"steps": 4, **length}), reward_functions=[shorter], resume=True).train()
-    resumed = rows(directory)[1:]
-    keys = ("step", "optimizer/loss_scale", "count/loss_scale_overflows", "loss/total")
-    assert [[row[key] for key in keys] for row in resumed] == [[row[key] for key in keys] for row in expected]
-
-
-def test_python_interface_takes_records_and_a_function(tmp_path):
-    records = [{"prompt": f"{a}{b}=", "answer": f"{b}{a}"} for a in "abcdefgh" for b in "abcdefgh"]
-    config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
-    outcome = GRPOTrainer(config, dataset=records, reward_functions=[shorter]).train()
-    assert outcome["steps"] == 1 and outcome["stopped_by"] is None
-    assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
-
-
-def nan_reward(prompts, completions, answers, **kwargs):
-    """What a broken reward model returns."""
-    return [float("nan")] * len(completions)
-
-
-def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path):
-    config = tiny_config(tmp_path / "run", warm_start=None, run={"steps": 6, "tensorboard": False, "max_skipped_steps": 3})
-    with pytest.raises(RunStopped, match="nan_reward"):
-        GRPOTrainer(config, reward_functions=[nan_reward]).train()
-    saved = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
-    assert len(saved) == 3 and "nan_reward" in saved[0]
-
-
-def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
-    import jax
-    from flax import nnx
-
-    from jetrl_jax.precision import named_params
-
-    trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
-    programs = trainer.new_programs()
-    state = programs.init(trainer.policy.params)
-    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
-    bad = "layers.0.mlp.up_proj.weight"
-    grads = nnx.from_flat_state(
-        [
-            (path, variable.replace(variable.get_value() * (np.nan if ".".join(map(str, path)) == bad else 0.0)))
-            for path, variable in nnx.to_flat_state(state.params)
-        ]
-    )
-    state, report = programs.update(state, grads)
-    assert f"gradient {bad}" in report.nonfinite and all(bad in name or "parameter" in name or "scale" in name for name in report.nonfinite)
-    after = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
-    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(np.isfinite(np.asarray(value, np.float32)).all() for _, value in named_params(state.params))
-
-
-def test_prompts_that_never_fit_end_with_a_message(tmp_path):
-    with pytest.raises(UserError, match="max_prompt_tokens"):
-        GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kills", [int(os.environ.get("JETRL_KILLS", "3"))])

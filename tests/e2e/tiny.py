@@ -10,6 +10,7 @@ from typing import Any
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict, dump_config
+from jetrl_jax.training.metrics import read_metrics, without_clocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
@@ -66,6 +67,11 @@ def command_environment(cache: Path | None = None) -> dict[str, str]:
     if cache is not None:
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return environment
+
+
+def rows(directory: Path) -> list[dict[str, float]]:
+    """A run's metrics without its clocks."""
+    return [without_clocks(row) for row in read_metrics(directory / "metrics.jsonl")]
 
 
 def write_config(config: RunConfig, path: Path) -> Path:
