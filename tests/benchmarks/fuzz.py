@@ -4,7 +4,7 @@
 
 Each target takes valid files and damages them (hypothesis draws the edits: bytes flipped, cut out, doubled, replaced by
 fragments of the format).  What is read must come back, or end in a `UserError`; any other exception, or a case that takes
-longer than a second, is a finding: hypothesis shrinks it and it is printed.  Prints the number of cases of each target.
+more than two seconds of CPU time, is a finding: hypothesis shrinks it and it is printed.  Prints the number of cases of each target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.task import build_task
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW_S = 1.0
+SLOW_S = 2.0  # of CPU time
 CASES_A_ROUND = 500
 
 TINY_CONFIG = {
@@ -157,14 +157,14 @@ def fuzz(target: str, seconds: float, *, derandomize: bool = False) -> Counter[s
         @given(data=damaged(target, seeds(target)))
         def case(data: bytes) -> None:
             file.write_bytes(data)
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 TARGETS[target](file)
                 counts["read"] += 1
             except UserError:
                 counts["refused"] += 1
-            if time.perf_counter() - start > SLOW_S:
-                raise AssertionError(f"{target}: a case took {time.perf_counter() - start:.1f} s")
+            if time.process_time() - start > SLOW_S:
+                raise AssertionError(f"{target}: a case took {time.process_time() - start:.1f} s")
 
         end = time.monotonic() + seconds
         while time.monotonic() < end:
