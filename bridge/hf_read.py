@@ -2,7 +2,9 @@
 
     config.json · [generation_config.json] · model.safetensors | model.safetensors.index.json + its shards
 
-BF16, FP16 and FP32 tensors become float32 exactly. The end-of-sequence ids are those of
+BF16, FP16 and FP32 tensors become float32 exactly. A block-FP8 weight (``X.weight`` E4M3 with ``X.weight_scale_inv``, the
+form of Qwen3-8B-FP8) becomes its product with its scales, rounded once to float32, or stays codes and scales
+(`Checkpoint.quantized`). The end-of-sequence ids are those of
 ``generation_config.json`` where it states them, as in transformers and vLLM, else those of ``config.json``.
 
 Nothing is guessed and nothing is skipped in silence: every missing, unmapped, wrong-shaped, wrongly typed or
@@ -13,11 +15,12 @@ information: ``rotary_emb.inv_freq`` buffers, and a stored head of a tied model 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -25,10 +28,14 @@ from bridge.name_map import mismatches, name_map
 from bridge.safetensors_file import StoredTensor, parse_json, read_header
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import WEIGHT_BLOCK
+from pallas_kernels import ScaledArray
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MASTER_DTYPES = ("BF16", "F16", "F32")
+SCALE_SUFFIX = "_scale_inv"
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(WEIGHT_BLOCK)}
 _FIELDS_THAT_MAY_DIFFER = ("max_position_embeddings", "eos_token_ids", "bos_token_id", "pad_token_id")
 
 
@@ -39,17 +46,25 @@ class Checkpoint:
     directory: Path
     config: ModelConfig
     tensors: dict[str, StoredTensor]  # by parameter path
+    scales: dict[str, StoredTensor] = field(default_factory=dict)  # by parameter path, of the block-FP8 weights
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """(parameter path, float32 array) one by one. Raises UserError after the last one, naming every non-finite tensor."""
         non_finite = []
         for path, stored in self.tensors.items():
             array = stored.read().astype(np.float32)
+            if path in self.scales:
+                array *= _spread(self.scales[path].read().astype(np.float32), array.shape)
             if not np.isfinite(array).all():
                 non_finite.append(stored.name)
             yield path, array
         if non_finite:
             raise UserError(f"Checkpoint.arrays: non-finite weights: got {non_finite} in {self.directory}, expected finite values")
+
+    def quantized(self, path: str) -> ScaledArray:
+        """The codes and scales of a block-FP8 weight as they are stored. Raises KeyError where ``path`` is no such weight."""
+        scale = self.scales[path].read().astype(np.float32)
+        return ScaledArray(jnp.asarray(self.tensors[path].read()), jnp.asarray(scale), WEIGHT_BLOCK)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -61,7 +76,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     root = Path(directory)
     if not root.is_dir():
         raise UserError(f"open_checkpoint: no such directory: got {str(root)!r}, expected a Hugging Face checkpoint directory")
-    config = read_config(root)
+    config, quantized = _read_config(root)
     found = _stored_tensors(root)
     found = {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     head = found.get("lm_head.weight")
@@ -73,18 +88,47 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
                 f"open_checkpoint: tied model with a head of its own: got lm_head.weight in {head.file} that differs from "
                 "model.embed_tokens.weight while config.json says tie_word_embeddings: true, expected one of the two to hold"
             )
+    scales = {name.removesuffix(SCALE_SUFFIX): tensor for name, tensor in found.items() if name.endswith(SCALE_SUFFIX)}
+    found = {name: tensor for name, tensor in found.items() if not name.endswith(SCALE_SUFFIX)}
     problems = mismatches(config, {name: tensor.shape for name, tensor in found.items()}, hf_names=True)
-    for name, tensor in found.items():
-        if tensor.dtype not in _MASTER_DTYPES:
-            problems.append(f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_MASTER_DTYPES)}")
+    problems += [problem for name, tensor in found.items() if (problem := _dtype_problem(name, tensor, scales.get(name), quantized))]
+    problems += [f"unmapped {name}{SCALE_SUFFIX}: it scales no tensor of the checkpoint" for name in scales if name not in found]
     if problems:
         raise UserError(f"open_checkpoint: {root} does not hold the model that its config.json describes:\n  " + "\n  ".join(problems))
-    return Checkpoint(root, config, {path: found[name] for path, name in name_map(config).items()})
+    names = name_map(config)
+    stored_scales = {path: scales[name] for path, name in names.items() if name in scales}
+    return Checkpoint(root, config, {path: found[name] for path, name in names.items()}, stored_scales)
+
+
+def _dtype_problem(name: str, tensor: StoredTensor, scale: StoredTensor | None, quantized: bool) -> str | None:
+    """What is wrong with a tensor's dtype or with its scales."""
+    if tensor.dtype != "F8_E4M3":
+        if scale is not None:
+            return f"wrong dtype {name}: got {tensor.dtype} with scales, expected F8_E4M3"
+        return None if tensor.dtype in _MASTER_DTYPES else f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_MASTER_DTYPES)}"
+    if not quantized:
+        return f"wrong dtype {name}: got F8_E4M3, but config.json has no quantization_config"
+    grid = tuple(-(-size // block) for size, block in zip(tensor.shape, WEIGHT_BLOCK, strict=False))
+    if scale is None:
+        return f"missing {name}{SCALE_SUFFIX}: expected shape {list(grid)}"
+    if scale.shape != grid or scale.dtype not in ("F32", "BF16"):
+        return f"wrong scales {name}{SCALE_SUFFIX}: got {scale.dtype} {list(scale.shape)}, expected F32 or BF16 {list(grid)}"
+    return None
+
+
+def _spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """One scale for each element of a weight of this shape."""
+    rows, columns = (np.arange(size) // block for size, block in zip(shape, WEIGHT_BLOCK, strict=True))
+    return scale[rows[:, None], columns[None, :]]
 
 
 def read_config(directory: str | Path) -> ModelConfig:
     """``config.json`` of a directory, with the end-of-sequence ids of ``generation_config.json`` where that states them."""
-    root = Path(directory)
+    return _read_config(Path(directory))[0]
+
+
+def _read_config(root: Path) -> tuple[ModelConfig, bool]:
+    """(configuration, whether weights are block FP8)."""
     if not (root / "config.json").is_file():
         raise UserError(f"read_config: no config.json: got {str(root)!r}, expected a Hugging Face checkpoint directory")
     values = parse_json((root / "config.json").read_bytes(), str(root / "config.json"))
@@ -93,8 +137,15 @@ def read_config(directory: str | Path) -> ModelConfig:
         eos = parse_json(generation.read_bytes(), str(generation)).get("eos_token_id")
         if eos is not None:
             values["eos_token_id"] = eos
+    quantization = values.pop("quantization_config", None)
+    if quantization is not None:
+        stated = quantization if isinstance(quantization, dict) else {}
+        # Qwen's own files state no fmt: there is only one.
+        wrong = [f"{key}={stated.get(key)!r}, expected {value!r}" for key, value in _FP8.items() if stated.get(key, _FP8["fmt"]) != value]
+        if wrong:
+            raise UserError(f"{root / 'config.json'}: quantization_config of a kind that is not read: got {'; '.join(wrong)}")
     try:
-        return ModelConfig.from_hf(values)
+        return ModelConfig.from_hf(values), quantization is not None
     except UserError as error:
         raise UserError(f"{root / 'config.json'}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Write float32 master weights as a Hugging Face checkpoint directory, whole or not at all.
+"""Write a policy as a Hugging Face checkpoint directory, whole or not at all: masters rounded, or FP8 codes as published.
 
     config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's files
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +22,14 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from bridge.hf_read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
-from bridge.name_map import mismatches, name_map, parameter_shapes
+from bridge.hf_tensors import hf_tensors, quantization_config
+from bridge.name_map import mismatches, name_map
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import named_params
+from pallas_kernels import ScaledArray
+
+Tensor = tuple[str, Any, np.dtype]  # Hugging Face name, array (numpy or JAX), dtype that it is stored in
 
 DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -78,11 +83,48 @@ def save_checkpoint(
     """
     if dtype not in DTYPES:
         raise ValueError(f"save_checkpoint: unknown dtype: got dtype={dtype!r}, expected one of {list(DTYPES)}")
-    if not max_shard_bytes > 0:
-        raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
     problems = mismatches(model_config, {path: tuple(np.shape(array)) for path, array in params.items()}, hf_names=False)
     if problems:
         raise ValueError("save_checkpoint: the parameters are not the model's:\n  " + "\n  ".join(problems))
+    names = name_map(model_config)
+    tensors = [(name, params[path], DTYPES[dtype]) for path, name in names.items()]
+    return _save(directory, model_config, model_config.to_hf(dtype=dtype), tensors, tokenizer, max_shard_bytes, overwrite)
+
+
+def save_published(
+    directory: str | Path,
+    model_config: ModelConfig,
+    published: nnx.State,
+    *,
+    tokenizer: SavableTokenizer | None = None,
+    max_shard_bytes: int | float = 5e9,
+    overwrite: bool = False,
+) -> Path:
+    """Write published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint, as vLLM, SGLang and transformers read it.
+
+    Codes and scales are the trainer's own bytes (`bridge.hf_tensors`); every other tensor is BF16. Arguments, files and
+    errors as in `save_checkpoint`; UserError besides where nothing is FP8 or vLLM could not hold the model's layers.
+    """
+    fp8 = [path for path, value in named_params(published) if isinstance(value, ScaledArray)]
+    quantization = quantization_config(model_config, fp8)
+    if quantization is None:
+        raise UserError("save_published: nothing to write in FP8: got a precision plan without an FP8 layer. Choose precision.preset.")
+    tensors = [(name, array, np.dtype(array.dtype)) for name, array in hf_tensors(model_config, published)]
+    config = model_config.to_hf(dtype="bfloat16") | {"quantization_config": quantization}
+    return _save(directory, model_config, config, tensors, tokenizer, max_shard_bytes, overwrite)
+
+
+def _save(
+    directory: str | Path,
+    model_config: ModelConfig,
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    tokenizer: SavableTokenizer | None,
+    max_shard_bytes: int | float,
+    overwrite: bool,
+) -> Path:
+    if not max_shard_bytes > 0:
+        raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
     target = Path(os.path.abspath(directory))
     _check_place(target, overwrite)
     partial = _sibling(target, "partial")
@@ -90,12 +132,12 @@ def save_checkpoint(
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        _write_json(partial / "config.json", model_config.to_hf(dtype=dtype))
+        _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", _generation_config(model_config))
-        _write_weights(partial, model_config, params, DTYPES[dtype], max_shard_bytes)
+        _write_weights(partial, tensors, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(partial)
-        _verify(partial, model_config, params, DTYPES[dtype])
+        _verify(partial, model_config, tensors)
         _flush(partial)
         _move_into_place(partial, target)
     except BaseException:
@@ -104,26 +146,30 @@ def save_checkpoint(
     return target
 
 
-def _cast(path: str, array: Any, dtype: np.dtype) -> np.ndarray:
+def _cast(array: Any, dtype: np.dtype) -> np.ndarray:
     """A contiguous host copy in ``dtype``; the library would write a strided array's memory as it lies."""
-    with np.errstate(over="ignore"):  # an overflow becomes inf and is reported with its name
-        return np.ascontiguousarray(np.asarray(array, dtype=np.float32).astype(dtype))
+    host = np.asarray(array)
+    if host.dtype != dtype:
+        with np.errstate(over="ignore"):  # an overflow becomes inf and is reported with its name
+            host = host.astype(np.float32).astype(dtype)
+    return np.ascontiguousarray(host)
 
 
-def _write_weights(directory: Path, config: ModelConfig, params: Mapping[str, Any], dtype: np.dtype, max_shard_bytes: float) -> None:
-    names, sizes = name_map(config), {p: int(np.prod(shape)) * dtype.itemsize for p, shape in parameter_shapes(config).items()}
+def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: float) -> None:
+    sizes = {name: int(np.prod(np.shape(array))) * dtype.itemsize for name, array, dtype in tensors}
     shards = _plan_shards(sizes, max_shard_bytes)
+    by_name = {name: (array, dtype) for name, array, dtype in tensors}
     weight_map: dict[str, str] = {}
     non_finite: list[str] = []
-    for number, paths in enumerate(shards, start=1):
+    for number, names in enumerate(shards, start=1):
         file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        arrays = {names[path]: _cast(path, params[path], dtype) for path in paths}
-        non_finite += [name for name, array in arrays.items() if not np.isfinite(array).all()]
+        arrays = {name: _cast(*by_name[name]) for name in names}
+        non_finite += [name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()]
         if not non_finite:
             save_file(arrays, directory / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(arrays, file_name)
     if non_finite:
-        raise ValueError(f"save_checkpoint: non-finite weights in {dtype.name}: got {non_finite}, expected finite values")
+        raise ValueError(f"save_checkpoint: non-finite weights as they are stored: got {non_finite}, expected finite values")
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(directory / INDEX_FILE, index)
@@ -142,15 +188,16 @@ def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[lis
     return shards
 
 
-def _verify(directory: Path, config: ModelConfig, params: Mapping[str, Any], dtype: np.dtype) -> None:
+def _verify(directory: Path, config: ModelConfig, tensors: Sequence[Tensor]) -> None:
     """Read the directory back with the reader and compare configuration and bits."""
     written = open_checkpoint(directory)
     wrong = ["config.json"] if written.config != config else []
-    for path, stored in written.tensors.items():
-        expected, got = _cast(path, params[path], dtype), stored.read()
+    stored = {tensor.name: tensor for tensor in (*written.tensors.values(), *written.scales.values())}
+    for name, array, dtype in tensors:
+        expected, got = _cast(array, dtype), stored[name].read()
         if got.dtype != expected.dtype or not np.array_equal(got.view(np.uint8), expected.view(np.uint8)):
-            wrong.append(stored.name)
-    if wrong:
+            wrong.append(name)
+    if wrong or len(stored) != len(tensors):
         raise RuntimeError(f"save_checkpoint: {directory} reads back differently: {wrong}")
 
 

@@ -18,14 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bridge.hf_tensors import quantization_config
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
-BLOCK = 128
-# Layers that vLLM fuses: their parts share one format, and each part but the last ends on a block's edge.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Read by vLLM when it is imported or started.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -110,47 +108,6 @@ def check_version(version: str) -> None:
     first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
     if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
         raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
-
-
-def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[str, Any] | None:
-    """`quantization_config` of a model whose weights `fp8_paths` (parameter paths) are block FP8; None where there are none.
-
-    Raises:
-      UserError: layers that vLLM fuses differ in format, or a part of them does not end on a block's edge.
-    """
-    fp8 = set(fp8_paths)
-    if not fp8:
-        return None
-    rows = {
-        "q_proj": model.num_heads * model.head_dim,
-        "k_proj": model.num_kv_heads * model.head_dim,
-        "gate_proj": model.intermediate_size,
-    }
-    left_out, problems = [], []
-    for layer in range(model.num_layers):
-        for block, names in (("self_attn", FUSED[0]), ("self_attn", ("o_proj",)), ("mlp", FUSED[1]), ("mlp", ("down_proj",))):
-            inside = [f"layers.{layer}.{block}.{name}.weight" in fp8 for name in names]
-            if any(inside) and not all(inside):
-                problems.append(f"layers.{layer}.{block}: {', '.join(names)} share one format in vLLM, got a mixture")
-            if all(inside):
-                edges = [name for name in names[:-1] if rows[name] % BLOCK]
-                problems += [
-                    f"layers.{layer}.{block}.{name}: got {rows[name]} rows, expected a multiple of {BLOCK} before the next part"
-                    for name in edges
-                ]
-            else:
-                left_out += [f"model.layers.{layer}.{block}.{name}" for name in names]
-    if problems:
-        raise UserError(
-            "vLLM: it cannot hold this model in FP8: " + "; ".join(problems[:4]) + ". Choose other sizes or precision.overrides."
-        )
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *left_out],
-    }
 
 
 def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
