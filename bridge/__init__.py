@@ -4,7 +4,27 @@
 ``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM read, ``name_map`` is the bijection of names between.
 """
 
-from bridge.hf_read import load_checkpoint, read_into
-from bridge.hf_write import decoder_parameters, save_checkpoint
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.hf_read import load_checkpoint, read_into
+    from bridge.hf_write import decoder_parameters, save_checkpoint
 
 __all__ = ["decoder_parameters", "load_checkpoint", "read_into", "save_checkpoint"]
+
+_MODULES = {
+    "decoder_parameters": "bridge.hf_write",
+    "load_checkpoint": "bridge.hf_read",
+    "read_into": "bridge.hf_read",
+    "save_checkpoint": "bridge.hf_write",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name with its module when it is first used: vLLM's processes import the plugin and no JAX."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'bridge' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

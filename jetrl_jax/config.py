@@ -2,7 +2,8 @@
 
     RunConfig
       model  tokenizer  precision  loss_scale  numerics     the policy and its arithmetic
-      task  rewards  rollout  algorithm  correction         what is generated and what is learned from it
+      task  rewards  rollout  vllm                          what is generated, by which engine
+      algorithm  correction                                 what is learned from it
       optimizer  batch  warm_start                          how the weights move
       eval  checkpoint  run                                 what is measured, kept and written
 
@@ -34,6 +35,7 @@ from jetrl_jax.config_types import (
     Text,
     value_at,
 )
+from jetrl_jax.config_vllm import VllmSection
 
 
 class ModelSection(Section):
@@ -161,6 +163,9 @@ class RewardSection(Section):
 class RolloutSection(Section):
     """What is generated in a step and how."""
 
+    engine: Literal["jax", "vllm"] = Field(
+        "jax", description="Rollout engine: the embedded one on the trainer's own model, or vLLM (section vllm)."
+    )
     prompts_per_step: PositiveInt = Field(32, description="Number of prompts of one step (P).")
     group_size: Annotated[int, Field(ge=2, le=INT32_MAX)] = Field(
         16, description="Completions of one prompt (G); a group of one has no advantage."
@@ -258,6 +263,7 @@ class RunConfig(Section):
     task: TaskSection = Field(default_factory=TaskSection, description="Where prompts, answers and worked solutions come from.")
     rewards: tuple[RewardSection, ...] = Field((RewardSection(),), min_length=1, description="Reward functions, summed by weight.")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="What is generated in a step and how.")
+    vllm: VllmSection = Field(default_factory=VllmSection, description="vLLM as rollout engine.")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection, description="Advantage, loss and the rules around them.")
     correction: CorrectionSection = Field(
         default_factory=CorrectionSection, description="What is done about tokens whose rollout and trainer logprobs differ."

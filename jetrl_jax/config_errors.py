@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jetrl_jax.config_rules import Problem
+from jetrl_jax.config_rule_types import Problem
 from jetrl_jax.config_schema import FieldType, about, dotted, look_up, split, suggest
 from jetrl_jax.config_types import INT32_MAX, show
 from jetrl_jax.config_yaml import Mark, Source, labelled

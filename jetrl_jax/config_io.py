@@ -26,7 +26,8 @@ from pydantic import BaseModel, ValidationError
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_errors import field_problem, raise_all
-from jetrl_jax.config_rules import Problem, no_effects
+from jetrl_jax.config_rule_types import Problem
+from jetrl_jax.config_rules import no_effects
 from jetrl_jax.config_schema import (
     FieldType,
     Path,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jetrl_jax.config_rule_types import NoEffect, Problem, Rule
+from jetrl_jax.config_rules_vllm import VLLM_NO_EFFECT, VLLM_RULES
 from jetrl_jax.config_types import show, value_at
 
 if TYPE_CHECKING:
@@ -24,44 +25,6 @@ BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
 _DOTTED_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 FUNCTION = re.compile(f"{_DOTTED_NAME}:{_DOTTED_NAME}")
 FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One mistake: where in the config (dotted path), what is wrong, what was got and expected, what to do.
-
-    involves: other paths whose values made this a mistake; where: file:line or the ``--set`` that says it.
-    """
-
-    path: str
-    what: str
-    got: str = ""
-    expected: str = ""
-    hint: str = ""
-    involves: tuple[str, ...] = ()
-    where: str = ""
-    no_effect: bool = False
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Fields that must fit together; the first one is blamed."""
-
-    fields: tuple[str, ...]
-    holds: Callable[[RunConfig], bool]
-    what: str
-    expected: Callable[[RunConfig], str]
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Fields that do nothing while `idle` is true, as decided by `switches`."""
-
-    fields: tuple[str, ...]
-    switches: tuple[str, ...]
-    idle: Callable[[RunConfig], bool]
-    because: str
 
 
 def _tokens(config: RunConfig) -> int:
@@ -80,6 +43,7 @@ _LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
 _SUM = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 RULES: tuple[Rule, ...] = (
+    *VLLM_RULES,
     Rule(
         ("model.num_kv_heads", "model.num_heads", "model.path"),
         lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
@@ -247,6 +211,7 @@ def _task_kinds(field: str, *kinds: str) -> NoEffect:
 
 
 NO_EFFECT: tuple[NoEffect, ...] = (
+    *VLLM_NO_EFFECT,
     NoEffect(
         tuple(f"model.{name}" for name in _NEW_MODEL),
         ("model.path",),

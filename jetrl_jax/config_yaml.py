@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from jetrl_jax.config_rules import Problem
+from jetrl_jax.config_rule_types import Problem
 from jetrl_jax.config_schema import Path, dotted
 from jetrl_jax.errors import UserError
 

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from jetrl_jax.policy import build_engine, is_run, load_policy, published_weights
+    from jetrl_jax.policy import build_engine, close_engine, is_run, load_policy, published_weights
     from jetrl_jax.tasks.task import build_task
     from jetrl_jax.training.evaluation import Evaluator
 
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     engine.load_weights(published_weights(policy), 0)
     evaluation = evaluator(engine)
     evaluator.close()
+    close_engine(engine)
     print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts)}, indent=2))
     return 0
 

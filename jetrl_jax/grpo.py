@@ -21,11 +21,13 @@ import jax
 import numpy as np
 from flax import nnx
 
+from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict, dump_config, load_config
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.policy import Policy, build_engine, build_policy
+from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
+from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
@@ -81,6 +83,7 @@ class GRPOTrainer:
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
         self.stop_signal: int | None = None
+        self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()
         self._evaluator = self._new_evaluator()
         self._sampler = self._new_sampler() if self.config.warm_start.steps else None
@@ -102,6 +105,7 @@ class GRPOTrainer:
             stack.enter_context(self.console)
             rewards = stack.enter_context(self._new_rewards(run.path))
             stack.callback(self._evaluator.close)
+            stack.callback(self._close_engine)
             store = stack.enter_context(
                 CheckpointStore(
                     run.checkpoints,
@@ -127,13 +131,21 @@ class GRPOTrainer:
     def dry_run(self) -> dict[str, Any]:
         """Builds everything and compiles and runs one step, without a run directory; returns {"seconds", "metrics"}."""
         start = time.perf_counter()
-        with self.console, self._new_rewards(None) as rewards:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.console)
+            stack.callback(self._evaluator.close)
+            stack.callback(self._close_engine)
+            rewards = stack.enter_context(self._new_rewards(None))
             programs = self.new_programs()
             state = programs.init(self.policy.params)
             trainer = self.new_trainer(programs, state, self.reference(programs, state), rewards, None)
             row, _ = trainer.step(1)
-        self._evaluator.close()
         return {"seconds": time.perf_counter() - start, "metrics": row}
+
+    def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            close_engine(engine)
 
     # Parts
 
@@ -152,7 +164,9 @@ class GRPOTrainer:
         self, programs: PolicyPrograms, state: TrainState, reference: nnx.State | None, rewards: RewardFunctions, run: RunDirectory | None
     ) -> Trainer:
         """The loop over this run's parts; compiles the engine."""
-        engine = build_engine(self.policy, self.config.rollout)
+        self._engine = engine = build_engine(self.policy, self.config.rollout)
+        if isinstance(engine, CertifiedEngine):
+            engine.attach(run.append_certificate if run else lambda row: None, self.console.warn, run.path if run else None)
         return Trainer(
             self.config,
             self.algorithm,
@@ -216,7 +230,7 @@ class GRPOTrainer:
             collect_environment()
             | {
                 "algorithm": self.algorithm.record(),
-                "engine": "jax",
+                "engine": self.config.rollout.engine,
                 "gemm": "xla" if self.config.numerics.exact else "xla_fast",
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bridge.engine.certificate import CertifiedEngine
+from bridge.engine.factory import build_vllm_engine
 from bridge.hf_read import read_config, read_into
 from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
@@ -23,7 +25,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
-from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.tasks.tokenizer import Tokenizer, build_tokenizer
 from jetrl_jax.training.checkpoint import CheckpointStore
@@ -160,8 +162,10 @@ def _lengths(config: ModelConfig) -> dict[str, int]:
     return {"max_prompt_tokens": half, "max_completion_tokens": half}
 
 
-def build_engine(policy: Policy, rollout: RolloutSection) -> JaxEngine:
-    """The embedded engine for a policy, without weights yet."""
+def build_engine(policy: Policy, rollout: RolloutSection) -> RolloutEngine:
+    """The engine that `rollout.engine` names for a policy, without weights yet; end it with `close_engine`."""
+    if rollout.engine == "vllm":
+        return build_vllm_engine(policy.model, policy.plan, policy.config)
     return JaxEngine(
         policy.model,
         policy.plan,
@@ -172,6 +176,12 @@ def build_engine(policy: Policy, rollout: RolloutSection) -> JaxEngine:
         max_completion_tokens=rollout.max_completion_tokens,
         pad_id=policy.tokenizer.pad_id,
     )
+
+
+def close_engine(engine: RolloutEngine) -> None:
+    """Ends what an engine runs outside this module's arrays: vLLM, its server."""
+    if isinstance(engine, CertifiedEngine):
+        engine.close()
 
 
 def published_weights(policy: Policy) -> nnx.State:

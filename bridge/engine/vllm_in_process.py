@@ -52,6 +52,7 @@ class InProcessEngine:
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
         check_version(vllm.__version__)
         self.model, self.settings = model, settings
+        self.log_directory: Path | None = None  # vLLM logs with this process
         self._version = -1
         plugin.register()  # also where this package's entry points are not installed
         if vllm.platforms.current_platform.is_cpu():

@@ -5,6 +5,7 @@
     precision.txt      the resolved precision table
     metrics.jsonl      one row a step (`jetrl_jax.training.metrics`)
     samples.jsonl      a few completions of each step: prompt, answer, reward
+    certificates.jsonl one row a weight sync to vLLM: what differed (`bridge.engine.certificate`)
     events/            TensorBoard events
     checkpoints/       Orbax checkpoints (`jetrl_jax.training.checkpoint`)
     bad_batches/       the batch of every step that was skipped for a non-finite value
@@ -48,6 +49,7 @@ ENVIRONMENT_FILE = "environment.json"
 PRECISION_FILE = "precision.txt"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+CERTIFICATES_FILE = "certificates.jsonl"
 LOCK_FILE = "run.lock"
 MAX_BAD_BATCHES = 32  # a run that skips steps all day must not fill the disk
 
@@ -240,6 +242,11 @@ class RunDirectory:
         lines = [json.dumps(json_value({"step": step, **sample}), ensure_ascii=False) + "\n" for sample in samples]
         with open(self.samples_path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write("".join(lines))
+
+    def append_certificate(self, row: Mapping[str, Any]) -> None:
+        """Append the certificate of a weight sync; the syncs that a resumed run makes again stand twice."""
+        with open(self.path / CERTIFICATES_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(json_value(row)) + "\n")
 
     def truncate_after(self, step: int) -> None:
         """Drop the samples of steps after ``step`` (those a resumed run makes again)."""

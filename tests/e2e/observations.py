@@ -5,11 +5,13 @@ None returns the config itself or `config.yaml`.  Those of steps and runs need `
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import pytest
 from flax import nnx
 from scripted import ScriptedEngine, ScriptedTrainer
 
+from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.grpo import GRPOTrainer
@@ -62,6 +65,34 @@ def loss_scale(config: RunConfig) -> Any:
     """The loss scale of the first update, and how often it may grow."""
     scale = GRPOTrainer(config).new_programs().loss_scale
     return None if scale is None else (float(scale.factor), scale.growth_interval)
+
+
+def vllm_engine(config: RunConfig) -> Any:
+    """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe; nothing is started."""
+
+    class InProcess:
+        """In place of vLLM itself, which is started when it is made."""
+
+        owned, url = None, None
+
+        def __init__(self, model: Any, fp8_paths: Any, settings: Any) -> None:
+            self.settings = settings
+
+        def close(self) -> None:
+            """Nothing runs."""
+
+    owner = GRPOTrainer(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.engine.factory.require_vllm", lambda: None)
+        patch.setitem(sys.modules, "bridge.engine.vllm_in_process", SimpleNamespace(InProcessEngine=InProcess))
+        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu: None)
+        engine = build_engine(owner.policy, config.rollout)
+    if not isinstance(engine, CertifiedEngine):
+        return type(engine).__name__
+    inner: Any = engine.engine
+    seen = (inner.owned, inner.url, dataclasses.asdict(inner.settings), engine.probe, engine.tolerance, engine.on_mismatch)
+    engine.close()
+    return seen
 
 
 def prompts(config: RunConfig) -> Any:

@@ -42,6 +42,7 @@ from observations import (
     templated_tokens,
     tokens,
     updated_weights,
+    vllm_engine,
     warm_start,
 )
 from scripted import ScriptedEngine
@@ -165,6 +166,10 @@ OFF_POLICY = {"algorithm.minibatches": 2, "algorithm.epochs": 2}
 KL = {"algorithm.kl_coef": 0.1, **OFF_POLICY}
 PAIRS = {"rollout.group_size": 2, "algorithm.dynamic_sampling": True}
 THREE = {"algorithm.epochs": 3}
+NO_SLOTS = {"rollout": {"prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 8, "max_completion_tokens": 6}}
+BLOCKS = {"model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}}
+VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine": "vllm"}
+SERVER = {**VLLM, "vllm.mode": "server"}
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
 CHANGES = (
@@ -228,6 +233,20 @@ CHANGES = (
     Change("rollout.max_prompt_tokens", 5, prompts, {"task.options": {"digits": 2, "eval_size": 64}, "eval.prompts": 64}),
     Change("rollout.max_completion_tokens", 5, sampling),
     Change("rollout.temperature", 0.5, sampling),
+    Change("rollout.engine", "vllm", vllm_engine, {**BLOCKS, **NO_SLOTS}),
+    Change("vllm.mode", "server", vllm_engine, VLLM),
+    Change("vllm.url", "http://127.0.0.1:2", vllm_engine, VLLM | {"vllm.mode": "external", "vllm.url": "http://127.0.0.1:1"}),
+    Change("vllm.startup_timeout_s", 7.0, vllm_engine, SERVER),
+    Change("vllm.request_timeout_s", 7.0, vllm_engine, SERVER),
+    Change("vllm.sync_timeout_s", 7.0, vllm_engine, SERVER),
+    Change("vllm.restarts", 2, vllm_engine, SERVER),
+    Change("vllm.max_num_seqs", 7, vllm_engine, VLLM),
+    Change("vllm.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
+    Change("vllm.kv_cache_memory_mb", 7, vllm_engine, VLLM),
+    Change("vllm.enforce_eager", False, vllm_engine, VLLM),
+    Change("vllm.probe_tokens", 7, vllm_engine, VLLM),
+    Change("vllm.probe_logprob_tolerance", 0.7, vllm_engine, VLLM),
+    Change("vllm.on_mismatch", "warn", vllm_engine, VLLM),
     Change("rollout.temperature", 0.5, logprobs, BF16),
     Change("rollout.top_p", 0.9, sampling, refused="rollout.top_p"),
     Change("rollout.top_k", 5, sampling, refused="rollout.top_k"),

