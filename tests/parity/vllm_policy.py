@@ -1,0 +1,72 @@
+"""Policies for the tests with the real vLLM on CPU, in shapes that it holds in block FP8, and the gap of two sides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from bridge.engine.common import EngineSettings
+from bridge.engine.factory import trainer_scorer
+from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+from tests.parity.small_policy import CONFIG, SmallPolicy
+
+QWEN3 = dataclasses.replace(
+    CONFIG, vocab_size=128, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64
+)
+QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)
+PROMPT, COMPLETION = 24, 40
+SETTINGS = EngineSettings(max_prompt_tokens=PROMPT, max_completion_tokens=COMPLETION, max_num_seqs=32, kv_cache_memory_mb=64)
+SAMPLING = SamplingParams(1.0, COMPLETION, (1,), 0)
+
+
+def fp8_paths(policy: SmallPolicy) -> list[str]:
+    """Parameter paths that the policy publishes in FP8."""
+    return [path for path, formats in policy.plan.formats.items() if formats[0] == "fp8"]
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    """Prompts of 2 to 23 random tokens."""
+    rng = np.random.default_rng(seed)
+    return [Request(i, rng.integers(3, CONFIG.vocab_size, int(rng.integers(2, PROMPT))).tolist(), seed + i) for i in range(count)]
+
+
+class Scorer:
+    """The trainer's log-probabilities of trajectories, with any published weights of one policy."""
+
+    def __init__(self, policy: SmallPolicy) -> None:
+        self._score = trainer_scorer(policy.rollout_model())
+
+    def __call__(self, published: nnx.State, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """Logprobs of all completion tokens, one after the other, at temperature 1."""
+        return np.concatenate([self.whole(published, t)[len(t.prompt_ids) :] for t in trajectories])
+
+    def whole(self, published: nnx.State, trajectory: Trajectory) -> np.ndarray:
+        """Logprobs of prompt and completion; entry 0 is meaningless."""
+        ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
+        return self._score(published, ids + [0] * (PROMPT + COMPLETION - len(ids)))[: len(ids)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """trainer - engine over tokens: how many, the share within 1e-5, mean and largest magnitude, k3."""
+
+    tokens: int
+    equal: float
+    mean: float
+    largest: float
+    k3: float
+
+    @classmethod
+    def of(cls, trainer: Any, engine: Any) -> Gap:
+        """The gap of two arrays of log-probabilities."""
+        difference = np.asarray(trainer, np.float64) - np.asarray(engine, np.float64)
+        size, k3 = np.abs(difference), np.expm1(difference) - difference
+        return cls(difference.size, float(np.mean(size <= 1e-5)), float(size.mean()), float(size.max()), float(k3.mean()))
+
+    def within_budget(self, floor: Gap) -> bool:
+        """Whether this is one policy on both sides, `floor` being BF16 training beside the same FP8 rollout."""
+        return self.equal >= 0.9 and self.k3 <= floor.k3 / 100 and self.mean <= floor.mean / 20
