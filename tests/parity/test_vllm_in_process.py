@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths
 from bridge.engine.certificate import CertifiedEngine
 from bridge.engine.common import set_environment
 from bridge.engine.factory import probe_tokens, trainer_scorer
-from bridge.hf_write import save_published
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.precision import map_params
 from jetrl_jax.training.step import PolicyPrograms
@@ -129,36 +127,6 @@ def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
-
-
-def test_stock_vllm_loads_an_exported_checkpoint(tmp_path: Path) -> None:
-    """The directory of `bridge.export --format fp8`, read by vLLM's own loader with our plugin as its CPU kernel."""
-    import torch
-    from vllm import LLM
-    from vllm import SamplingParams as VllmSamplingParams
-
-    from bridge.engine import plugin
-
-    policy = SmallPolicy("fp8_unified", QWEN3)
-    path = save_published(tmp_path / "export", QWEN3, policy.published, max_shard_bytes=300_000)
-    plugin.register()
-    torch.set_num_threads(1)
-    arguments = SETTINGS.arguments(path, QWEN3) | {"load_format": "auto"}
-    for ours_alone in ("weight_transfer_config", "worker_extension_cls"):
-        del arguments[ours_alone]
-    llm = LLM(**arguments)
-    ids = [[*request.prompt_ids] for request in requests(16)]
-    outputs = llm.generate(
-        [{"prompt_token_ids": one} for one in ids], VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    )
-    llm.llm_engine.engine_core.shutdown()
-    pairs = [pair for o, one in zip(outputs, ids, strict=True) for pair in zip(o.prompt_logprobs[1:], one[1:], strict=True)]
-    theirs = np.array([entry[token].logprob for entry, token in pairs])
-    score = trainer_scorer(policy.rollout_model())
-    ours = np.concatenate([score(policy.published, one + [0] * (64 - len(one)))[1 : len(one)] for one in ids])
-    gap = Gap.of(ours, theirs)
-    print(f"\nexported checkpoint in stock vLLM: {gap}")
-    assert gap.equal >= 0.9 and gap.mean < 0.01
 
 
 class Stale:
