@@ -24,7 +24,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name with its module when it is first used: vLLM's processes import the plugin and no JAX."""
+    """Loads a name with its module when it is first used: vLLM's processes import the plugin and little else."""
     if name not in _MODULES:
         raise AttributeError(f"module 'bridge' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -17,9 +17,8 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.platforms import PlatformEnum, current_platform
 
-BLOCK = 128
-E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-10
+from pallas_kernels.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
+
 SETTINGS_KEY = "jetrl"
 PROMOTION_ORDERS = ("deepgemm", "triton")
 SCALE_FORMATS = ("float32", "power_of_two")
