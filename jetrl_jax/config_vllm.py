@@ -30,7 +30,8 @@ class VllmSection(Section):
     kv_cache_memory_mb: PositiveInt | None = Field(None, description="Size of vLLM's KV cache, in MiB; null leaves it to vLLM.")
     enforce_eager: bool = Field(True, description="Whether vLLM runs without compilation, whose fusions round elsewhere than the trainer.")
     probe_tokens: NonNegativeInt = Field(
-        32, description="Length of the probe that engine and trainer score after each weight sync, in tokens; 0 is off."
+        32,
+        description="Length of the probe scored on both sides after each weight sync, in tokens, at most the longest sequence; 0 is off.",
     )
     probe_logprob_tolerance: NonNegativeFloat = Field(
         0.02, description="Largest mean difference of the probe's log-probabilities between engine and trainer, in nats."

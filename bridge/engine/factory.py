@@ -46,7 +46,7 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     return CertifiedEngine(
         engine,
         trainer_scorer(model),
-        probe_tokens(model.config.vocab_size, section.probe_tokens),
+        probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
         tolerance=section.probe_logprob_tolerance,
         on_mismatch=section.on_mismatch,
     )
