@@ -54,7 +54,7 @@ class Checkpoint:
         for path, stored in self.tensors.items():
             array = stored.read().astype(np.float32)
             if path in self.scales:
-                array *= _spread(self.scales[path].read().astype(np.float32), array.shape)
+                array *= _spread(self._scale(path), array.shape)
             if not np.isfinite(array).all():
                 non_finite.append(stored.name)
             yield path, array
@@ -62,9 +62,20 @@ class Checkpoint:
             raise UserError(f"Checkpoint.arrays: non-finite weights: got {non_finite} in {self.directory}, expected finite values")
 
     def quantized(self, path: str) -> ScaledArray:
-        """The codes and scales of a block-FP8 weight as they are stored. Raises KeyError where ``path`` is no such weight."""
+        """The codes and scales of a block-FP8 weight as they are stored.
+
+        Raises KeyError where ``path`` is no such weight, UserError on a code that is NaN or a scale that is not positive and finite.
+        """
+        codes, scale = self.tensors[path].read(), self._scale(path)
+        if not (np.isfinite(codes.astype(np.float32)).all() and np.isfinite(scale).all()):
+            raise UserError(f"Checkpoint.quantized: non-finite weights: got {self.tensors[path].name} in {self.directory}")
+        return ScaledArray(jnp.asarray(codes), jnp.asarray(scale), WEIGHT_BLOCK)
+
+    def _scale(self, path: str) -> np.ndarray:
         scale = self.scales[path].read().astype(np.float32)
-        return ScaledArray(jnp.asarray(self.tensors[path].read()), jnp.asarray(scale), WEIGHT_BLOCK)
+        if (scale <= 0).any():
+            raise UserError(f"Checkpoint: bad scales: got {self.scales[path].name} with {scale.min():g}, expected positive numbers")
+        return scale
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -108,6 +119,8 @@ def _dtype_problem(name: str, tensor: StoredTensor, scale: StoredTensor | None, 
         return None if tensor.dtype in _MASTER_DTYPES else f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_MASTER_DTYPES)}"
     if not quantized:
         return f"wrong dtype {name}: got F8_E4M3, but config.json has no quantization_config"
+    if len(tensor.shape) != len(WEIGHT_BLOCK):
+        return f"wrong dtype {name}: got F8_E4M3 of shape {list(tensor.shape)}, expected a matrix: blocks are {list(WEIGHT_BLOCK)}"
     grid = tuple(-(-size // block) for size, block in zip(tensor.shape, WEIGHT_BLOCK, strict=False))
     if scale is None:
         return f"missing {name}{SCALE_SUFFIX}: expected shape {list(grid)}"

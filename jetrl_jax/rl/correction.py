@@ -16,7 +16,7 @@ the denominators; rejection does not:
     reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr     of a token, or its sum, mean or maximum over the sequence
         k1 is kept between log reject_low and log reject_high (bounds of the inverse ratio; sequence_mean is the
         geometric criterion), k2 and k3 up to reject_high
-    veto: a sequence with any e^lr < veto is rejected whole
+    veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole; nothing is exponentiated here
 
 Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches are.
 Samples that are not trained are not read.
@@ -82,7 +82,7 @@ def correct(
         )
     difference = [o - r if t else np.zeros(r.shape) for o, r, t in zip(old, rollout, trained, strict=True)]
     log_ratio = [np.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for d in difference]
-    keep, vetoed = _kept(section, log_ratio, trained)
+    keep, vetoed = _kept(section, difference, log_ratio, trained)
     weights, cut = _weights(section, difference, log_ratio)
     if section.normalize and section.weight != "none":
         mean = _mean_weight(section, weights, keep)
@@ -91,7 +91,9 @@ def correct(
     return Correction(weights, keep, _metrics(weights, cut, keep, vetoed, trained))
 
 
-def _kept(section: CorrectionSection, log_ratio: Arrays, trained: NDArray[np.bool_]) -> tuple[list[NDArray[np.bool_]], NDArray[np.bool_]]:
+def _kept(
+    section: CorrectionSection, difference: Arrays, log_ratio: Arrays, trained: NDArray[np.bool_]
+) -> tuple[list[NDArray[np.bool_]], NDArray[np.bool_]]:
     """(which tokens stay, which sequences are vetoed)."""
     keep = [np.full(lr.shape, t, bool) for lr, t in zip(log_ratio, trained, strict=True)]
     if section.reject != "none":
@@ -103,7 +105,7 @@ def _kept(section: CorrectionSection, log_ratio: Arrays, trained: NDArray[np.boo
             keep[index] &= ~((value < low) | (value > high))  # a NaN stays: it must reach the loss and be named there
     vetoed = np.zeros(len(keep), bool)
     if section.veto is not None:
-        vetoed = np.array([t and bool((lr < np.log(section.veto)).any()) for lr, t in zip(log_ratio, trained, strict=True)], bool)
+        vetoed = np.array([t and bool((d < np.log(section.veto)).any()) for d, t in zip(difference, trained, strict=True)], bool)
         keep = [k & ~v for k, v in zip(keep, vetoed, strict=True)]
     return keep, vetoed
 

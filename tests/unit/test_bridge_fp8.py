@@ -154,6 +154,7 @@ def damage(path: Path, change) -> None:
 
 
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.norm.weight"
 ONES = np.ones((2, 1), np.float32)
 
 
@@ -171,6 +172,11 @@ ONES = np.ones((2, 1), np.float32)
             "wrong dtype model.norm.weight: got BF16 with scales",
         ),
         (lambda t: t.update({"model.other.weight_scale_inv": np.ones((2, 1), np.float32)}), "unmapped model.other.weight_scale_inv"),
+        (
+            lambda t: t.update({NORM: np.ones(160, ml_dtypes.float8_e4m3fn), f"{NORM}_scale_inv": np.ones(2, np.float32)}),
+            f"wrong dtype {NORM}: got F8_E4M3 of shape .160., expected a matrix",
+        ),
+        (lambda t: t.update({f"{WEIGHT}_scale_inv": np.zeros((2, 2), np.float32)}), f"bad scales: got {WEIGHT}_scale_inv with 0"),
         (lambda t: t.update({f"{WEIGHT}_scale_inv": np.full((2, 2), np.inf, np.float32)}), f"non-finite weights: got \\['{WEIGHT}'\\]"),
     ],
 )

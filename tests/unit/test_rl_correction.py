@@ -117,6 +117,11 @@ def test_everything_rejected_leaves_finite_weights():
     assert got.metrics["correction/rejected_sequence_fraction"] == 1
 
 
+def test_veto_sees_beyond_the_clamp():
+    got = correct(section(veto=1e-10), [np.array([-100.0]), np.array([-20.0])], [np.array([-1.0]), np.array([-1.0])], np.ones(2, bool))
+    assert [k.all() for k in got.keep] == [False, True]
+
+
 def test_lengths_that_differ_raise():
     with pytest.raises(ValueError, match=r"unequal trajectories \[1\]"):
         correct(section(), [np.zeros(2), np.zeros(3)], [np.zeros(2), np.zeros(2)], np.ones(2, bool))
