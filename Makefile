@@ -96,6 +96,10 @@ types: $(VENV)/.installed-test  ## mypy on the three packages
 bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN
 	$(RUN_PYTHON) tests/benchmarks/flows.py $(RUN) $(ARGS)
 
+.PHONY: bench-vllm
+bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random policies, seed by seed (needs vLLM)
+	$(RUN_PYTHON) tests/benchmarks/vllm_gap.py $(ARGS)
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
 	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)

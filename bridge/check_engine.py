@@ -22,9 +22,9 @@ import numpy as np
 
 from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
 from jetrl_jax.errors import RunStopped, UserError
+from pallas_kernels.formats import BLOCK
 
 CONTRACT = Path(__file__).with_name("contract.json")
-BLOCK = 128
 CPU_PLUGIN, TRAINER = "plugin/", "trainer"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from jetrl_jax.cli import run_entry_point
+from jetrl_jax.errors import UserError
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
         help="change a field: precision.preset=fp8_unified",
     )
     arguments = parser.parse_args(argv)
+    if not arguments.max_shard_gb > 0:
+        raise UserError(f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number.")
 
     from bridge.hf_write import decoder_parameters, save_checkpoint, save_published
     from jetrl_jax.policy import load_policy, published_weights

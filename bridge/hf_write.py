@@ -167,6 +167,7 @@ def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: 
         non_finite += [name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()]
         if not non_finite:
             save_file(arrays, directory / file_name, metadata={"format": "pt"})
+            shutil.copymode(directory / "config.json", directory / file_name)  # the library makes it unreadable to others
         weight_map |= dict.fromkeys(arrays, file_name)
     if non_finite:
         raise ValueError(f"save_checkpoint: non-finite weights as they are stored: got {non_finite}, expected finite values")
@@ -218,7 +219,7 @@ def _check_place(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir() or not overwrite:
-        raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected a new or empty directory")
+        raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected an empty directory, or overwrite")
     foreign = sorted(p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES))
     if foreign or not (target / "config.json").is_file():
         why = f"it also holds {foreign}" if foreign else "it has no config.json"

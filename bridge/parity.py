@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.cli import check_output_files, run_entry_point
 from jetrl_jax.errors import UserError
+from jetrl_jax.rl.metrics import mismatch_metrics
 
 if TYPE_CHECKING:
     from jetrl_jax.policy import Policy
 
+FIGURES = ("logprob_abs_mean", "logprob_abs_max", "k3")
 EQUAL = 1e-5
 BUCKETS = 4
 Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 meaningless
@@ -36,15 +38,14 @@ def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
     """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last, mean |d|, tokens]."""
     differences = [np.asarray(ours[1:], np.float64) - theirs[1:] for ours, theirs in zip(trainer, engine, strict=True)]
     flat = np.concatenate(differences)
+    metrics = mismatch_metrics(flat, np.zeros_like(flat), np.ones(flat.shape, bool), np.zeros(flat.shape, int))
     where = np.concatenate([np.arange(1, len(d) + 1) for d in differences])
     size = np.abs(flat)
     edges = np.linspace(1, where.max() + 1, min(BUCKETS, int(where.max())) + 1).astype(int)
     ranges = [(int(low), int(high) - 1, (where >= low) & (where < high)) for low, high in itertools.pairwise(edges)]
     return {
         "tokens": int(flat.size),
-        "logprob_abs_mean": float(size.mean()),
-        "logprob_abs_max": float(size.max()),
-        "k3": float((np.expm1(flat) - flat).mean()),
+        **{name: metrics[f"mismatch/{name}"] for name in FIGURES},
         "equal_share": float((size <= EQUAL).mean()),
         "by_position": [[low, high, float(size[inside].mean()), int(inside.sum())] for low, high, inside in ranges if inside.any()],
     }
@@ -96,7 +97,7 @@ def table(pairs: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'pair':<12}{'tokens':>8}{'mean |d|':>11}{'max |d|':>11}{'k3':>11}{'equal':>8}   mean |d| by position"]
     for name, row in pairs.items():
         positions = "  ".join(f"{low}-{high}: {mean:.1e}" for low, high, mean, _ in row["by_position"])
-        figures = "".join(f"{row[key]:>11.2e}" for key in ("logprob_abs_mean", "logprob_abs_max", "k3"))
+        figures = "".join(f"{row[key]:>11.2e}" for key in FIGURES)
         lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
     return "\n".join(lines)
 
@@ -129,6 +130,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.sequences < 1:
         raise UserError(f"parity: nothing to score: got --sequences {arguments.sequences}, expected at least 1.")
+    check_output_files("parity", arguments.json)
 
     from bridge.engine.factory import require_vllm
     from jetrl_jax.policy import load_policy

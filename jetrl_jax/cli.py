@@ -15,6 +15,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from jetrl_jax.config import RunConfig
@@ -42,6 +43,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
     """The config that --config and --set describe; raises UserError."""
     return load_config(arguments.config, arguments.overrides)
+
+
+def check_output_files(command: str, *files: Path | None) -> None:
+    """Raises UserError, before anything is computed, for a file that cannot be written where it is asked for; None is no file."""
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+            what = "is a directory" if file.is_dir() else "stands in no directory that can be written"
+            raise UserError(f"{command}: the output {what}: got {str(file)!r}, expected a file in a directory that is there.")
 
 
 def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:

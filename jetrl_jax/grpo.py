@@ -321,8 +321,8 @@ class _Run:
             name = signal.Signals(self.owner.stop_signal).name
             self.console.message(f"stopped by {name} after step {self.done}; go on with --resume")
             return self._summary(name, None)
-        if after is None:
-            after = self._evaluate(self.done)
+        if after is None:  # resumed after its last step, whose evaluation is on record
+            after = self._evaluate(self.done, record=False)
         self.owner.policy.save(self.run.path / EXPORT_DIRECTORY, self.trainer.state.params)
         self.console.message(f"policy written to {self.run.path / EXPORT_DIRECTORY}")
         return self._summary(None, after)
@@ -340,14 +340,15 @@ class _Run:
             warm, self.warm_start_loss = warm_start(programs, start, sampler, section, lambda step, loss: progress.advance(1))
         return self.programs.init(warm.params)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
+    def _evaluate(self, step: int, *, record: bool = True) -> dict[str, float]:
         start = time.perf_counter()
         with self.console.phase("eval"):
             evaluation = self.owner._evaluator(self.trainer.engine)
         metrics = evaluation.metrics | {"time/eval_s": time.perf_counter() - start}
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.metrics.items())
         self.console.message(f"step {step} held-out ({len(self.owner._evaluator.prompts)} prompts): {shown}")
-        self.run.append_samples(step, evaluation.samples[: self.config.run.samples_per_step])
+        if record:
+            self.run.append_samples(step, evaluation.samples[: self.config.run.samples_per_step])
         return metrics
 
     def _samples(self, batch: RolloutBatch) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.cli import check_output_files, run_entry_point
 from jetrl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,10 +43,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="PAGE", help="HTML page with the charts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers")
     arguments = parser.parse_args(argv)
+    if arguments.completions < 1:
+        raise UserError(f"mismatch: nothing to compare: got --completions {arguments.completions}, expected at least 1.")
+    check_output_files("mismatch", arguments.out, arguments.json)
 
     from jetrl_jax.models.operators import compare
-    from jetrl_jax.policy import load_policy
+    from jetrl_jax.policy import is_run, load_policy
 
+    if not arguments.text and not is_run(arguments.checkpoint):
+        raise UserError(f"mismatch: no task to take prompts from: got the Hugging Face directory {arguments.checkpoint}, expected --text.")
     policy = load_policy(arguments.checkpoint, arguments.overrides)
     flow_a = arguments.flow_a or f"{policy.config.precision.preset}:trainer"
     flow_b = arguments.flow_b or f"{flow_a.partition(':')[0]}:rollout"
@@ -142,6 +147,9 @@ def _given(policy: Policy, texts: list[str]) -> tuple[Tokens, np.ndarray]:
     short = [text for text, one in zip(texts, ids, strict=True) if len(one) < 2]
     if short:
         raise UserError(f"mismatch: a text is too short: got {short[0]!r}, expected at least two tokens.")
+    longest, positions = max(len(one) for one in ids), policy.model.config.max_position_embeddings
+    if longest > positions:
+        raise UserError(f"mismatch: a text is too long: got {longest} tokens, expected at most max_position_embeddings={positions}.")
     return _rows([(one[:1], one[1:]) for one in ids])
 
 

@@ -1,7 +1,7 @@
 """`python -m jetrl_jax.train --config C --verify-resume K`: does a run that is stopped and resumed equal one that is not?
 
-Three processes in a temporary directory: 2K steps at one go; the same run asked to stop (SIGTERM) after about K steps; and
-the resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every sampled prompt and
+Three processes in a temporary directory: 2K steps at one go; the same run, which gets a SIGTERM as step K ends; and the
+resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every sampled prompt and
 completion, every array of the last checkpoint (masters, moments, loss scale, reference) by its SHA-256, its counters and
 data position, and the exported weights.
 """
@@ -13,15 +13,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl_jax.cli import run_entry_point
 from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import dump_config, override_config
+from jetrl_jax.config_io import dump_config, load_config, override_config
 from jetrl_jax.errors import RunStopped, UserError
 
-POLL_S = 0.02
+TRAIN = (sys.executable, "-m", "jetrl_jax.train", "--config")
 
 
 def verify_resume(config: RunConfig, steps: int) -> list[str]:
@@ -40,50 +41,46 @@ def verify_resume(config: RunConfig, steps: int) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="verify_resume_") as name:
         root = Path(name)
         whole, parts = root / "whole", root / "parts"
-        _run(_write(config, root, whole, steps))
+        _run([*TRAIN, _write(config, root, whole, steps)])
         again = _write(config, root, parts, steps)
-        stopped_at = _run_until(again, parts, steps)
-        _run([*again, "--resume"])
+        _run([sys.executable, "-m", "jetrl_jax.verify_resume", again, str(steps)], expected=128 + signal.SIGTERM)
+        _run([*TRAIN, again, "--resume"])
         different, same = _compare(whole, parts)
     if different:
         lines = "\n".join(f"  {line}" for line in different)
-        raise RunStopped(f"verify_resume: stopped after step {stopped_at} and resumed, the run is another one:\n{lines}")
-    return [f"stopped after step {stopped_at} of {2 * steps}, resumed in a new process", *same]
+        raise RunStopped(f"verify_resume: stopped after step {steps} and resumed, the run is another one:\n{lines}")
+    return [f"stopped after step {steps} of {2 * steps}, resumed in a new process", *same]
 
 
-def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> list[str]:
-    """The command of a run of 2K steps in `directory`."""
+def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> str:
+    """The config file of a run of 2K steps in `directory`."""
     changes = [f"run.directory={directory}", f"run.steps={2 * steps}", f"checkpoint.every_steps={2 * steps}", "run.wandb_project=null"]
     file = root / f"{directory.name}.yaml"
     file.write_text(dump_config(override_config(config, changes)), encoding="utf-8")
-    return [sys.executable, "-m", "jetrl_jax.train", "--config", str(file)]
+    return str(file)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], expected: int = 0) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RunStopped(f"verify_resume: {' '.join(command[3:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    if done.returncode != expected:
+        what, status = " ".join(command[2:]), f"{done.returncode}, not {expected}"
+        raise RunStopped(f"verify_resume: {what} ended with status {status}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
 
 
-def _run_until(command: list[str], directory: Path, steps: int) -> int:
-    """Starts a run, stops it by SIGTERM once K steps are recorded; returns the step after which it stopped."""
-    from jetrl_jax.training.metrics import read_metrics
+def _run_and_stop(file: str, steps: int) -> int:
+    """The process to be stopped: the run of a config file, which gets a SIGTERM as step K ends; returns its exit status."""
+    from jetrl_jax.grpo import GRPOTrainer
+    from jetrl_jax.training.console import Console
 
-    metrics = directory / "metrics.jsonl"
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
-        try:
-            while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > steps):
-                time.sleep(POLL_S)
-            process.send_signal(signal.SIGTERM)
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if status != 128 + signal.SIGTERM:
-            log.seek(0)
-            raise RunStopped(f"verify_resume: the run to be stopped ended with status {status}, before or after it:\n{log.read()[-2000:]}")
-    return int(read_metrics(metrics)[-1]["step"])
+    class Stopping(Console):
+        def step(self, row: Mapping[str, Any]) -> None:
+            super().step(row)
+            if row["step"] == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    config = load_config(file)
+    outcome = GRPOTrainer(config, console=Stopping(config.run.steps)).train()
+    return 128 + signal.Signals[outcome["stopped_by"]].value if outcome["stopped_by"] else 0
 
 
 def _compare(whole: Path, parts: Path) -> tuple[list[str], list[str]]:
@@ -121,3 +118,7 @@ def _shown(name: str, one: Any, other: Any) -> str:
                 return f"{name}: row {index} differs in {', '.join(keys)}: {a.get(keys[0])!r} and {b.get(keys[0])!r}"
         return f"{name}: {len(one)} and {len(other)} rows"
     return name
+
+
+if __name__ == "__main__":
+    run_entry_point(lambda words: _run_and_stop(words[0], int(words[1])))

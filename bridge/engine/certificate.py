@@ -95,11 +95,6 @@ class CertifiedEngine:
         """Version of the loaded weights; -1 before the first `load_weights`."""
         return self.engine.policy_version
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What runs, for the run's record."""
-        return self.engine.description
-
     def load_weights(self, published: Any, version: int) -> None:
         """Hands over a policy version and certifies it.
 
@@ -112,6 +107,7 @@ class CertifiedEngine:
         differences = manifest.differences(self.engine.held(list(manifest.entries)))
         row: dict[str, Any] = {
             "policy_version": version,
+            "engine": self.engine.description,
             "tensors": len(manifest.entries),
             "bytes": manifest.total_bytes,
             "differences": differences,

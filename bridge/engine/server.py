@@ -206,9 +206,11 @@ class ServerEngine:
         self._version = version
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
-        """`call()`; where the server fails and may be restarted, once more on a new one with the present weights."""
+        """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
         while True:
             try:
+                if not self._ready and self._weights is not None and call != self._push:
+                    self._push()
                 return call()
             except EngineFailed as error:
                 if not self.owned:
@@ -218,8 +220,6 @@ class ServerEngine:
                     raise
                 self.restarts_left -= 1
                 print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
-            if call != self._push:
-                self._push()
 
     def _post(self, route: str, body: dict[str, Any], timeout_s: float) -> Any:
         data = json.dumps(body).encode()

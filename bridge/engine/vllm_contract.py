@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
+from pallas_kernels.formats import BLOCK
+
 # BF16 bits [R, K] -> codes (bytes) [R, K], float32 scales [R, ceil(K / 128)]
 Quantizer = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 # codes a, scales a, codes b, scales b -> BF16 bits [M, N]
@@ -52,7 +54,7 @@ def _native_quantizer() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Te
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     with set_current_vllm_config(VllmConfig()):
-        return QuantFP8(static=False, group_shape=GroupShape(1, 128), compile_native=False).forward_native
+        return QuantFP8(static=False, group_shape=GroupShape(1, BLOCK), compile_native=False).forward_native
 
 
 def _cpu_products() -> list[Backend]:
@@ -73,9 +75,11 @@ def _cuda_quantizers() -> list[Backend]:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
     return [
-        Backend("vllm/cuda/float32", "VLLM_USE_DEEP_GEMM_E8M0=0", _quantizer(lambda x: per_token_group_quant_fp8(x, 128, use_ue8m0=False))),
         Backend(
-            "vllm/cuda/power_of_two", "VLLM_USE_DEEP_GEMM_E8M0=1", _quantizer(lambda x: per_token_group_quant_fp8(x, 128, use_ue8m0=True))
+            "vllm/cuda/float32", "VLLM_USE_DEEP_GEMM_E8M0=0", _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=False))
+        ),
+        Backend(
+            "vllm/cuda/power_of_two", "VLLM_USE_DEEP_GEMM_E8M0=1", _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=True))
         ),
     ]
 
@@ -95,7 +99,7 @@ def _cuda_products() -> list[Backend]:
         return out
 
     def triton(a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor) -> torch.Tensor:
-        return w8a8_triton_block_scaled_mm(a, b, sa, sb, [128, 128], torch.bfloat16)
+        return w8a8_triton_block_scaled_mm(a, b, sa, sb, [BLOCK, BLOCK], torch.bfloat16)
 
     return [
         Backend("vllm/cutlass", "VLLM_USE_DEEP_GEMM=0", _product(cutlass), "deepgemm"),

@@ -23,9 +23,9 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from bridge.manifest import Manifest, TensorEntry
+from pallas_kernels.formats import BLOCK
 
 BACKEND = "jetrl"
-BLOCK = 128
 SHOWN = 5
 
 _handed_over: dict[str, tuple[Manifest, list[tuple[str, torch.Tensor]]]] = {}

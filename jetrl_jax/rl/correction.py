@@ -156,5 +156,5 @@ def _metrics(
     if values.size:
         metrics |= {"correction/weight_mean": float(values.mean()), "correction/weight_max": float(values.max())}
         square = float((values**2).mean())
-        metrics["correction/weight_ess"] = float(values.mean() ** 2 / square) if square > 0 else 0.0
+        metrics["correction/weight_ess"] = float(values.mean() ** 2 / square) if square != 0 else 0.0  # NaN stays NaN
     return metrics

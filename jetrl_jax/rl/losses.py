@@ -268,7 +268,7 @@ def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
 
 
 def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Values in float32 (float64 stays), 0 where masked; the gradient there is exactly 0."""
+    """``values`` in float32 (float64 stays), 0 where ``mask`` (same shape, bool or 0/1) is false; the gradient there is exactly 0."""
     values, mask = jnp.asarray(values), jnp.asarray(mask).astype(bool)
     dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     return jnp.where(mask, values.astype(dtype), jnp.zeros((), dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -87,6 +88,11 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path, comp
     assert "layer 0 qkv" in (tmp_path / "page.html").read_text(encoding="utf-8")
     same = run_module(*command, "--text", "ab=ba", cache=compilation_cache)
     assert same.returncode == 0 and "they never part" in same.stdout and "k3 0" in same.stdout, same.stdout + same.stderr
+    for argument in (["--completions", "0"], ["--out", str(tmp_path / "no" / "page.html")], ["--text", "ab=" * 9999]):
+        refused = run_module(*command, *argument, cache=compilation_cache)
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr and "mismatch: " in refused.stderr, refused.stderr
+    taskless = run_module("jetrl_jax.mismatch", "--checkpoint", str(finished[0] / "export"), cache=compilation_cache)
+    assert taskless.returncode == 2 and "expected --text" in taskless.stderr
     wrong = run_module(*command, "--flow-a", "fp9", cache=compilation_cache)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr
 
@@ -98,15 +104,25 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 1):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert 1 <= rows(tmp_path / "run")[-1]["step"] < 4
+    assert rows(tmp_path / "run")[-1]["step"] < 4
     resumed = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "run") == rows(finished[0])
+    assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
+
+
+def test_resuming_a_finished_run_changes_no_row(finished, tmp_path, compilation_cache):
+    shutil.copytree(finished[0], tmp_path / "run")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    process = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
+    assert process.returncode == 0, process.stderr
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
@@ -114,7 +130,14 @@ def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache)
     assert found.returncode == 0, found.stderr
-    for what in ("of 4, resumed", "metrics of 5 rows", "samples", "arrays of the checkpoint", "data position", "exported files"):
+    for what in (
+        "after step 2 of 4, resumed",
+        "metrics of 5 rows",
+        "samples",
+        "arrays of the checkpoint",
+        "data position",
+        "exported files",
+    ):
         assert what in found.stdout, found.stdout
     assert not (tmp_path / "run").exists()
 

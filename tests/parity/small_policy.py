@@ -37,12 +37,12 @@ CONFIG = ModelConfig(
 class SmallPolicy:
     """Model, masters, plan and published weights of one preset; the masters are the same for every preset."""
 
-    def __init__(self, preset: str, config: ModelConfig = CONFIG, **options: Any) -> None:
+    def __init__(self, preset: str, config: ModelConfig = CONFIG, *, seed: int = 0, **options: Any) -> None:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
         self.numerics = Numerics(compute_dtype=dtype, **options)
-        self.model = Decoder(config, self.numerics, rngs=nnx.Rngs(0))
+        self.model = Decoder(config, self.numerics, rngs=nnx.Rngs(seed))
         self.graphdef, params = nnx.split(self.model)
-        rng = np.random.default_rng(1)
+        rng = np.random.default_rng(seed + 1)
 
         def spread(_: str, value: jax.Array) -> jax.Array:
             """Larger matrices (distributions neither flat nor certain), vectors that are not all alike."""

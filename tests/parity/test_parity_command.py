@@ -42,6 +42,12 @@ def test_nothing_to_score_is_an_error():
         parity.main(["--model", "anywhere", "--sequences", "0"])
 
 
+@pytest.mark.parametrize("file", ["nowhere/parity.json", "."])
+def test_output_that_cannot_be_written_is_an_error_before_anything_runs(file, tmp_path):
+    with pytest.raises(UserError, match=r"parity: the output (stands in no directory|is a directory)"):
+        parity.main(["--model", "anywhere", "--json", str(tmp_path / file)])
+
+
 def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     policy.save(tmp_path / "model", dtype="float32")
@@ -51,6 +57,7 @@ def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_pat
     command += [word for field in fields for word in ("--set", field)]
     ended = subprocess.run([sys.executable, "-m", "bridge.parity", *command], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
+    print(f"\n{ended.stdout}")
     pairs = json.loads((tmp_path / "parity.json").read_text())
     assert list(pairs) == ["policy", "bf16_floor", "bf16_fp8"] and "bf16_fp8" in ended.stdout
     assert pairs["policy"]["equal_share"] >= 0.8 and pairs["bf16_fp8"]["equal_share"] < 0.1

@@ -52,4 +52,5 @@ def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None
     llm.llm_engine.engine_core.shutdown()
     score = trainer_scorer(policy.model)
     row = parity.gap([score(published, ids) for ids in sequences], engine)
+    print(f"\nexported FP8 checkpoint in vLLM: {row}")
     assert row["tokens"] == 8 * 23 and row["equal_share"] >= 0.9 and row["k3"] < 1e-7

@@ -69,6 +69,22 @@ def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, Serv
     assert {t.policy_version for t in trajectories} == {7}
 
 
+def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[SmallPolicy, ServerEngine]) -> None:
+    """The server of the fixture, by its address: a second trainer sends its weights, and the first one notices."""
+    policy, engine = served
+    other = ServerEngine(QWEN3, fp8_paths(policy), SETTINGS, url=engine.url)
+    manifest = other.load_weights(policy.published, 11)
+    assert manifest.differences(other.held(list(manifest.entries))) == [] and other.description["mode"] == "external"
+    trajectories = other.generate(requests(8), SAMPLING)
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    assert gap.equal >= 0.9 and {t.policy_version for t in trajectories} == {11}
+    other.close()
+    assert alive(server_processes(engine)), "it is not ours to end"
+    with pytest.raises(EngineFailed, match=r"tokens of weights \['11'\], expected 7 alone"):
+        engine.generate(requests(1), SAMPLING)
+    engine.load_weights(policy.published, 7)
+
+
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
     before = server_processes(engine)

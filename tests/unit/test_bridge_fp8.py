@@ -83,13 +83,13 @@ def test_codes_and_scales_are_the_trainers_own(written):
 
 
 def test_config_states_the_format(written):
-    path, config, *_ = written
+    path, *_ = written
     values = json.loads((path / "config.json").read_text())
     assert values["quantization_config"] == {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
-    assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == [1] or config.eos_token_ids == (1,)
+    assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
 def test_reading_back_keeps_codes_or_gives_their_product(written):
@@ -263,6 +263,10 @@ def test_export_command_writes_the_codes_of_a_policy(tmp_path, capsys):
         again = written.quantized(path)
         assert np.asarray(again.qvalue).tobytes() == codes.tobytes() and np.asarray(again.scale).tobytes() == scales.tobytes()
     assert len(written.scales) == 7
+    modes = {file.stat().st_mode for file in (tmp_path / "fp8").iterdir()}
+    assert len(modes) == 1, "another user's server reads the weights where it reads config.json"
+    with pytest.raises(UserError, match="--max-shard-gb 0"):
+        export.main([*command, str(tmp_path / "none"), "--max-shard-gb", "0"])
     rounded = load_file(tmp_path / "bf16" / "model.safetensors")
     for path, name in name_map(policy.model.config).items():
         assert rounded[name].tobytes() == np.asarray(masters[path]).astype(ml_dtypes.bfloat16).tobytes()
