@@ -243,7 +243,9 @@ class RunSection(Section):
     directory: Text = Field("runs/run", description="Directory that the run writes to.")
     steps: PositiveInt = Field(100, description="Number of RL steps.")
     samples_per_step: NonNegativeInt = Field(4, description="Completions written to samples.jsonl each step.")
-    max_skipped_steps: PositiveInt = Field(5, description="Non-finite steps in a row after which the run stops with an error.")
+    max_skipped_steps: PositiveInt = Field(
+        5, description="Updates in a row that are not finite, or have nothing to train on, after which the run stops with an error."
+    )
     tensorboard: bool = Field(True, description="Whether TensorBoard events are written.")
     wandb_project: Text | None = Field(None, description="Weights & Biases project; null: off. Its failures never stop a run.")
     profile_steps: NonNegativeInt = Field(0, description="RL steps traced by jax.profiler, from the third on; 0 is off, --profile sets 3.")

@@ -23,7 +23,7 @@ from flax import nnx
 
 from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import config_from_dict, dump_config, load_config
+from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
@@ -101,7 +101,7 @@ class GRPOTrainer:
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(RunDirectory.create(directory, resume=self.resume, warn=self.console.warn))
             if run.resumed:
-                compare_for_resume(config_from_yaml(run.read_config()).model_dump(), self.config.model_dump())
+                compare_for_resume(load_config(run.config_path).model_dump(), self.config.model_dump())
             stack.enter_context(self.console)
             rewards = stack.enter_context(self._new_rewards(run.path))
             stack.callback(self._evaluator.close)
@@ -279,6 +279,8 @@ class _Run:
         self.done = 0
         self.profiling = False
         if restored is None:
+            if writer.last_step:
+                self.console.warn(f"no checkpoint: the run begins again; its rows up to step {writer.last_step} are dropped")
             state = self._warm_start(state)
             reference = owner.reference(self.programs, state)
         else:
@@ -423,13 +425,6 @@ class _Run:
         self.before = metadata["before"]
         self.done = self.store.steps()[-1]
         self.console.message(f"resumed from step {self.done}")
-
-
-def config_from_yaml(text: str) -> RunConfig:
-    """The config of a `config.yaml`'s text."""
-    import yaml
-
-    return config_from_dict(yaml.safe_load(text))
 
 
 def data_fingerprint(task: Task) -> str:

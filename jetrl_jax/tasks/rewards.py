@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,7 @@ class RewardFunctions:
                 continue
             if not callable(function):
                 raise UserError(f"RewardFunctions: not a function: got {type(function).__name__}, expected a callable or a name.")
-            name = getattr(function, "__name__", type(function).__name__)
+            name = re.sub(r"[^\w.-]+", "", getattr(function, "__name__", type(function).__name__))  # <lambda>, in a metric's name
             if separate_process:
                 scorer: _Scorer = RewardProcess(
                     name, target=_import_path(name, function), pickled=None, timeout_s=timeout_s, log_directory=log_directory

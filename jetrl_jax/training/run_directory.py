@@ -180,11 +180,18 @@ class RunDirectory:
             for leftover in path.glob(f".*{_TEMPORARY}*"):
                 leftover.unlink()
             for name in ("events", "checkpoints", "bad_batches"):
+                if (path / name).exists() and not (path / name).is_dir():
+                    raise UserError(f"run directory: is damaged: got a file at {path / name}, expected a directory")
                 (path / name).mkdir(exist_ok=True)
         except BaseException:
             _release_lock(path, lock)
             raise
         return cls(path, lock, resumed, warn)
+
+    @property
+    def config_path(self) -> Path:
+        """``config.yaml``."""
+        return self.path / CONFIG_FILE
 
     @property
     def metrics_path(self) -> Path:
@@ -213,14 +220,7 @@ class RunDirectory:
 
     def write_config(self, text: str) -> None:
         """Write ``config.yaml``; from then on the directory holds a run."""
-        atomic_write(self.path / CONFIG_FILE, text)
-
-    def read_config(self) -> str:
-        """The text of ``config.yaml``.  Raises `UserError` where there is none."""
-        path = self.path / CONFIG_FILE
-        if not path.exists():
-            raise UserError(f"run directory: no {CONFIG_FILE}: got {self.path}, expected the directory of a run")
-        return path.read_text(encoding="utf-8")
+        atomic_write(self.config_path, text)
 
     def write_precision(self, text: str) -> None:
         """Write ``precision.txt``, the resolved precision table."""

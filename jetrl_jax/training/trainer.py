@@ -6,7 +6,8 @@ optimiser steps from v, and hands the new codes to the engine.  All randomness i
 equals an uninterrupted one.
 
 Where a step is not finite (reward, rollout logprob, gradient, master or scale), nothing changes: the tensor is
-named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run.
+named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as many in
+which no completion was left to train on.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Trainer:
         """One step of the loop; returns its metrics and what was sampled.
 
         Raises:
-          RunStopped: too many steps in a row were not finite.
+          RunStopped: too many updates in a row were not finite, or had nothing to train on.
         """
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.policy_version, self.prompts.skipped
@@ -101,7 +102,8 @@ class Trainer:
         if self.skipped_in_a_row >= self.config.run.max_skipped_steps:
             last = problem or "see the warnings"
             raise RunStopped(
-                f"step {step}: {self.skipped_in_a_row} steps in a row were not finite (run.max_skipped_steps); the last: {last}"
+                f"step {step}: {self.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
+                f"(run.max_skipped_steps); the last: {last}"
             )
         return row, batch
 
@@ -192,7 +194,8 @@ class Trainer:
             logprobs.append(host_values)
             progress.advance(1)
         if grads is None or denominators.tokens == 0:
-            self.console.warn(f"step {step}: no completion is trained; no update")
+            self.skipped_in_a_row += 1
+            self.console.warn(f"step {step}: no completion is trained (none has a reward, or all are masked or rejected); no update")
             return 0.0, None, logprobs
         if not np.isfinite(loss):
             self._skip(step, "loss", batch, micro)

@@ -157,6 +157,18 @@ def test_resume_with_another_config_is_refused_with_the_fields(finished, tmp_pat
     assert "model.hidden_size" in process.stderr and "optimizer.learning_rate" in process.stderr
 
 
+def test_resume_of_a_run_whose_files_are_damaged_is_one_message(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    (tmp_path / "run" / "config.yaml").write_text("a: [\n")
+    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    assert process.returncode == 2 and "Traceback" not in process.stderr and "config.yaml:" in process.stderr, process.stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").touch()
+    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    assert process.returncode == 2 and "Traceback" not in process.stderr and "expected a directory" in process.stderr, process.stderr
+
+
 def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     config = write_config(tiny_config(finished[0]), tmp_path / "config.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config))

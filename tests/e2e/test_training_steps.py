@@ -110,6 +110,14 @@ def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path):
     assert len(saved) == 3 and "nan_reward" in saved[0]
 
 
+def test_steps_without_anything_to_train_on_stop_the_run(tmp_path, capsys):
+    config = tiny_config(tmp_path / "run", warm_start=None, run={"steps": 6, "tensorboard": False, "max_skipped_steps": 3})
+    with pytest.raises(RunStopped, match="3 updates in a row were not finite or had nothing to train on"):
+        GRPOTrainer(config, reward_functions=[lambda prompts, completions, answers: [None] * len(completions)]).train()
+    assert [row["count/skipped_updates"] for row in rows(tmp_path / "run")[1:]] == [1, 1]
+    assert "no completion is trained (none has a reward" in "".join(capsys.readouterr())
+
+
 def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     import jax
     from flax import nnx

@@ -41,7 +41,7 @@ def test_create_makes_a_new_run(tmp_path: Path) -> None:
         assert not run.resumed
         run.write_config("seed: 0\n")
         run.write_precision("site  format\n")
-        assert run.read_config() == "seed: 0\n"
+        assert run.config_path.read_text() == "seed: 0\n"
         assert (run.path / "precision.txt").read_text() == "site  format\n"
         assert run.events.is_dir() and run.checkpoints.is_dir() and run.bad_batches.is_dir()
 
@@ -52,7 +52,7 @@ def test_create_raises_on_a_run_without_resume(tmp_path: Path) -> None:
         RunDirectory.create(path)
     with RunDirectory.create(path, resume=True) as run:
         assert run.resumed
-        assert run.read_config() == "seed: 0\n"
+        assert run.config_path.read_text() == "seed: 0\n"
 
 
 def test_create_raises_on_what_is_no_run(tmp_path: Path) -> None:
