@@ -100,6 +100,10 @@ bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart 
 bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random policies, seed by seed (needs vLLM)
 	$(RUN_PYTHON) tests/benchmarks/vllm_gap.py $(ARGS)
 
+.PHONY: bench-scaling
+bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
+	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
 	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)

@@ -2,6 +2,7 @@
 
     RunConfig
       model  tokenizer  precision  loss_scale  numerics     the policy and its arithmetic
+      sharding                                              the devices
       task  rewards  rollout  vllm                          what is generated, by which engine
       algorithm  correction                                 what is learned from it
       optimizer  batch  warm_start                          how the weights move
@@ -22,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from jetrl_jax.config_algorithm import AlgorithmSection, CorrectionSection
 from jetrl_jax.config_rules import find_problems
+from jetrl_jax.config_sharding import ShardingSection
 from jetrl_jax.config_types import (
     INT32_MAX,
     Decay,
@@ -180,7 +182,7 @@ class RolloutSection(Section):
         0,
         description="Candidate tokens of the sampling; must be 0 (off), since a truncated distribution is not the policy that is trained.",
     )
-    slots: PositiveInt = Field(256, description="Number of sequences that the embedded engine decodes at once.")
+    slots: PositiveInt = Field(256, description="Number of sequences that the embedded engine decodes at once, on each device.")
     prefill_rows: PositiveInt = Field(32, description="Number of prompts that the embedded engine prefills at once.")
     decode_chunk_tokens: PositiveInt = Field(8, description="Tokens decoded between two looks at finished sequences.")
 
@@ -207,7 +209,11 @@ class BatchSection(Section):
         None, description="Length of a packed row, in tokens; null: longest prompt plus longest completion."
     )
     microbatch_tokens: PositiveInt = Field(
-        8192, description="Size of one forward and backward pass, in tokens (padding included); rounded down to whole rows of row_tokens."
+        8192,
+        description="Size of one forward and backward pass of one device, in tokens (padding included); rounded down to whole rows.",
+    )
+    remat: Literal["none", "layer"] = Field(
+        "none", description="What the backward computes again: nothing; or all within a layer, whose input alone is kept."
     )
     logprob_chunk_tokens: PositiveInt = Field(1024, description="Number of tokens whose logits exist at once.")
 
@@ -262,6 +268,7 @@ class RunConfig(Section):
     precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Which matrix multiplication runs in which format.")
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Dynamic loss scaling of the FP16 flow.")
     numerics: NumericsSection = Field(default_factory=NumericsSection, description="Rounding points and exactness of the forward pass.")
+    sharding: ShardingSection = Field(default_factory=ShardingSection, description="The mesh of devices of a run.")
     task: TaskSection = Field(default_factory=TaskSection, description="Where prompts, answers and worked solutions come from.")
     rewards: tuple[RewardSection, ...] = Field((RewardSection(),), min_length=1, description="Reward functions, summed by weight.")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="What is generated in a step and how.")
@@ -286,6 +293,11 @@ class RunConfig(Section):
     def row_tokens(self) -> int:
         """Length of a packed training row, in tokens."""
         return self.batch.row_tokens or self.max_sequence_tokens
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Size of one forward and backward pass over all devices, in tokens: whole rows, equally many on each."""
+        return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.devices
 
     @property
     def dynamic_sampling(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config_rule_types import NoEffect, Problem, Rule
+from jetrl_jax.config_rules_sharding import SHARDING_RULES, any_fp8
 from jetrl_jax.config_rules_vllm import VLLM_NO_EFFECT, VLLM_RULES
 from jetrl_jax.config_types import show, value_at
 
@@ -31,12 +32,8 @@ def _tokens(config: RunConfig) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
 
 
-def _any_fp8(config: RunConfig) -> bool:
-    return config.precision.preset.startswith("fp8") or any(item.format == "fp8" for item in config.precision.overrides)
-
-
 def _fp8_wgrad(config: RunConfig) -> bool:
-    return config.precision.preset in ("bf16", "fp8_unified") and _any_fp8(config)
+    return config.precision.preset in ("bf16", "fp8_unified") and any_fp8(config)
 
 
 _LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
@@ -44,6 +41,7 @@ _SUM = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 RULES: tuple[Rule, ...] = (
     *VLLM_RULES,
+    *SHARDING_RULES,
     Rule(
         ("model.num_kv_heads", "model.num_heads", "model.path"),
         lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
@@ -233,13 +231,13 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect(
         ("precision.overrides",),
         ("precision.preset",),
-        lambda c: not _any_fp8(c),
+        lambda c: not any_fp8(c),
         "precision.preset has no FP8, and no exception puts a layer into it",
     ),
     NoEffect(
         ("precision.scale_format", "precision.promotion_order"),
         ("precision.preset", "precision.overrides"),
-        lambda c: not _any_fp8(c),
+        lambda c: not any_fp8(c),
         "nothing runs in FP8",
     ),
     NoEffect(

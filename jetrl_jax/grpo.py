@@ -28,6 +28,7 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
@@ -79,6 +80,8 @@ class GRPOTrainer:
         self.console = console or Console(self.config.run.steps)
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
+        section = self.config.sharding
+        self.layout = Layout(section, self.policy.plan, self.policy.params) if section.devices > 1 else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
@@ -158,13 +161,14 @@ class GRPOTrainer:
             temperature=self.config.rollout.temperature if optimizer is None else 1.0,
             chunk_tokens=self.config.batch.logprob_chunk_tokens,
             loss_scale=LossScale.start(self.config.loss_scale) if self.config.precision.preset == "fp16" else None,
+            layout=self.layout,
         )
 
     def new_trainer(
         self, programs: PolicyPrograms, state: TrainState, reference: nnx.State | None, rewards: RewardFunctions, run: RunDirectory | None
     ) -> Trainer:
         """The loop over this run's parts; compiles the engine."""
-        self._engine = engine = build_engine(self.policy, self.config.rollout)
+        self._engine = engine = build_engine(self.policy, self.config.rollout, self.layout)
         if isinstance(engine, CertifiedEngine):
             engine.attach(run.append_certificate if run else lambda row: None, self.console.warn, run.path if run else None)
         return Trainer(
@@ -231,6 +235,7 @@ class GRPOTrainer:
             | {
                 "algorithm": self.algorithm.record(),
                 "engine": self.config.rollout.engine,
+                "sharding": None if self.layout is None else self.layout.record(),
                 "gemm": "xla" if self.config.numerics.exact else "xla_fast",
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),

@@ -6,6 +6,7 @@ The one module of `jetrl_jax` beside the entry points that reads and writes Hugg
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
+from jetrl_jax.rollout.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.tokenizer import Tokenizer, build_tokenizer
 from jetrl_jax.training.checkpoint import CheckpointStore
 from jetrl_jax.training.prompts import derived_seeds
@@ -99,6 +102,7 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
         built = _read_model(path, numerics)
     else:
         built = Decoder(new_model_config(config.model, tokenizer), numerics, rngs=nnx.Rngs(config.seed))
+    built.remat = config.batch.remat == "layer"
     if config.max_sequence_tokens > built.config.max_position_embeddings:
         raise UserError(
             f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
@@ -162,11 +166,12 @@ def _lengths(config: ModelConfig) -> dict[str, int]:
     return {"max_prompt_tokens": half, "max_completion_tokens": half}
 
 
-def build_engine(policy: Policy, rollout: RolloutSection) -> RolloutEngine:
+def build_engine(policy: Policy, rollout: RolloutSection, layout: Layout | None = None) -> RolloutEngine:
     """The engine that `rollout.engine` names for a policy, without weights yet; end it with `close_engine`."""
     if rollout.engine == "vllm":
         return build_vllm_engine(policy.model, policy.plan, policy.config)
-    return JaxEngine(
+    build = functools.partial(
+        JaxEngine,
         policy.model,
         policy.plan,
         slots=rollout.slots,
@@ -176,11 +181,12 @@ def build_engine(policy: Policy, rollout: RolloutSection) -> RolloutEngine:
         max_completion_tokens=rollout.max_completion_tokens,
         pad_id=policy.tokenizer.pad_id,
     )
+    return build() if layout is None else DataParallelEngine(build, list(layout.mesh.devices.flat), layout.replicate)
 
 
 def close_engine(engine: RolloutEngine) -> None:
-    """Ends what an engine runs outside this module's arrays: vLLM, its server."""
-    if isinstance(engine, CertifiedEngine):
+    """Ends what an engine runs outside this module's arrays: vLLM, its server, threads."""
+    if isinstance(engine, CertifiedEngine | DataParallelEngine):
         engine.close()
 
 

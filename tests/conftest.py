@@ -22,6 +22,7 @@ import pytest
 # A silent promotion of bfloat16 or of a rank is how precision and shapes go wrong unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes the first
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ from flax import nnx
 from jetrl_jax.models import ops
 from jetrl_jax.models.fp8_linear import linear
 from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.sharded import whole
 from jetrl_jax.precision import Numerics
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each; in a cache head-major, [B, K, S, H]
@@ -49,8 +50,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> [..., out] in `numerics.dtype`."""
-        bias = None if self.bias is None else self.bias.get_value()
-        return linear(x, self.weight.get_value(), bias, self.numerics)
+        dtype = self.numerics.dtype
+        bias = None if self.bias is None else whole(self.bias, dtype)
+        return linear(x, whole(self.weight, dtype), bias, self.numerics)
 
 
 class Attention(nnx.Module):
@@ -80,8 +82,8 @@ class Attention(nnx.Module):
         config, numerics = self.config, self.numerics
         q, k, v = (projection(x).reshape(*x.shape[:2], -1, config.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if config.qk_norm:
-            q = ops.rms_norm(q, self.q_norm.weight.get_value(), config.rms_norm_eps, numerics)
-            k = ops.rms_norm(k, self.k_norm.weight.get_value(), config.rms_norm_eps, numerics)
+            q = ops.rms_norm(q, whole(self.q_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
+            k = ops.rms_norm(k, whole(self.k_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
         q, k = ops.rope(q, rope_table, numerics), ops.rope(k, rope_table, numerics)
         if cache is None or positions is None:
             assert mask is not None
@@ -125,13 +127,13 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, KeysValues]:
         """Returns (branch output, residual, keys and values)."""
-        weight = self.input_layernorm.weight.get_value()
+        weight = whole(self.input_layernorm.weight, self.numerics.dtype)
         if residual is None:
             normed, residual = ops.rms_norm(x, weight, self.eps, self.numerics), x
         else:
             normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
         x, keys_values = self.self_attn(normed, rope_table, mask, cache, positions)
-        weight = self.post_attention_layernorm.weight.get_value()
+        weight = whole(self.post_attention_layernorm.weight, self.numerics.dtype)
         normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
         return self.mlp(normed), residual, keys_values
 
@@ -143,13 +145,14 @@ class Decoder(nnx.Module):
       config: sizes and architecture.
       numerics: dtype between operations, mirrored engine and exactness.
       rngs: its `params` stream initialises: normal(0, 0.02) matrices, unit norms, zero biases.
+      remat: keep only each layer's input for the backward and compute (and gather) the rest again there.
 
     Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is at
     most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
-        self.config, self.numerics = config, numerics
+    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs, remat: bool = False) -> None:
+        self.config, self.numerics, self.remat = config, numerics, remat
         self.embed_tokens = Weight(_normal(rngs, config.vocab_size, config.hidden_size))
         self.layers = nnx.List([DecoderLayer(config, numerics, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = Weight(nnx.Param(jnp.ones(config.hidden_size, jnp.float32)))
@@ -193,20 +196,25 @@ class Decoder(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, mask: jax.Array | None, cache: list[KeysValues] | None
     ) -> tuple[jax.Array, list[KeysValues]]:
         table = ops.rope_table(positions, self.config, self.numerics)
-        embedding = self.embed_tokens.weight.get_value()
+        embedding = whole(self.embed_tokens.weight, self.numerics.dtype)
         x, residual, keys_values = ops.round_to(embedding[token_ids], self.numerics.dtype), None, []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            x, residual, new = layer(x, residual, table, mask, layer_cache, positions[:, 0])
+            run = jax.checkpoint(layer.__call__) if self.remat else layer
+            x, residual, new = run(x, residual, table, mask, layer_cache, positions[:, 0])
             keys_values.append(new)
         assert residual is not None  # there is at least one layer
-        weight = self.norm.weight.get_value()
+        weight = whole(self.norm.weight, self.numerics.dtype)
         return ops.add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self.numerics)[0], keys_values
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., D] -> float32 logits [..., V]."""
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head.weight.get_value(), jnp.float32, self.numerics)
+    def head(self) -> jax.Array:
+        """The matrix [V, D] that makes logits."""
+        return whole((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight, self.numerics.dtype)
+
+    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+        """hidden [..., D] -> float32 logits [..., V]; `head` where the caller has it already."""
+        head = self.head() if head is None else head
+        flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)
 
 

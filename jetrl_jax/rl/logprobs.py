@@ -43,9 +43,11 @@ def completion_logprobs(
     flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
 
+    head = model.head()  # gathered once, not in every chunk
+
     @jax.checkpoint
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = ops.scale_logits(model.logits(part[0]), temperature, model.numerics)
+        logits = ops.scale_logits(model.logits(part[0], head), temperature, model.numerics)
         logprobs = ops.token_logprobs(logits, part[1], model.numerics)
         log_softmax = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
         return logprobs, -(jnp.exp(log_softmax) * log_softmax).sum(-1)

@@ -49,6 +49,8 @@ MAY_CHANGE = (
     "run.profile_steps",
     "eval.every_steps",
     "checkpoint.",
+    "sharding.",
+    "batch.remat",
 )
 
 

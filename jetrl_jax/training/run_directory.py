@@ -296,7 +296,8 @@ def _check_contents(path: Path, resume: bool) -> None:
             )
         return
     ours = {LOCK_FILE, "events", "checkpoints", "bad_batches"}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in ours and _TEMPORARY not in entry.name)
+    kept = (_TEMPORARY, "reward-")  # of a start that ended before the run had a config; a reward's log may say why
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in ours and not any(part in entry.name for part in kept))
     if foreign:
         raise UserError(
             f"run directory: is neither empty nor a run: got run.directory={path} with {', '.join(foreign[:5])}, "

@@ -10,6 +10,7 @@ tensor it was; the selection happens inside the program, so buffers can be donat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,13 @@ import optax
 from flax import nnx
 
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.sharded import MESH_AXES
 from jetrl_jax.precision import PrecisionPlan, jit, named_params
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.sharding import ROWS, WHOLE, Layout
 from jetrl_jax.training.loss_scale import SMALLEST, LossScale
 from pallas_kernels import ScaledArray, nonfinite_blocks
 
@@ -65,6 +68,11 @@ class PolicyPrograms:
       temperature: the rollout's sampling temperature.
       chunk_tokens: tokens whose logits exist at once.
       loss_scale: that of the first update; None trains without.
+      layout: the mesh that state and batches are split over; None is one device.
+
+    On a mesh, each device runs forward and backward of its own rows and keeps its shards of the state; rows of a
+    microbatch are a multiple of the devices.  Logprobs have the bits of one device.  Gradients have those of one device
+    on microbatches of a device's rows, but for the order of the FP32 sums over devices.
     """
 
     def __init__(
@@ -76,23 +84,58 @@ class PolicyPrograms:
         temperature: float,
         chunk_tokens: int,
         loss_scale: LossScale | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.graphdef, params = nnx.split(model)
         self.paths = [path for path, _ in named_params(params)]
         self.plan, self.optimizer = plan, optimizer
-        self.temperature, self.chunk_tokens, self.loss_scale = temperature, chunk_tokens, loss_scale
-        self._publish = jit(plan.publish)
-        self._freeze = jit(plan.frozen_weights)
+        self.temperature, self.chunk_tokens, self.loss_scale, self.layout = temperature, chunk_tokens, loss_scale, layout
+        weights = None if layout is None else layout.specs(params)
+        self._publish_shards = self._mapped(plan.publish, (weights,), weights)
+        self._publish = jit(self._publish_shards)
+        self._freeze = jit(self._mapped(plan.frozen_weights, (weights, weights), weights))
         self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._check = jit(self._check_program)
         self._update = jit(self._update_program, donate_argnums=0)
-        self._logprobs = jit(self._logprobs_program)
-        self._policy_gradient = jit(self._policy_gradient_program, static_argnums=3)
-        self._supervised_gradient = jit(self._supervised_gradient_program)
+        self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
+        inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
+
+        def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
+            return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(*arrays)
+
+        self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
+        self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
 
     def init(self, params: nnx.State) -> TrainState:
         """The first state of a policy with these FP32 masters."""
         params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
-        return TrainState(params, jit(self.optimizer.init)(params), self._publish(params), self.loss_scale)
+        shardings = None
+        if self.layout is not None:
+            params = jax.device_put(params, self.layout.shardings(params))
+            shardings = self.layout.optimizer_shardings(self.optimizer, params)
+        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), self.loss_scale)
+
+    def abstract(self, params: nnx.State) -> TrainState:
+        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array; to compile ahead of time."""
+        state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params)
+        layout = self.layout
+        if layout is None:
+            return state
+        weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
+        placed = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
+        return jax.tree.map(
+            lambda sharding, part: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part),
+            placed,
+            state,
+        )
+
+    def lower_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
+        """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
+        return self._policy_gradient.lower(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+
+    def lower_update(self, state: TrainState) -> Any:
+        """The update lowered, not compiled; the state may be abstract."""
+        return self._update.lower(state, state.params, jax.eval_shape(self._check_program, state, state.params)[1])
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The state's policy as weights of a forward without gradient (a reference policy)."""
@@ -106,11 +149,11 @@ class PolicyPrograms:
         self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
     ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
         """One microbatch's share: (gradient, statistics with "loss", logprobs [R, T]); shares add up."""
-        return self._policy_gradient(state, batch, denominators, algorithm)
+        return self._policy_gradient(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
 
     def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> tuple[nnx.State, jax.Array]:
         """Gradient and share of the mean cross-entropy over `tokens` loss tokens."""
-        return self._supervised_gradient(state, batch, jnp.float32(tokens))
+        return self._supervised_gradient(state.params, state.published, _factor(state), batch, jnp.float32(tokens))
 
     def add(self, total: nnx.State | None, grads: nnx.State) -> nnx.State:
         """total + grads in FP32; None is zero."""
@@ -119,61 +162,94 @@ class PolicyPrograms:
     def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
         """The next state (the arguments' buffers are consumed), unchanged where something is not finite."""
         scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
-        state, norm, finite = self._update(state, grads)
+        norm, finite = self._check(state, grads)
+        state = self._update(state, grads, finite)
         flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
         bad = [f"{kind} {path}" for kind, flag in flags.items() for path, ok in zip(self.paths, flag, strict=True) if not ok]
         return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
 
-    def _bind(self, params: nnx.State, published: nnx.State) -> Decoder:
-        return nnx.merge(self.graphdef, self.plan.training_weights(params, published))
+    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` as each device of the mesh runs it on its part of the arguments."""
+        return function if self.layout is None else self.layout.map(function, in_specs, out_specs)
 
-    def _completion_logprobs(self, model: Decoder, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return completion_logprobs(model, *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+    def _model(self, weights: nnx.State) -> Decoder:
+        return nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
+
+    def _sum(self, tree: Any) -> Any:
+        """The sum over the devices' shares."""
+        return tree if self.layout is None else jax.lax.psum(tree, MESH_AXES)
+
+    def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return completion_logprobs(self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
 
     def _logprobs_program(self, weights: nnx.State, *arrays: jax.Array) -> jax.Array:
-        return self._completion_logprobs(nnx.merge(self.graphdef, weights), *arrays)[0]
+        return self._completion_logprobs(weights, *arrays)[0]
 
     def _policy_gradient_program(
-        self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
+        self,
+        algorithm: ResolvedAlgorithm,
+        params: nnx.State,
+        published: nnx.State,
+        factor: Any,
+        batch: TrainBatch,
+        denominators: Denominators,
     ) -> Any:
         def loss(params: nnx.State) -> Any:
-            model = self._bind(params, state.published)
-            logprobs, entropy = self._completion_logprobs(model, batch.token_ids, batch.positions, batch.segment_ids)
+            weights = self.plan.training_weights(params, published)
+            logprobs, entropy = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
             value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
-            return _scaled(value, state), (stats | {"loss": value}, logprobs)
+            return _scaled(value, factor), (stats | {"loss": value}, logprobs)
 
-        (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return grads, stats, logprobs
+        (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, self._sum(stats), logprobs
 
-    def _supervised_gradient_program(self, state: TrainState, batch: TrainBatch, tokens: jax.Array) -> Any:
+    def _supervised_gradient_program(
+        self, params: nnx.State, published: nnx.State, factor: Any, batch: TrainBatch, tokens: jax.Array
+    ) -> Any:
         def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            model = self._bind(params, state.published)
-            logprobs, _ = self._completion_logprobs(model, batch.token_ids, batch.positions, batch.segment_ids)
+            weights = self.plan.training_weights(params, published)
+            logprobs, _ = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
             value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
-            return _scaled(value, state), value
+            return _scaled(value, factor), value
 
-        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return grads, value
+        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, self._sum(value)
 
-    def _update_program(self, state: TrainState, grads: nnx.State) -> Any:
-        scale = state.loss_scale
-        if scale is not None:
-            grads = jax.tree.map(lambda value: value / scale.factor, grads)
+    def _step(self, state: TrainState, grads: nnx.State) -> tuple[nnx.State, TrainState, jax.Array]:
+        """(the gradient without loss scale, the state after it, the gradient's norm)."""
+        if (factor := _factor(state)) is not None:
+            grads = jax.tree.map(lambda value: value / factor, grads)
         norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = TrainState(params, opt_state, self.plan.publish(params))
+        return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
+
+    def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The gradient's norm, and for each parameter whether gradient, next master and next scales are finite.
+
+        A program of its own: one that also chose between the states would hold both of them whole.
+        """
+        grads, new, norm = self._step(state, grads)
         squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
-        finite = {"gradient": _finite(squares), "parameter": _finite(params), "scale": _finite(new.published)}
-        ok = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()]))
-        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, dataclasses.replace(state, loss_scale=None))
-        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"]))), norm, finite
+        return norm, {"gradient": _finite(squares), "parameter": _finite(new.params), "scale": _finite(new.published)}
+
+    def _update_program(self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]) -> TrainState:
+        """The next state, or, where something in it is not finite, the same."""
+        ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
+        new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
+        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
 
 
-def _scaled(loss: jax.Array, state: TrainState) -> jax.Array:
+def _factor(state: TrainState) -> Any:
+    """FP16's loss scale, None without."""
+    return None if state.loss_scale is None else state.loss_scale.factor
+
+
+def _scaled(loss: jax.Array, factor: Any) -> jax.Array:
     """What is differentiated: the loss times FP16's loss scale."""
-    return loss if state.loss_scale is None else loss * state.loss_scale.factor
+    return loss if factor is None else loss * factor
 
 
 def _finite(state: nnx.State) -> jax.Array:

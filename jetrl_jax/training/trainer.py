@@ -118,7 +118,7 @@ class Trainer:
             batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
         )
         advantages = self.algorithm.advantage(rewards, counted.reshape(-1, group)).reshape(-1)
-        shape = (self.config.row_tokens, self.config.batch.microbatch_tokens)
+        shape = (self.config.row_tokens, self.config.microbatch_tokens)
         scores = self._score(batch, advantages, trained, shape, clock)
         arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}
         row: dict[str, float] = {}

@@ -111,6 +111,20 @@ def batch_shapes(config: RunConfig) -> Any:
     return step(config).shapes
 
 
+def placement(config: RunConfig) -> Any:
+    """Where the first and the last matrix lie, device by device."""
+    owner = GRPOTrainer(config)
+    state = owner.new_programs().init(owner.policy.params)
+    values = [value for value in jax.tree.leaves(state.params) if value.ndim == 2]
+    return [[(shard.device.id, shard.data.shape) for shard in value.addressable_shards] for value in (values[0], values[-1])]
+
+
+def recomputation(config: RunConfig) -> Any:
+    """How many parts of the forward the backward computes again."""
+    ids = np.ones((1, 4), np.int32)
+    return str(jax.make_jaxpr(build_policy(config).model)(ids, ids, ids)).count("= remat")
+
+
 def losses(config: RunConfig) -> Any:
     """The loss share of each microbatch of a step."""
     return step(config).losses

@@ -15,11 +15,6 @@ import pytest
 from tiny import command_environment, rows, run_module, tiny_config, train_command, write_config
 
 
-@pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("jax-cache")
-
-
 def exported_weights(directory: Path) -> bytes:
     return (directory / "export" / "model.safetensors").read_bytes()
 

@@ -35,6 +35,18 @@ BROKEN = [
     ("batch.row_tokens", "batch: {row_tokens: 63}", "batch: {row_tokens: 64}"),
     ("batch.microbatch_tokens", "batch: {microbatch_tokens: 63}", "batch: {microbatch_tokens: 64}"),
     ("batch.microbatch_tokens", "batch: {row_tokens: 128, microbatch_tokens: 127}", "batch: {row_tokens: 128, microbatch_tokens: 128}"),
+    (
+        "sharding.fsdp",
+        "model: {hidden_size: 256, intermediate_size: 384, head_dim: 64}, sharding: {fsdp: 4}",
+        "model: {hidden_size: 512, intermediate_size: 384, head_dim: 128}, sharding: {fsdp: 4}",
+    ),
+    (
+        "sharding.fsdp",
+        "model: {hidden_size: 128}, precision: {preset: bf16}, sharding: {fsdp: 3}",
+        "model: {hidden_size: 126}, precision: {preset: bf16}, sharding: {fsdp: 3}",
+    ),
+    ("warm_start.batch_size", "warm_start: {steps: 1, batch_size: 6}, sharding: {data: 4}", "warm_start: {batch_size: 8, steps: 1}"),
+    ("sharding.data", "rollout: {engine: vllm}, sharding: {data: 2}", "rollout: {engine: vllm}"),
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
     ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: external}", "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1'}"),
