@@ -53,6 +53,7 @@ class EngineSettings:
     """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
 
     promotion_order, scale_format: of the FP8 kernel, where it is this project's own.
+    exact: on vLLM's CPU platform, reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`).
     max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
     """
 
@@ -61,6 +62,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     promotion_order: str = "deepgemm"
     scale_format: str = "float32"
+    exact: bool = True
     gpu_memory_utilization: float = 0.4
     kv_cache_memory_mb: int | None = None
     enforce_eager: bool = True
@@ -90,7 +92,9 @@ class EngineSettings:
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "weight_transfer_config": {"backend": "jetrl"},
             "worker_extension_cls": "bridge.engine.vllm_transfer.WorkerExtension",
-            "additional_config": {"jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format}},
+            "additional_config": {
+                "jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format, "exact": self.exact}
+            },
         }
         if self.kv_cache_memory_mb is not None:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_mb << 20

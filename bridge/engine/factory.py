@@ -60,6 +60,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         max_completion_tokens=config.rollout.max_completion_tokens,
         max_num_seqs=section.max_num_seqs,
         promotion_order=config.precision.promotion_order,
+        exact=config.numerics.exact,
         scale_format=config.precision.scale_format,
         gpu_memory_utilization=section.gpu_memory_utilization,
         kv_cache_memory_mb=section.kv_cache_memory_mb,

@@ -1,7 +1,8 @@
 """The entry point that vLLM calls in each of its processes (group ``vllm.general_plugins``).
 
 It registers the weight transfer backend ``jetrl`` and, on the CPU platform, the block-FP8 linear kernel that runs this
-project's flow where vLLM has no kernel of its own.  It changes nothing else, and nothing on other platforms' kernels.
+project's flow where vLLM has no kernel of its own, and the exact operations that engines with this project's settings
+take.  It changes nothing else, and nothing on other platforms.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Called by vLLM once or more per process; a second call does nothing."""
-    from bridge.engine import vllm_kernel, vllm_transfer
+    from bridge.engine import vllm_exact, vllm_kernel, vllm_transfer
 
     vllm_transfer.register_backend()
     vllm_kernel.register_kernel()
+    vllm_exact.register_operations()

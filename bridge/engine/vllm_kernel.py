@@ -10,6 +10,8 @@ taken where there is one.  Promotion order and scale format come with the engine
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,18 +59,28 @@ def block_scaled_matmul(
     return accumulator
 
 
-def _settings() -> tuple[str, str]:
-    """(promotion order, scale format) of the engine that is being built."""
+@dataclass(frozen=True)
+class PluginSettings:
+    """What an engine was given under ``jetrl``; exact: whether it takes the operations of `bridge.engine.vllm_exact`."""
+
+    promotion_order: str = PROMOTION_ORDERS[0]
+    scale_format: str = SCALE_FORMATS[0]
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if self.promotion_order not in PROMOTION_ORDERS or self.scale_format not in SCALE_FORMATS or not isinstance(self.exact, bool):
+            raise ValueError(
+                f"additional_config.{SETTINGS_KEY}: unknown value: got {dataclasses.asdict(self)}, expected promotion_order in "
+                f"{PROMOTION_ORDERS}, scale_format in {SCALE_FORMATS} and exact true or false."
+            )
+
+
+def engine_settings() -> PluginSettings:
+    """The settings of the engine that is being built; one that was given none keeps vLLM's operations."""
     from vllm.config import get_current_vllm_config
 
-    settings: Any = (get_current_vllm_config().additional_config or {}).get(SETTINGS_KEY, {})
-    order, scale_format = settings.get("promotion_order", PROMOTION_ORDERS[0]), settings.get("scale_format", SCALE_FORMATS[0])
-    if order not in PROMOTION_ORDERS or scale_format not in SCALE_FORMATS:
-        raise ValueError(
-            f"additional_config.{SETTINGS_KEY}: unknown value: got promotion_order={order!r}, scale_format={scale_format!r}, "
-            f"expected one of {PROMOTION_ORDERS} and one of {SCALE_FORMATS}."
-        )
-    return order, scale_format
+    given: Any = (get_current_vllm_config().additional_config or {}).get(SETTINGS_KEY)
+    return PluginSettings(exact=False) if given is None else PluginSettings(**given)
 
 
 class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
@@ -76,7 +88,7 @@ class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.promotion_order, self.scale_format = _settings()
+        self.promotion_order, self.scale_format = engine_settings().promotion_order, engine_settings().scale_format
         # vLLM's own quantiser for CPU has another floor (1 / (448 * 512) on the scale) than its CUDA op.
         self.quant_fp8 = self._quantize
 

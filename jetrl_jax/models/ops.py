@@ -135,10 +135,15 @@ def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Arr
     return round_to(silu.astype(jnp.float32) * up.astype(jnp.float32), numerics.dtype)
 
 
+def inverse_frequencies(head_dim: int, rope_theta: float) -> np.ndarray:
+    """Angular frequencies of RoPE without scaling, float32 [H / 2]."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (np.float32(1.0) / (np.float32(rope_theta) ** exponent)).astype(np.float32)
+
+
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where configured."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (np.float32(1.0) / (np.float32(config.rope_theta) ** exponent)).astype(np.float32)
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies

