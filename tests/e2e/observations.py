@@ -241,7 +241,7 @@ def logprobs(config: RunConfig) -> Any:
     batch = TrainBatch(ids, positions, np.ones_like(ids), zeros, zeros, zeros, ids, zeros)
     seen, original = [], Decoder.logits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "logits", lambda self, hidden: seen.append(hidden.shape) or original(self, hidden))
+        patch.setattr(Decoder, "logits", lambda self, hidden, head=None: seen.append(hidden.shape) or original(self, hidden, head))
         values = owner.new_programs().logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
     return values.tobytes(), seen
 

@@ -340,7 +340,7 @@ def before() -> dict[str, Any]:
 def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, RunConfig], Any]:
     """Makes an observation in an empty directory, with the scripted engine and a scripted wandb."""
     monkeypatch.setenv("GSM8K_DIR", str(files / "gsm8k"))
-    monkeypatch.setattr(jetrl_jax.grpo, "build_engine", lambda policy, rollout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr(jetrl_jax.grpo, "build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
     wandb: Any = types.ModuleType("wandb")
     wandb.Settings = lambda **settings: None
 
