@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import fp8_linear, ops
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
@@ -22,6 +24,7 @@ from jetrl_jax.rl.batching import pack
 from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 from jetrl_jax.rollout.jax_engine import JaxEngine
+from pallas_kernels import quantize
 
 VOCAB = 61
 CONFIG = ModelConfig(
@@ -141,6 +144,45 @@ def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(preset: str, e
     chosen = list(range(0, 96, 8))
     got = other.generate([requests()[i] for i in chosen], setup(preset, exact).sampling)
     assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
+
+
+def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ops, "silu_multiply", lambda gate, up, numerics: ops.round_to(jax.nn.silu(gate.astype(np.float32)) * up, numerics.dtype))
+
+
+def attention_summed_in_fp32(patch: pytest.MonkeyPatch) -> None:
+    attention = ops.cached_attention
+    patch.setattr(ops, "cached_attention", lambda *arrays: attention(*arrays[:-1], dataclasses.replace(arrays[-1], exact=False)))
+
+
+def norm_summed_in_fp32(patch: pytest.MonkeyPatch) -> None:
+    normalize = ops._normalize
+    patch.setattr(ops, "_normalize", lambda eps, exact, h: normalize(eps, False, h))
+
+
+def cache_in_fp8(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ops, "cache_dtype", lambda numerics: jnp.float8_e4m3fn)
+
+
+def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
+    product = fp8_linear.fprop
+    patch.setattr(fp8_linear, "fprop", lambda *operands, **options: product(*operands, **options | {"promotion_order": "triton"}))
+
+
+def other_scales(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fp8_linear, "_quantize", lambda x, block, numerics: quantize(x, block, scale_format="power_of_two"))
+
+
+@pytest.mark.parametrize(
+    "ingredient", [rounding_left_out, attention_summed_in_fp32, norm_summed_in_fp32, cache_in_fp8, other_promotion_order, other_scales]
+)
+def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine alone computes one thing otherwise: some of its logprobs are no longer the trainer's bits."""
+    one = setup("fp8_unified", True)
+    ingredient(monkeypatch)
+    engine = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6)
+    ours, engines = one.compare(engine.generate(requests()[:48], one.sampling))
+    assert (ours != engines).any()
 
 
 def test_without_exact_logprobs_are_close() -> None:

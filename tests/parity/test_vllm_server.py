@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
+from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children, fp8_paths, requests
 
 from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.server import ServerEngine
@@ -34,28 +34,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallPoli
     engine.close()
 
 
-def children(parent: int) -> list[int]:
-    """All living descendants of a process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if fields[0] != "Z" and int(fields[1]) == parent:
-                found += [int(entry.name), *children(int(entry.name))]
-    return found
-
-
 def server_processes(engine: ServerEngine) -> list[int]:
     assert engine._process is not None
     return [engine._process.pid, *children(engine._process.pid)]
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those that still run."""
-    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()]
 
 
 def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, ServerEngine]) -> None:

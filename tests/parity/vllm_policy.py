@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,22 @@ class Gap:
         `floor`: BF16 training beside the same FP8 rollout.
         """
         return self.equal >= 0.9 and self.k3 <= floor.k3 / 100 and self.mean <= floor.mean / 20
+
+
+def children(parent: int) -> list[int]:
+    """All living descendants of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z" and int(fields[1]) == parent:
+                found += [int(entry.name), *children(int(entry.name))]
+    return found
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()]

