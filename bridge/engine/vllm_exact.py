@@ -3,7 +3,7 @@
 vLLM's own kernels there sum in another order than the trainer, and now and then a BF16 rounding goes the other way.  These
 compute in float64 and round once, where `jetrl_jax.models.ops` rounds (engine variant "native"), so both sides get the
 same bits whatever the order: attention over the paged cache, RMSNorm, the table of RoPE.  vLLM's other operations there
-agree as they are (SiLU for every BF16 input above -89); the FP32 head differs by roundoff.  They serve engines whose
+agree as they are (SiLU for every BF16 input down to -88); the FP32 head differs by roundoff.  They serve engines whose
 `additional_config` has ``jetrl`` with ``exact`` (its default); all others keep vLLM's operations.  Slow, like all of the
 reference flow on a CPU.
 """

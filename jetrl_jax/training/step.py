@@ -133,9 +133,10 @@ class PolicyPrograms:
         """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
         return self._policy_gradient.lower(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
 
-    def lower_update(self, state: TrainState) -> Any:
-        """The update lowered, not compiled; the state may be abstract."""
-        return self._update.lower(state, state.params, jax.eval_shape(self._check_program, state, state.params)[1])
+    def lower_update(self, state: TrainState) -> tuple[Any, Any]:
+        """`update`'s two programs, the check and the step, lowered, not compiled; the state may be abstract."""
+        finite = jax.eval_shape(self._check_program, state, state.params)[1]
+        return self._check.lower(state, state.params), self._update.lower(state, state.params, finite)
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The state's policy as weights of a forward without gradient (a reference policy)."""

@@ -45,8 +45,10 @@ def model_config(hidden: int, intermediate: int, layers: int, vocabulary: int) -
     )
 
 
-def lowered(config: ModelConfig, section: ShardingSection, preset: str, shape: tuple[int, int], remat: bool) -> tuple[TrainState, Any, Any]:
-    """(abstract state, lowered gradient, lowered update) for a microbatch of `shape` [rows, tokens] on each device."""
+def lowered(
+    config: ModelConfig, section: ShardingSection, preset: str, shape: tuple[int, int], remat: bool
+) -> tuple[TrainState, Any, tuple[Any, Any]]:
+    """(abstract state, lowered gradient, lowered check and step) for a microbatch of `shape` [rows, tokens] on each device."""
     rows, tokens = shape
     numerics = Numerics(exact=False)
     model = nnx.eval_shape(lambda: Decoder(config, numerics, rngs=nnx.Rngs(0), remat=remat))
@@ -86,10 +88,10 @@ def on_one_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def report(state: TrainState, gradient: Any, update: Any) -> list[str]:
+def report(state: TrainState, gradient: Any, update: tuple[Any, Any]) -> list[str]:
     """Cells of one row."""
     held = [on_one_device(part) for part in (state.params, state.opt_state, state.published)]
-    held += [program.compile().memory_analysis().temp_size_in_bytes for program in (gradient, update)]
+    held += [program.compile().memory_analysis().temp_size_in_bytes for program in (gradient, *update)]
     sent = collectives(gradient)
     cells = [f"{size / MIB:.1f}" for size in held]
     cells += [f"{count}: {size / MIB:.1f}" if count else "0" for count, size in (sent[kind] for kind in COLLECTIVES)]
@@ -106,7 +108,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     print(f"jax {jax.__version__}, {options.preset}, sizes {options.sizes}, microbatch {options.shape} on each device; MiB on one device\n")
-    heads = ["data × fsdp", "remat", "masters", "moments", "published", "gradient temp", "update temp"]
+    heads = ["data × fsdp", "remat", "masters", "moments", "published", "gradient temp", "check temp", "step temp"]
     heads += ["all-gather", "reduce-scatter", "all-reduce", "others"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for data, fsdp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):

@@ -159,6 +159,18 @@ def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -
     np.testing.assert_array_equal(engine, np.concatenate([np.asarray(part[0], np.float32) for part in trainer], axis=-1))
 
 
+def test_silu_of_the_engine_rounds_as_the_trainers() -> None:
+    """For every BF16 input down to -88 (below, torch's exponential is subnormal); subnormal results are 0 in XLA."""
+    import torch
+
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = bits[torch.isfinite(bits) & (bits >= -88)]
+    theirs = torch.nn.functional.silu(gate).float().numpy()
+    ours = ops.silu_multiply(jnp.asarray(gate.float().numpy(), jnp.bfloat16), jnp.ones(len(gate), jnp.bfloat16), Numerics())
+    ours, smallest = np.asarray(ours, np.float32), np.finfo(np.float32).tiny
+    np.testing.assert_array_equal(*(np.where(np.abs(side) <= smallest, 0, side) for side in (theirs, ours)))
+
+
 def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
     policy, engine = qwen3
     programs = PolicyPrograms(policy.model, policy.plan, optax.adam(1e-3), temperature=1.0, chunk_tokens=64)
@@ -178,7 +190,7 @@ def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     assert [row["policy_version"] for row in rows] == list(range(1, 21)) and all(row["holds"] and not row["differences"] for row in rows)
     seconds = np.median([row["sync_s"] for row in rows])
-    print(f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS {memory[0]:.0f} to {memory[-1]:.0f} MiB")
+    print(f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS in MiB: {[round(size) for size in memory]}")
     assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
     before = engine.generate(requests(16, 99), SAMPLING)
     engine.close()
