@@ -297,7 +297,7 @@ class RunConfig(Section):
     @property
     def microbatch_tokens(self) -> int:
         """Size of one forward and backward pass over all devices, in tokens: whole rows, equally many on each."""
-        return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.devices
+        return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.row_shards
 
     @property
     def dynamic_sampling(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config_rule_types import Rule
-from jetrl_jax.config_sharding import fitting_degrees, shard_axis
+from jetrl_jax.config_sharding import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
 
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
@@ -29,12 +30,31 @@ def any_fp8(config: RunConfig) -> bool:
     return config.precision.preset.startswith("fp8") or any(item.format == "fp8" for item in config.precision.overrides)
 
 
+def _tensor_degrees(config: RunConfig) -> dict[str, tuple[int, list[int]]]:
+    """Name -> (output features, degrees that fit) of each kind of matrix of a new model; the vocabulary is the tokenizer's."""
+    head_dim, block = config.model.head_dim, FP8_BLOCK if any_fp8(config) else 1
+    units = {name: math.lcm(block, head_dim if name in ("q_proj", "k_proj and v_proj") else 1) for name in _matrices(config)}
+    return {name: (shape[0], fitting_tensor_degrees(shape[0], units[name])) for name, shape in _matrices(config).items()}
+
+
+def _tensor_fits(config: RunConfig) -> bool:
+    degree = config.sharding.tensor
+    return config.model.path is not None or all(degree in degrees for _, degrees in _tensor_degrees(config).values())
+
+
+def _tensor_expected(config: RunConfig) -> str:
+    degree = config.sharding.tensor
+    cut = {name: found for name, found in _tensor_degrees(config).items() if degree not in found[1]}
+    return "a degree that fits " + "; ".join(f"{name} ({size} outputs): {', '.join(map(str, fits))}" for name, (size, fits) in cut.items())
+
+
 def _cut(config: RunConfig) -> dict[str, tuple[int, int]]:
     """The matrices that the degree cannot split."""
     degree, fp8 = config.sharding.fsdp, any_fp8(config)
-    if degree == 1 or config.model.path is not None:
+    if degree == 1 or config.model.path is not None or not _tensor_fits(config):
         return {}
-    return {name: shape for name, shape in _matrices(config).items() if shard_axis(shape, degree, fp8) is None}
+    parts = {name: (shape[0] // config.sharding.tensor, shape[1]) for name, shape in _matrices(config).items()}
+    return {name: shape for name, shape in parts.items() if shard_axis(shape, degree, fp8) is None}
 
 
 def _expected(config: RunConfig) -> str:
@@ -45,19 +65,25 @@ def _expected(config: RunConfig) -> str:
 
 SHARDING_RULES: tuple[Rule, ...] = (
     Rule(
-        ("sharding.fsdp", "model.hidden_size", "model.intermediate_size", "precision.preset", "model.path"),
+        ("sharding.fsdp", "sharding.tensor", "model.hidden_size", "model.intermediate_size", "precision.preset", "model.path"),
         lambda c: not _cut(c),
         "shards would cut a matrix inside a row or a 128x128 block of its scales",
         _expected,
     ),
     Rule(
-        ("warm_start.batch_size", "sharding.data", "sharding.fsdp"),
-        lambda c: c.warm_start.steps == 0 or c.warm_start.batch_size % c.sharding.devices == 0,
-        "the examples of a supervised step are not shared evenly among the devices",
-        lambda c: f"a multiple of sharding.data * sharding.fsdp = {c.sharding.devices}",
+        ("sharding.tensor", "model.num_kv_heads", "model.head_dim", "model.intermediate_size", "precision.preset", "model.path"),
+        _tensor_fits,
+        "shards would cut a head or a 128x128 block of a matrix's scales",
+        _tensor_expected,
     ),
     Rule(
-        ("sharding.data", "sharding.fsdp", "rollout.engine"),
+        ("warm_start.batch_size", "sharding.data", "sharding.fsdp"),
+        lambda c: c.warm_start.steps == 0 or c.warm_start.batch_size % c.sharding.row_shards == 0,
+        "the examples of a supervised step are not shared evenly among the devices",
+        lambda c: f"a multiple of sharding.data * sharding.fsdp = {c.sharding.row_shards}",
+    ),
+    Rule(
+        ("sharding.data", "sharding.fsdp", "sharding.tensor", "rollout.engine"),
         lambda c: c.sharding.devices == 1 or c.rollout.engine == "jax",
         "vLLM samples beside a trainer on one device only",
         lambda c: "1, or rollout.engine: jax",

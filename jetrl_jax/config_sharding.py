@@ -17,9 +17,18 @@ class ShardingSection(Section):
         1, description="Devices that one copy is split over: masters, moments and published codes; the rows of a batch are split as well."
     )
 
+    tensor: PositiveInt = Field(
+        1, description="Devices that every layer is split over, in training and in the embedded engine: heads, MLP channels, vocabulary."
+    )
+
     @property
     def devices(self) -> int:
         """Number of devices."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def row_shards(self) -> int:
+        """Parts that the rows of a batch are split into."""
         return self.data * self.fsdp
 
 
@@ -35,5 +44,10 @@ def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
 
 
 def fitting_degrees(shape: tuple[int, ...], fp8: bool, most: int = 64) -> list[int]:
-    """The degrees up to `most` that can split a matrix."""
+    """The degrees up to `most` that can split a matrix over "fsdp"."""
     return [degree for degree in range(1, most + 1) if degree == 1 or shard_axis(shape, degree, fp8) is not None]
+
+
+def fitting_tensor_degrees(features: int, unit: int, most: int = 64) -> list[int]:
+    """The degrees up to `most` whose shares of `features` output features are whole units (heads, blocks, rows)."""
+    return [degree for degree in range(1, most + 1) if features % (degree * unit) == 0 or degree == 1]

@@ -114,7 +114,7 @@ def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any],
 
     `mask` bool [R, T] marks the tokens that are scored; a token is predicted from the one before it.
     """
-    from jetrl_jax.models import ops
+    from jetrl_jax.models import vocabulary
     from jetrl_jax.precision import jit
     from jetrl_jax.rl.metrics import mismatch_metrics
 
@@ -124,7 +124,7 @@ def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any],
         numerics, flat = model.numerics, logits[:, :-1].reshape(-1, logits.shape[-1])
 
         def program(flat: Any, targets: Any) -> Any:
-            return ops.token_logprobs(ops.scale_logits(flat, policy.config.rollout.temperature, numerics), targets, numerics)
+            return vocabulary.token_logprobs(vocabulary.scale_logits(flat, policy.config.rollout.temperature, numerics), targets, numerics)
 
         values = np.asarray(jit(program)(flat, ids[:, 1:].reshape(-1))).reshape(ids.shape[0], -1)
         return np.pad(values, ((0, 0), (1, 0)))

@@ -1,13 +1,15 @@
 """The mesh of a run, and where every array of it lies: which axis of which parameter is split over which devices.
 
-Vectors (norms, biases) are on every device.  A matrix is split over "fsdp" along its first axis whose shards cut no
-128x128 block of its codes (for one that is not multiplied in FP8: whose size divides), so that each device quantises its
-own masters and gets the slice of the whole codes.
+A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary.  What a
+device of "tensor" has of a matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block of its codes
+(for one that is not multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the
+slice of the whole codes.  Norm weights are on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,48 +18,60 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jetrl_jax.config_sharding import ShardingSection, fitting_degrees, shard_axis
+from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.sharded import FSDP, MESH_AXES, ShardedParameter
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
 from jetrl_jax.precision import PrecisionPlan, map_params, named_params
 
 WHOLE = PartitionSpec()
-ROWS = PartitionSpec(MESH_AXES)  # of a batch: over all devices
+ROWS = PartitionSpec(ROW_AXES)  # of a batch
+HEADS = ("q_proj", "k_proj", "v_proj")  # matrices whose output features are heads
+OF_HEADS = ("q_norm", "k_norm")  # whole, but used on a device's own heads
 
 
 class Layout:
-    """The mesh and the split axis of every parameter.
+    """The mesh and the split axes of every parameter.
 
     Args:
-      section: degrees of the two mesh axes; their product is the number of devices taken.
+      section: degrees of the mesh axes; their product is the number of devices taken.
       plan: says which matrices have block scales.
-      params: gives paths and shapes; may be abstract.
+      model: gives paths, shapes and head width; may be abstract.
+      devices: to take from, neighbours on "tensor" first; None is all of JAX's.
 
     Attributes:
-      mesh: devices [data, fsdp].
-      axes: path -> split axis, or None where every device holds the whole.
+      mesh: devices [data, fsdp, tensor].
+      axes: path -> axis split over "fsdp", or None where every device of that axis holds the same.
 
     Raises:
       UserError: fewer devices than asked for, or matrices that cannot be split so, all listed.
     """
 
-    def __init__(self, section: ShardingSection, plan: PrecisionPlan, params: nnx.State) -> None:
-        count, devices = section.devices, jax.devices()
+    def __init__(self, section: ShardingSection, plan: PrecisionPlan, model: Decoder, devices: Sequence[Any] | None = None) -> None:
+        count, devices = section.devices, list(jax.devices() if devices is None else devices)
         if len(devices) < count:
             hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
             raise UserError(
-                f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected "
-                f"sharding.data * sharding.fsdp = {section.data} * {section.fsdp} = {count}.{hint}"
+                f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected sharding.data * sharding.fsdp * "
+                f"sharding.tensor = {section.data} * {section.fsdp} * {section.tensor} = {count}.{hint}"
             )
-        self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp), MESH_AXES)
-        shapes = {path: tuple(value.shape) for path, value in named_params(params)}
+        self.section, self.plan, self.model = section, plan, model
+        self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES)
         fp8 = {path for path, flow in plan.formats.items() if "fp8" in flow}
-        self.axes: Mapping[str, int | None] = {path: shard_axis(shape, section.fsdp, path in fp8) for path, shape in shapes.items()}
-        cut = [path for path, axis in self.axes.items() if axis is None and len(shapes[path]) == 2 and section.fsdp > 1]
-        if cut:
-            lines = [f"  {path} {shapes[path]}: {', '.join(map(str, fitting_degrees(shapes[path], path in fp8)))}" for path in cut]
-            what = f"sharding.fsdp: shards would cut a 128x128 block or a row: got {section.fsdp}"
-            raise UserError("\n".join([f"{what}, expected a degree that fits", *lines]))
+        shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
+        units = {path: _tensor_unit(path, path in fp8, model.config.head_dim) for path, shape in shapes.items() if len(shape) == 2}
+        _refuse(
+            "tensor: shards would cut a head, a 128x128 block or a row",
+            section.tensor,
+            {path: (shapes[path], fitting_tensor_degrees(shapes[path][0], unit)) for path, unit in units.items()},
+        )
+        parts = {path: (shape[0] // section.tensor, *shape[1:]) for path, shape in shapes.items()}
+        self.axes: Mapping[str, int | None] = {path: shard_axis(parts[path], section.fsdp, path in fp8) for path in shapes}
+        _refuse(
+            "fsdp: shards would cut a 128x128 block or a row",
+            section.fsdp,
+            {path: (shapes[path], fitting_degrees(parts[path], path in fp8)) for path in units},
+        )
 
     @property
     def replicated(self) -> NamedSharding:
@@ -71,7 +85,7 @@ class Layout:
 
     def record(self) -> dict[str, Any]:
         """What the run's record says of it."""
-        return {"mesh": dict(self.mesh.shape), "split_axes": dict(self.axes)}
+        return {"mesh": dict(self.mesh.shape), "fsdp_axes": dict(self.axes)}
 
     def specs(self, state: nnx.State) -> nnx.State:
         """The partition spec of every parameter, in a state of the same paths (also that of published weights)."""
@@ -93,19 +107,55 @@ class Layout:
 
     def shards(self, state: nnx.State) -> nnx.State:
         """Inside `map`: the arguments' values as `ShardedParameter`s, for a model to make whole."""
-        return map_params(lambda path, value: ShardedParameter(value, self.axes[path]), state)
+        return map_params(lambda path, value: ShardedParameter(value, self.axes[path], _kind(path) in OF_HEADS), state)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`jax.shard_map` of `function` over the mesh; collectives and gradients are written out by hand in it."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def replicate(self, tree: Any) -> list[Any]:
-        """A whole copy of every array on every device, moved from device to device; one tree per device of the mesh."""
-        copies = jax.device_put(tree, self.replicated)
-        leaves, structure = jax.tree.flatten(copies)
-        by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
-        return [jax.tree.unflatten(structure, [shards[device] for shards in by_device]) for device in self.mesh.devices.flat]
+    def copies(self) -> list[Layout]:
+        """Of each whole copy of the policy that the mesh has room for: its devices, split over "tensor" only."""
+        section = ShardingSection(tensor=self.section.tensor)
+        return [Layout(section, self.plan, self.model, list(row)) for row in self.mesh.devices.reshape(-1, self.section.tensor)]
+
+    def replicate(self, state: nnx.State) -> list[nnx.State]:
+        """A copy of every parameter on the devices of each of `copies`, moved from device to device."""
+        shardings = map_params(lambda path, _: NamedSharding(self.mesh, self._tensor_spec(path)), state)
+        leaves, structure = jax.tree.flatten(jax.device_put(state, shardings))
+        found = []
+        for copy in self.copies():
+            devices = list(copy.mesh.devices.flat)
+            arrays = []
+            for leaf in leaves:
+                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+                sharding = NamedSharding(copy.mesh, leaf.sharding.spec)
+                parts = [by_device[device] for device in devices]
+                arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts))
+            found.append(jax.tree.unflatten(structure, arrays))
+        return found
+
+    def _tensor_spec(self, path: str) -> PartitionSpec:
+        return PartitionSpec(TENSOR) if path.endswith(".bias") or "norm" not in path else WHOLE
 
     def _spec(self, path: str) -> PartitionSpec:
         axis = self.axes[path]
-        return WHOLE if axis is None else PartitionSpec(*[None] * axis, FSDP)
+        if axis is None:
+            return self._tensor_spec(path)
+        return PartitionSpec((TENSOR, FSDP)) if axis == 0 else PartitionSpec(TENSOR, FSDP)
+
+
+def _kind(path: str) -> str:
+    """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
+    return path.split(".")[-2]
+
+
+def _tensor_unit(path: str, fp8: bool, head_dim: int) -> int:
+    """Output features of a matrix that stay together."""
+    return math.lcm(head_dim if _kind(path) in HEADS else 1, FP8_BLOCK if fp8 else 1)
+
+
+def _refuse(what: str, degree: int, fitting: Mapping[str, tuple[tuple[int, ...], list[int]]]) -> None:
+    """Raises for the matrices whose fitting degrees lack the one asked for, all listed."""
+    cut = [f"  {path} {shape}: {', '.join(map(str, fits))}" for path, (shape, fits) in fitting.items() if degree not in fits]
+    if cut:
+        raise UserError("\n".join([f"sharding.{what}: got {degree}, expected a degree that fits", *cut]))

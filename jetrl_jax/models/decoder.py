@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import ops, tensor_parallel, vocabulary
 from jetrl_jax.models.fp8_linear import linear
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.models.sharded import whole
@@ -48,11 +48,11 @@ class Linear(nnx.Module):
         self.weight = _normal(rngs, features_out, features_in)
         self.bias = nnx.Param(jnp.zeros(features_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out] in `numerics.dtype`."""
+    def __call__(self, x: jax.Array, *, split_input: bool = False) -> jax.Array:
+        """[..., in] -> [..., out] in `numerics.dtype`; under tensor parallelism as `linear`."""
         dtype = self.numerics.dtype
         bias = None if self.bias is None else whole(self.bias, dtype)
-        return linear(x, whole(self.weight, dtype), bias, self.numerics)
+        return linear(x, whole(self.weight, dtype), bias, self.numerics, split_input=split_input)
 
 
 class Attention(nnx.Module):
@@ -80,6 +80,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeysValues]:
         """[B, T, D] -> ([B, T, D], keys and values: the new ones, or the cache with them written at `positions`)."""
         config, numerics = self.config, self.numerics
+        x = tensor_parallel.enter(x)  # from here to o_proj, this device's heads
         q, k, v = (projection(x).reshape(*x.shape[:2], -1, config.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if config.qk_norm:
             q = ops.rms_norm(q, whole(self.q_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
@@ -87,10 +88,13 @@ class Attention(nnx.Module):
         q, k = ops.rope(q, rope_table, numerics), ops.rope(k, rope_table, numerics)
         if cache is None or positions is None:
             assert mask is not None
-            return self.o_proj(ops.attention(q, k, v, mask, numerics)), (k, v)
+            return self._output(ops.attention(q, k, v, mask, numerics)), (k, v)
         k, v = (ops.write_to_cache(old, new[:, 0], positions, numerics) for old, new in zip(cache, (k, v), strict=True))
         attended = ops.cached_attention(q[:, 0], k, v, positions, numerics)
-        return self.o_proj(attended[:, None]), (k, v)
+        return self._output(attended[:, None]), (k, v)
+
+    def _output(self, attended: jax.Array) -> jax.Array:
+        return tensor_parallel.gather(self.o_proj(attended, split_input=True))
 
 
 class MLP(nnx.Module):
@@ -104,7 +108,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        return self.down_proj(ops.silu_multiply(self.gate_proj(x), self.up_proj(x), self.numerics))
+        x = tensor_parallel.enter(x)  # from here to down_proj, this device's channels
+        product = ops.silu_multiply(self.gate_proj(x), self.up_proj(x), self.numerics)
+        return tensor_parallel.gather(self.down_proj(product, split_input=True))
 
 
 class DecoderLayer(nnx.Module):
@@ -197,7 +203,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[KeysValues]]:
         table = ops.rope_table(positions, self.config, self.numerics)
         embedding = whole(self.embed_tokens.weight, self.numerics.dtype)
-        x, residual, keys_values = ops.round_to(embedding[token_ids], self.numerics.dtype), None, []
+        x, residual, keys_values = vocabulary.embed(embedding, token_ids, self.numerics), None, []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
             run = jax.checkpoint(layer.__call__) if self.remat else layer
@@ -208,19 +214,20 @@ class Decoder(nnx.Module):
         return ops.add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self.numerics)[0], keys_values
 
     def head(self) -> jax.Array:
-        """The matrix [V, D] that makes logits."""
+        """The matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return whole((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight, self.numerics.dtype)
 
     def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
-        """hidden [..., D] -> float32 logits [..., V]; `head` where the caller has it already."""
+        """hidden [..., D] -> float32 logits [..., V], one for each row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
+        hidden = tensor_parallel.enter(hidden)
         flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)
 
 
-def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int) -> list[KeysValues]:
-    """Zeroed keys and values for `rows` sequences of up to `length` tokens: [rows, K, length, H] per layer."""
-    shape = (rows, config.num_kv_heads, length, config.head_dim)
+def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None) -> list[KeysValues]:
+    """Zeroed keys and values for `rows` sequences of up to `length` tokens: [rows, K, length, H] per layer; K as configured."""
+    shape = (rows, kv_heads or config.num_kv_heads, length, config.head_dim)
     with jax.enable_x64(numerics.exact):
         return [
             (jnp.zeros(shape, ops.cache_dtype(numerics)), jnp.zeros(shape, ops.cache_dtype(numerics))) for _ in range(config.num_layers)

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import dense, round_parameter, round_to
 from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
@@ -35,18 +36,20 @@ from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
 Weight = jax.Array | ScaledArray | TrainableFp8Weight
 
 
-def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numerics) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numerics, *, split_input: bool = False) -> jax.Array:
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
     The bias [N] is added after the product is rounded in FP8 (as vLLM's block-FP8 layer does) and rounded again.
+    Under tensor parallelism N counts this device's output features; x is whole, as `tensor_parallel.enter` gives it, or
+    with `split_input` this device's K / degree features, whose codes (not in FP8: values) are gathered here.
     """
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, TrainableFp8Weight):
-        out = _trainable(flat, weight.master, weight.quantized, weight.fp8_backward, numerics)
+        out = _trainable(flat, weight.master, weight.quantized, weight.fp8_backward, split_input, numerics)
     elif isinstance(weight, ScaledArray):
-        out = _fprop(_quantize(flat, ACTIVATION_BLOCK, numerics), weight, numerics)
+        out = _fprop(_whole_input(_quantize(flat, ACTIVATION_BLOCK, numerics), split_input), weight, numerics)
     else:
-        out = dense(flat, weight, numerics.dtype, numerics)
+        out = dense(tensor_parallel.gather_input(flat) if split_input else flat, weight, numerics.dtype, numerics)
     if bias is not None:
         total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
@@ -67,35 +70,45 @@ def _fprop(x: ScaledArray, weight: ScaledArray, numerics: Numerics) -> jax.Array
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _trainable(x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, numerics: Numerics) -> jax.Array:
-    return _fprop(_quantize(x, ACTIVATION_BLOCK, numerics), weight, numerics)
+def _whole_input(codes: ScaledArray, split_input: bool) -> ScaledArray:
+    return tensor_parallel.gather_input_codes(codes) if split_input else codes
 
 
-def _forward(x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, numerics: Numerics) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _trainable(
+    x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, split_input: bool, numerics: Numerics
+) -> jax.Array:
+    return _fprop(_whole_input(_quantize(x, ACTIVATION_BLOCK, numerics), split_input), weight, numerics)
+
+
+def _forward(x: jax.Array, master: jax.Array, weight: ScaledArray, fp8_backward: bool, split_input: bool, numerics: Numerics) -> Any:
     codes = _quantize(x, ACTIVATION_BLOCK, numerics)
-    saved = codes
+    saved = codes  # of a split input this device's features: the backward gathers again
     if fp8_backward and numerics.wgrad_operand != "requantize":
         saved = _quantize(x, TOKEN_BLOCK if numerics.wgrad_operand == "dual" else WEIGHT_BLOCK, numerics)
-    return _fprop(codes, weight, numerics), (saved, weight)
+    return _fprop(_whole_input(codes, split_input), weight, numerics), (saved, weight)
 
 
-def _backward(fp8_backward: bool, numerics: Numerics, residuals: Any, dy: jax.Array) -> Any:
+def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residuals: Any, dy: jax.Array) -> Any:
     saved, weight = residuals
+    saved = _whole_input(saved, split_input)
+    dx_dtype = tensor_parallel.input_cotangent_dtype(dy.dtype)
     if not fp8_backward:
         _, pullback = jax.vjp(
             lambda x, w: dense(x, w, numerics.dtype, numerics),
-            saved.dequantize(numerics.dtype),
+            saved.dequantize(numerics.dtype).astype(dx_dtype),
             weight.dequantize(numerics.dtype).astype(jnp.float32),
         )
         dx, dw = pullback(dy)
-        return dx, dw, None
-    fast = {"promotion_order": numerics.promotion_order, "implementation": "xla_fast"}
-    dx = dgrad(_quantize(dy, ACTIVATION_BLOCK, numerics), weight, out_dtype=dy.dtype, **fast)
-    operand = saved
-    if numerics.wgrad_operand == "requantize":
-        operand = _quantize(saved.dequantize(jnp.float32), TOKEN_BLOCK, numerics)
-    dw = wgrad(_quantize(dy, TOKEN_BLOCK, numerics), operand, **fast)
+    else:
+        fast = {"promotion_order": numerics.promotion_order, "implementation": "xla_fast"}
+        dx = dgrad(_quantize(dy, ACTIVATION_BLOCK, numerics), weight, out_dtype=dx_dtype, **fast)
+        operand = saved
+        if numerics.wgrad_operand == "requantize":
+            operand = _quantize(saved.dequantize(jnp.float32), TOKEN_BLOCK, numerics)
+        dw = wgrad(_quantize(dy, TOKEN_BLOCK, numerics), operand, **fast)
+    if split_input and tensor_parallel.degree() > 1:
+        dx = tensor_parallel.scatter_sum(dx, dy.dtype)
     return dx, dw, None
 
 

@@ -269,7 +269,7 @@ def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -
     rows = x.shape[0]
     if numerics.exact and rows < MIN_ROWS:
         x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
-    out = _dot(x, round_to(weight, numerics.dtype), 1, 1)
+    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)
     return round_to(out[:rows], out_dtype)
 
 
@@ -283,50 +283,19 @@ def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Arra
         dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
         dw = _dot(dy, x.astype(jnp.float32), 0, 0)
     else:
-        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, x, 0, 0)
+        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
     return round_to(dx, x.dtype), dw.astype(weight.dtype)
 
 
 dense.defvjp(_dense_forward, _dense_backward)
 
 
+def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Activations in `numerics.dtype`, which their values have already (see `tensor_parallel.enter`)."""
+    return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
+
+
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-@shape_independent
-def _log_normalizer(_: None, dtype: Any, logits: jax.Array) -> jax.Array:
-    wide = logits.astype(dtype)
-    top = jax.lax.stop_gradient(wide.max(-1, keepdims=True))
-    return (jnp.log(jnp.exp(wide - top).sum(-1)) + top[..., 0]).astype(jnp.float32)
-
-
-def log_normalizer(logits: jax.Array, numerics: Numerics) -> jax.Array:
-    """log(sum(exp(logits))) over the last axis, float32."""
-    return _log_normalizer(None, numerics.exact, logits)
-
-
-@shape_independent
-def _divide(_: None, dtype: Any, logits: jax.Array, divisor: jax.Array) -> jax.Array:
-    return (logits.astype(dtype) / divisor.astype(dtype)).astype(jnp.float32)
-
-
-def scale_logits(logits: jax.Array, temperature: float | jax.Array, numerics: Numerics) -> jax.Array:
-    """logits / temperature in FP32 (the identity at 1), float32 [..., V].
-
-    With `exact` a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
-    """
-    if isinstance(temperature, float | int) and temperature == 1:
-        return logits
-    return _divide(None, numerics.exact, logits, jnp.asarray(temperature, jnp.float32))
-
-
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics) -> jax.Array:
-    """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
-
-    Engine and trainer both call this on logits already scaled by the temperature.
-    """
-    chosen = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
-    return chosen - log_normalizer(logits, numerics)

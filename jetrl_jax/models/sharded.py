@@ -1,7 +1,8 @@
 """Parameters split over a mesh, inside `jax.shard_map`: how a layer gets a whole weight, and where its gradient goes.
 
-    axis "data"   copies of the policy; the rows of a batch are split
-    axis "fsdp"   the rows are split, and so is every matrix: masters, moments, published codes with their scale grids
+    axis "data"     copies of the policy; the rows of a batch are split
+    axis "fsdp"     the rows are split, and so is every matrix: masters, moments, published codes with their scale grids
+    axis "tensor"   the layers are split (`tensor_parallel`): a device has, and gathers, its output features only
 
 A matrix is gathered where it is multiplied: FP8 weights as codes and scales (one byte a value), the others rounded to the
 dtype they are multiplied in.  Rounding and quantising before the gather give the bits of doing it after, since no shard
@@ -23,7 +24,8 @@ from jetrl_jax.models.ops import round_to
 from jetrl_jax.precision import TrainableFp8Weight
 from pallas_kernels import ScaledArray
 
-DATA, FSDP = MESH_AXES = ("data", "fsdp")
+DATA, FSDP, TENSOR = MESH_AXES = ("data", "fsdp", "tensor")
+ROW_AXES = (DATA, FSDP)
 
 
 @jax.tree_util.register_dataclass
@@ -32,15 +34,17 @@ class ShardedParameter:
     """One device's part of a parameter.
 
     value: the shard: an array, a `ScaledArray` or a `TrainableFp8Weight` of shards.
-    axis: the axis that is split over "fsdp"; None where every device holds the whole.
+    axis: the axis that is split over "fsdp"; None where every device of that axis holds the same.
+    of_heads: whole on every device of "tensor" but used on each one's heads only, so that gradients are shares.
     """
 
     value: Any
     axis: int | None = field(metadata={"static": True})
+    of_heads: bool = field(default=False, metadata={"static": True})
 
 
 def whole(parameter: nnx.Param, dtype: Any) -> Any:
-    """The value that a layer multiplies; of a `ShardedParameter` the whole one, gathered now.
+    """The value that a layer multiplies; of a `ShardedParameter` all that "fsdp" splits, gathered now.
 
     `dtype` is what the layer rounds an array to anyway; the result keeps the array's own dtype, which is its gradient's.
     """
@@ -48,26 +52,27 @@ def whole(parameter: nnx.Param, dtype: Any) -> Any:
     if not isinstance(value, ShardedParameter):
         return value
     shard, axis = value.value, value.axis
+    sums = MESH_AXES if value.of_heads else ROW_AXES
     if isinstance(shard, TrainableFp8Weight):
-        return TrainableFp8Weight(_receiver(shard.master, axis), _gather_codes(shard.quantized, axis), shard.fp8_backward)
+        return TrainableFp8Weight(_receiver(shard.master, axis), gather_codes(shard.quantized, FSDP, axis), shard.fp8_backward)
     if isinstance(shard, ScaledArray):
-        return _gather_codes(shard, axis)
-    return _gather(shard, axis, jnp.dtype(dtype))
+        return gather_codes(shard, FSDP, axis)
+    return _gather(shard, axis, sums, jnp.dtype(dtype))
 
 
-def _all_gather(value: jax.Array, axis: int | None) -> jax.Array:
-    return value if axis is None else jax.lax.all_gather(value, FSDP, axis=axis, tiled=True)
+def gather_codes(codes: ScaledArray, mesh_axis: str, axis: int | None) -> ScaledArray:
+    """Codes and scales of all devices of a mesh axis, joined along `axis`; None: every device has them."""
+    if axis is None:
+        return codes
+    qvalue, scale = (jax.lax.all_gather(part, mesh_axis, axis=axis, tiled=True) for part in (codes.qvalue, codes.scale))
+    return ScaledArray(qvalue, scale, codes.block_shape)
 
 
-def _gather_codes(codes: ScaledArray, axis: int | None) -> ScaledArray:
-    return ScaledArray(_all_gather(codes.qvalue, axis), _all_gather(codes.scale, axis), codes.block_shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(shard: jax.Array, axis: int | None, dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(shard: jax.Array, axis: int | None, sums: tuple[str, ...], dtype: Any) -> jax.Array:
     if axis is None:
         return shard
-    return _all_gather(round_to(shard, dtype), axis).astype(shard.dtype)
+    return jax.lax.all_gather(round_to(shard, dtype), FSDP, axis=axis, tiled=True).astype(shard.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -79,12 +84,15 @@ def _receiver(shard: jax.Array, axis: int | None) -> jax.Array:
     return jnp.zeros(shape, shard.dtype)
 
 
-def _to_shard(axis: int | None, grad: jax.Array) -> tuple[jax.Array]:
-    """A device's gradient of the whole parameter, summed over the devices, as the shard that it holds."""
+def _to_shard(axis: int | None, sums: tuple[str, ...], grad: jax.Array) -> tuple[jax.Array]:
+    """A device's gradient of the gathered parameter, summed over the devices, as the shard that it holds."""
     if axis is None:
-        return (jax.lax.psum(grad, MESH_AXES),)
+        return (jax.lax.psum(grad, sums),)
     return (jax.lax.psum(jax.lax.psum_scatter(grad, FSDP, scatter_dimension=axis, tiled=True), DATA),)
 
 
-_gather.defvjp(lambda shard, axis, dtype: (_gather(shard, axis, dtype), None), lambda axis, dtype, _, grad: _to_shard(axis, grad))
-_receiver.defvjp(lambda shard, axis: (_receiver(shard, axis), None), lambda axis, _, grad: _to_shard(axis, grad))
+_gather.defvjp(
+    lambda shard, axis, sums, dtype: (_gather(shard, axis, sums, dtype), None),
+    lambda axis, sums, dtype, _, grad: _to_shard(axis, sums, grad),
+)
+_receiver.defvjp(lambda shard, axis: (_receiver(shard, axis), None), lambda axis, _, grad: _to_shard(axis, ROW_AXES, grad))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
 
 
@@ -47,10 +47,8 @@ def completion_logprobs(
 
     @jax.checkpoint
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = ops.scale_logits(model.logits(part[0], head), temperature, model.numerics)
-        logprobs = ops.token_logprobs(logits, part[1], model.numerics)
-        log_softmax = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
-        return logprobs, -(jnp.exp(log_softmax) * log_softmax).sum(-1)
+        logits = vocabulary.scale_logits(model.logits(part[0], head), temperature, model.numerics)
+        return vocabulary.token_logprobs(logits, part[1], model.numerics, split=True), vocabulary.entropy(logits, split=True)
 
     outputs = one_chunk((flat[0], targets[0])) if flat.shape[0] == 1 else jax.lax.map(one_chunk, (flat, targets))
     rows = [part.reshape(-1)[:count].reshape(token_ids.shape[0], -1) for part in outputs]

@@ -1,8 +1,8 @@
-"""The embedded engine on many devices: one engine each, with whole weights and its share of the requests.
+"""The embedded engine on many devices: an engine for each copy of the policy, with its share of the requests.
 
-Decoding needs no other device once the weights are there, so the engines run side by side, each in a thread that drives
-its device; nothing waits for the longest answer of another device.  A policy version reaches them from the trainer's
-shards by one resharding on the devices, codes as codes.
+A copy lies on one device, or on those that its layers are split over.  Decoding needs no other copy once the weights are
+there, so the engines run side by side, each in a thread that drives its devices; nothing waits for the longest answer of
+another copy.  A policy version reaches them from the trainer's shards by one resharding on the devices, codes as codes.
 """
 
 from __future__ import annotations
@@ -13,35 +13,40 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.sharding import Layout
 
 
 class DataParallelEngine:
     """`RolloutEngine` over several devices.
 
     Args:
-      build: makes the engine of one device.
-      devices: one engine each.
-      replicate: published weights -> a whole copy on each of the devices, in their order (`Layout.replicate`).
+      build: makes the engine of one copy, given its layout.
+      copies: the layout of each (`Layout.copies`).
+      replicate: published weights -> those of each copy, in the same order (`Layout.replicate`).
 
     With `numerics.exact` a completion does not depend on the number of devices; without, its bits depend on the compiled
     shapes, as they do on one device.
     """
 
-    def __init__(self, build: Callable[[], JaxEngine], devices: Sequence[jax.Device], replicate: Callable[[Any], list[Any]]) -> None:
-        self.devices, self._replicate = tuple(devices), replicate
-        self.engines = [build() for _ in self.devices]
-        self._threads = ThreadPoolExecutor(len(self.devices), thread_name_prefix="rollout")
+    def __init__(
+        self, build: Callable[[Layout], JaxEngine], copies: Sequence[Layout], replicate: Callable[[nnx.State], list[nnx.State]]
+    ) -> None:
+        self._replicate = replicate
+        self.engines = [build(copy) for copy in copies]
+        self._first_devices = [copy.mesh.devices.flat[0] for copy in copies]
+        self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="rollout")
 
     @property
     def policy_version(self) -> int:
         """Version of the loaded weights; -1 before the first `load_weights`."""
         return self.engines[0].policy_version
 
-    def load_weights(self, published: Any, version: int) -> None:
-        """Copies published weights, split or not, to every device.
+    def load_weights(self, published: nnx.State, version: int) -> None:
+        """Copies published weights, split or not, to the devices of every engine.
 
         Raises:
           ValueError: as `JaxEngine.load_weights`.
@@ -50,7 +55,7 @@ class DataParallelEngine:
             engine.load_weights(copy, version)
 
     def warmup(self) -> None:
-        """Compiles every program for every device."""
+        """Compiles every program for every engine."""
         self._each(lambda engine, _: engine.warmup(), [[] for _ in self.engines])
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
@@ -67,10 +72,10 @@ class DataParallelEngine:
         self._threads.shutdown()
 
     def _each(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        """`run(engine, share)` for every engine at once, on its device."""
+        """`run(engine, share)` for every engine at once, what has no place yet on its first device."""
 
         def one(engine: JaxEngine, device: jax.Device, share: Any) -> Any:
             with jax.default_device(device):
                 return run(engine, share)
 
-        return list(self._threads.map(one, self.engines, self.devices, shares))
+        return list(self._threads.map(one, self.engines, self._first_devices, shares))

@@ -25,6 +25,7 @@ from jetrl_jax.rollout.engine import MAX_SEED, Request, SamplingParams, Trajecto
 from jetrl_jax.rollout.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.sampling import Controls
 from jetrl_jax.rollout.shapes import EngineShapes, batch_sizes, cache_buckets, prompt_buckets
+from jetrl_jax.sharding import Layout
 from pallas_kernels import ScaledArray
 
 SHOWN_PROBLEMS = 5
@@ -41,6 +42,7 @@ class JaxEngine:
       decode_chunk_tokens: most tokens decoded between two looks of the host.
       max_prompt_tokens, max_completion_tokens: longest prompt and longest completion.
       pad_id: any valid token id; stands where nothing is read.
+      layout: the devices that the layers are split over; None is JAX's default device.
 
     Attributes:
       statistics: what the last `generate` ran.
@@ -60,6 +62,7 @@ class JaxEngine:
         max_prompt_tokens: int,
         max_completion_tokens: int,
         pad_id: int,
+        layout: Layout | None = None,
     ) -> None:
         sizes = {
             "slots": slots,
@@ -86,7 +89,7 @@ class JaxEngine:
             prefill_rows=prefill_rows,
             chunk=min(decode_chunk_tokens, max_completion_tokens),
         )
-        self.programs = EnginePrograms(model, plan, self.shapes)
+        self.programs = EnginePrograms(model, plan, self.shapes, layout)
         self.statistics = EngineStatistics()
         self._idle_state: SlotState | None = None  # of the last call, to be used again
         self._weights: list[Any] | None = None

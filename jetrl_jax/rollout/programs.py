@@ -22,12 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import ops, tensor_parallel
 from jetrl_jax.models.decoder import Decoder, KeysValues, empty_cache
+from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.precision import PrecisionPlan, jit, map_params, named_params
 from jetrl_jax.rollout.sampling import Controls, request_keys, sample
 from jetrl_jax.rollout.shapes import EngineShapes
+from jetrl_jax.sharding import WHOLE, Layout
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +67,11 @@ class Prefilled:
     lengths: jax.Array
 
 
+CACHE_SPEC = PartitionSpec(None, TENSOR)
+STATE_SPEC = SlotState(CACHE_SPEC, WHOLE, WHOLE, WHOLE, WHOLE)  # type: ignore[arg-type]  # of each leaf below
+PREFILLED_SPEC = Prefilled(CACHE_SPEC, WHOLE, WHOLE)  # type: ignore[arg-type]
+
+
 class EnginePrograms:
     """Builds, compiles and keeps the programs of one model.
 
@@ -71,13 +79,14 @@ class EnginePrograms:
       model: gives structure and numerics; its parameters are not read and may be abstract.
       plan: says in which format the published weights come.
       shapes: for which `compile_all` compiles; prefilled prompts are padded to its longest bucket.
+      layout: the devices that the layers are split over (axis "tensor"; caches by heads); None is one device.
 
     Attributes:
       compilations: programs compiled so far.
     """
 
-    def __init__(self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes) -> None:
-        self.config, self.numerics, self.shapes = model.config, model.numerics, shapes
+    def __init__(self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes, layout: Layout | None = None) -> None:
+        self.config, self.numerics, self.shapes, self.layout = model.config, model.numerics, shapes, layout
         self.prompt_length = shapes.prompt_buckets[-1]
         self.graphdef, params = nnx.split(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -150,18 +159,36 @@ class EnginePrograms:
     def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
         """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
         if key not in self._compiled:
-            donated = () if donate is None else (donate,)
-            self._compiled[key] = jit(function, donate_argnums=donated).lower(*args).compile()
+            options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
+            if self.layout is not None:
+                mesh, (inputs, outputs) = self.layout.mesh, self._specs(key[0])
+                function = self.layout.map(function, inputs, outputs)
+                options["in_shardings"] = jax.tree.map(lambda spec: NamedSharding(mesh, spec), inputs)
+            self._compiled[key] = jit(function, **options).lower(*args).compile()
             self.compilations += 1
         return self._compiled[key]
 
+    def _specs(self, kind: str) -> tuple[Any, Any]:
+        """How a kind of program's arguments and results lie on the mesh."""
+        assert self.layout is not None
+        weights = [spec for _, spec in named_params(self.layout.specs(self.published))]
+        return {
+            "empty": ((), STATE_SPEC),
+            "prefill": ((weights, WHOLE, WHOLE), PREFILLED_SPEC),
+            "insert": ((STATE_SPEC, PREFILLED_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "decode": ((weights, STATE_SPEC, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "resize": ((STATE_SPEC, WHOLE), STATE_SPEC),
+        }[kind]
+
     def _bind(self, weights: list[Any]) -> Decoder:
         by_path = dict(zip(self.published_spec, weights, strict=True))
-        return nnx.merge(self.graphdef, map_params(lambda path, _: by_path[path], self.published))
+        state = map_params(lambda path, _: by_path[path], self.published)
+        return nnx.merge(self.graphdef, state if self.layout is None else self.layout.shards(state))
 
     def _empty_program(self, slots: int, length: int) -> SlotState:
         zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
-        return SlotState(empty_cache(self.config, self.numerics, slots, length), jnp.zeros((slots, 2), jnp.uint32), *zeros)
+        kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
+        return SlotState(empty_cache(self.config, self.numerics, slots, length, kv_heads), jnp.zeros((slots, 2), jnp.uint32), *zeros)
 
     def _prefill_program(self, weights: list[Any], tokens: jax.Array, lengths: jax.Array) -> Prefilled:
         model = self._bind(weights)
@@ -176,7 +203,7 @@ class EnginePrograms:
             return ops.cast_to_cache(jnp.pad(jnp.moveaxis(x, 1, 2), padding), self.numerics)
 
         stored = [(as_stored(keys), as_stored(values)) for keys, values in cache]
-        return Prefilled(stored, model.logits(last), lengths)
+        return Prefilled(stored, tensor_parallel.gather(model.logits(last)), lengths)
 
     def _insert_program(
         self, state: SlotState, prompts: Prefilled, source: jax.Array, seeds: jax.Array, budget: jax.Array, controls: Controls
@@ -220,7 +247,8 @@ class EnginePrograms:
             step, state, report = carry
             active = state.remaining > 0
             hidden, cache = model.decode(state.token, state.position, state.cache)
-            token, logprob = sample(model.logits(hidden), state.keys, state.position + 1, controls, self.numerics)
+            logits = tensor_parallel.gather(model.logits(hidden))
+            token, logprob = sample(logits, state.keys, state.position + 1, controls, self.numerics)
             remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
             position = jnp.where(remaining > 0, state.position + 1, 0)
             report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))

@@ -8,7 +8,7 @@ U depends on the request's key and the absolute position of the token alone (Thr
 batch size or a run that was resumed draws the same token from the same logits.  `numerics.exact` races in float64.
 
 The reported log-probability is over the full vocabulary at the sampling temperature, by the very operations that
-the trainer uses (`ops.scale_logits`, `ops.token_logprobs`).  There is no top-k and no top-p: a truncated
+the trainer uses (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  There is no top-k and no top-p: a truncated
 distribution is not the policy that is trained.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import vocabulary
 from jetrl_jax.precision import Numerics
 
 KEY_IMPLEMENTATION = "threefry2x32"
@@ -62,7 +62,7 @@ def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: C
     Returns:
       (token ids int32 [B], float32 log-probabilities [B]).  A row with a NaN gives the last id and NaN.
     """
-    scaled = ops.scale_logits(logits, controls.temperature, numerics)
+    scaled = vocabulary.scale_logits(logits, controls.temperature, numerics)
     bits = jax.vmap(_uniform_bits, in_axes=(0, 0, None))(keys, positions, logits.shape[-1])
     with jax.enable_x64(numerics.exact):
         wide = scaled.astype(jnp.float64 if numerics.exact else jnp.float32)
@@ -73,4 +73,4 @@ def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: C
     # The first of the best, by two plain reductions: XLA's argmax is slow on CPU.
     ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32)[None], logits.shape)
     tokens = jnp.where(best, ids, logits.shape[-1] - 1).min(-1)
-    return tokens, ops.token_logprobs(scaled, tokens, numerics)
+    return tokens, vocabulary.token_logprobs(scaled, tokens, numerics)

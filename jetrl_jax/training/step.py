@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.sharded import MESH_AXES
+from jetrl_jax.models.sharded import ROW_AXES
 from jetrl_jax.precision import PrecisionPlan, jit, named_params
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
@@ -70,9 +70,9 @@ class PolicyPrograms:
       loss_scale: that of the first update; None trains without.
       layout: the mesh that state and batches are split over; None is one device.
 
-    On a mesh, each device runs forward and backward of its own rows and keeps its shards of the state; rows of a
-    microbatch are a multiple of the devices.  Logprobs have the bits of one device.  Gradients have those of one device
-    on microbatches of a device's rows, but for the order of the FP32 sums over devices.
+    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and keeps its shards
+    of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits of one device.  Gradients are
+    those of one device on microbatches of a device's rows, but for the order of FP32 sums over devices.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class PolicyPrograms:
 
     def _sum(self, tree: Any) -> Any:
         """The sum over the devices' shares."""
-        return tree if self.layout is None else jax.lax.psum(tree, MESH_AXES)
+        return tree if self.layout is None else jax.lax.psum(tree, ROW_AXES)
 
     def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         return completion_logprobs(self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)

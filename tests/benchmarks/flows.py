@@ -23,7 +23,7 @@ from flax import nnx
 
 from jetrl_jax.config_io import load_config, override_config
 from jetrl_jax.mismatch import held_out_completions
-from jetrl_jax.models import ops
+from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder, empty_cache
 from jetrl_jax.policy import Policy, build_policy, load_policy, published_weights
 from jetrl_jax.precision import jit
@@ -52,9 +52,9 @@ def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[
         def one(cache, position):
             places = jnp.full((ids.shape[0],), position, jnp.int32)
             hidden, cache = decoder.decode(jax.lax.dynamic_index_in_dim(ids, position, 1, keepdims=False), places, cache)
-            logits = ops.scale_logits(decoder.logits(hidden), temperature, decoder.numerics)
+            logits = vocabulary.scale_logits(decoder.logits(hidden), temperature, decoder.numerics)
             following = jax.lax.dynamic_index_in_dim(ids, position + 1, 1, keepdims=False)
-            return cache, ops.token_logprobs(logits, following, decoder.numerics)
+            return cache, vocabulary.token_logprobs(logits, following, decoder.numerics)
 
         cache = empty_cache(decoder.config, decoder.numerics, ids.shape[0], ids.shape[1])
         return jax.lax.scan(one, cache, jnp.arange(ids.shape[1] - 1, dtype=jnp.int32))[1].T

@@ -34,6 +34,20 @@ from jetrl_jax.training.step import PolicyPrograms, TrainState
 
 MIB = 2**20
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+MESHES = (
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (1, 1, 2),
+    (2, 2, 1),
+    (1, 4, 1),
+    (1, 2, 2),
+    (1, 1, 4),
+    (2, 4, 1),
+    (1, 8, 1),
+    (2, 2, 2),
+    (1, 1, 8),
+)
 OTHERS = ("collective_permute", "all_to_all", "collective_broadcast")
 
 
@@ -48,17 +62,20 @@ def model_config(hidden: int, intermediate: int, layers: int, vocabulary: int) -
 def lowered(
     config: ModelConfig, section: ShardingSection, preset: str, shape: tuple[int, int], remat: bool
 ) -> tuple[TrainState, Any, tuple[Any, Any]]:
-    """(abstract state, lowered gradient, lowered check and step) for a microbatch of `shape` [rows, tokens] on each device."""
+    """(abstract state, lowered gradient, lowered check and step) for a microbatch of `shape` [rows, tokens] on each device.
+
+    Devices that split a layer share their rows.
+    """
     rows, tokens = shape
     numerics = Numerics(exact=False)
     model = nnx.eval_shape(lambda: Decoder(config, numerics, rngs=nnx.Rngs(0), remat=remat))
     params = nnx.state(model, nnx.Param)
     plan = PrecisionPlan([path for path, _ in named_params(params)], preset)
-    layout = Layout(section, plan, params)
+    layout = Layout(section, plan, model)
     run = RunConfig()
     programs = PolicyPrograms(model, plan, build_optimizer(run.optimizer, 10), temperature=1.0, chunk_tokens=tokens, layout=layout)
     state = programs.abstract(params)
-    shape = (rows * section.devices, tokens)
+    shape = (rows * section.row_shards, tokens)
     whole, number = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
     batch = TrainBatch(whole, whole, whole, mask, number, number, whole, number)
@@ -108,14 +125,14 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     print(f"jax {jax.__version__}, {options.preset}, sizes {options.sizes}, microbatch {options.shape} on each device; MiB on one device\n")
-    heads = ["data × fsdp", "remat", "masters", "moments", "published", "gradient temp", "check temp", "step temp"]
+    heads = ["data × fsdp × tensor", "remat", "masters", "moments", "published", "gradient temp", "check temp", "step temp"]
     heads += ["all-gather", "reduce-scatter", "all-reduce", "others"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for data, fsdp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4), (1, 8)):
+    for data, fsdp, tensor in MESHES:
         for remat in (False, True):
-            section = ShardingSection(data=data, fsdp=fsdp)
+            section = ShardingSection(data=data, fsdp=fsdp, tensor=tensor)
             cells = report(*lowered(model_config(*options.sizes), section, options.preset, tuple(options.shape), remat))
-            print(f"| {data} × {fsdp} | {'layer' if remat else 'none'} | {' | '.join(cells)} |", flush=True)
+            print(f"| {data} × {fsdp} × {tensor} | {'layer' if remat else 'none'} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

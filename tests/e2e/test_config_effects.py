@@ -298,6 +298,7 @@ CHANGES = (
     Change("optimizer.grad_clip", 0.3, updated_weights, THREE),
     Change("sharding.data", 2, placement, FP32),
     Change("sharding.fsdp", 2, placement, FP32),
+    Change("sharding.tensor", 2, placement, FP32),
     Change("batch.row_tokens", 20, batch_shapes),
     Change("batch.remat", "layer", recomputation, FP32),
     Change("batch.microbatch_tokens", 28, batch_shapes),

@@ -9,6 +9,7 @@ import pytest
 from tiny import rows, run_module, tiny_config, write_config
 
 MESH = {"data": 2, "fsdp": 2}
+SPLIT_LAYERS = {"data": 2, "tensor": 2}
 WIDE: dict[str, dict[str, Any]] = {
     "model": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128},
     "batch": {"microbatch_tokens": 28},
@@ -23,13 +24,13 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_run_on_a_mesh_is_exact_and_goes_on_on_another_mesh(tmp_path: Path, compilation_cache: Path) -> None:
     run = {"steps": 2, "tensorboard": False}
-    config = write_config(tiny_config(tmp_path / "run", sharding=MESH, run=run, **WIDE), tmp_path / "config.yaml")
+    config = write_config(tiny_config(tmp_path / "run", sharding=SPLIT_LAYERS, run=run, **WIDE), tmp_path / "config.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config), cache=compilation_cache)
     assert process.returncode == 0, process.stderr
     first = rows(tmp_path / "run")
     assert [row["mismatch/logprob_abs_max"] for row in first[1:]] == [0.0, 0.0]
-    assert '"split_axes"' in (tmp_path / "run" / "environment.json").read_text()
-    other = ("--set", "sharding.data=1", "--set", "sharding.fsdp=1", "--set", "batch.remat=layer", "--set", "run.steps=3")
+    assert '"tensor": 2' in (tmp_path / "run" / "environment.json").read_text()
+    other = ("--set", "sharding.tensor=1", "--set", "sharding.fsdp=2", "--set", "batch.remat=layer", "--set", "run.steps=3")
     process = run_module("jetrl_jax.train", "--config", str(config), "--resume", *other, cache=compilation_cache)
     assert process.returncode == 0, process.stderr
     after = rows(tmp_path / "run")
@@ -47,5 +48,5 @@ def test_more_devices_than_there_are_is_one_message(tmp_path: Path) -> None:
     config = write_config(tiny_config(tmp_path / "run", sharding={"data": 8}), tmp_path / "config.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config))
     assert process.returncode == 2 and "Traceback" not in process.stderr
-    assert "got 4 (cpu), expected sharding.data * sharding.fsdp = 8 * 1 = 8" in process.stderr
+    assert "got 4 (cpu), expected sharding.data * sharding.fsdp * sharding.tensor = 8 * 1 * 1 = 8" in process.stderr
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,8 @@
-"""A policy on meshes of (fake) devices against the same policy on one device: the same bits forward, FP32 roundoff backward."""
+"""A policy on meshes of (fake) devices against the same policy on one device: the same bits forward, FP32 roundoff backward.
+
+Where layers are split, FP32 sums change their order before they are rounded to the dtype between operations, so that
+gradients of the narrow flows differ: by a fraction of what that dtype costs them anyway.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ import optax
 import pytest
 from flax import nnx
 
-from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, shard_axis
+from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision import named_params
+from jetrl_jax.precision import map_params, named_params
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
 from jetrl_jax.rollout.data_parallel import DataParallelEngine
@@ -26,24 +30,32 @@ from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
 from tests.parity.small_policy import CONFIG, SmallPolicy, trajectories
 
-# Every degree up to 4 fits; blocks of 64 rows of `embed_tokens`, and a partial block along the axis that is not split.
-WIDE = dataclasses.replace(CONFIG, hidden_size=512, intermediate_size=672, num_heads=4, num_kv_heads=4, head_dim=128)
+# Every degree up to 4 fits; "partial" has a partial block along the axis that is not split.
+WIDE = dataclasses.replace(CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
 ROW, ROWS_EACH = 24, 1
 LENGTHS = [(3, 9), (5, 17), (2, 4), (8, 8), (4, 20), (1, 1), (6, 11), (7, 16), (2, 21), (3, 3), (9, 12), (5, 5)]
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
-MESHES = [(2, 1), (1, 2), (1, 4), (4, 2)]
+MESHES = [(2, 1, 1), (1, 2, 1), (1, 4, 1), (4, 2, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1)]
+QWEN2 = dataclasses.replace(WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False)
+CONFIGS = {"qwen3": WIDE, "qwen2": QWEN2, "partial": dataclasses.replace(WIDE, intermediate_size=672)}
+# Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an error.
+SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
 
 
 @functools.cache
-def policy(flow: str) -> SmallPolicy:
-    return SmallPolicy(flow, WIDE)
+def policy(flow: str, architecture: str = "qwen3") -> SmallPolicy:
+    return SmallPolicy(flow, CONFIGS[architecture])
 
 
-def programs(flow: str, mesh: tuple[int, int] | None, remat: bool = False) -> PolicyPrograms:
-    one = policy(flow)
+def section(mesh: tuple[int, ...]) -> ShardingSection:
+    return ShardingSection(**dict(zip(("data", "fsdp", "tensor"), mesh, strict=False)))
+
+
+def programs(flow: str, mesh: tuple[int, ...] | None, remat: bool = False, architecture: str = "qwen3") -> PolicyPrograms:
+    one = policy(flow, architecture)
     model = nnx.merge(one.graphdef, one.params)
     model.remat = remat
-    layout = None if mesh is None else Layout(ShardingSection(data=mesh[0], fsdp=mesh[1]), one.plan, one.params)
+    layout = None if mesh is None else Layout(section(mesh), one.plan, one.model)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
     return PolicyPrograms(model, one.plan, optimizer, temperature=0.7, chunk_tokens=16, layout=layout)
 
@@ -72,10 +84,10 @@ def gradient(one: PolicyPrograms, state: TrainState, rows: int) -> tuple[nnx.Sta
 
 
 @functools.cache
-def reference(flow: str) -> tuple[np.ndarray, dict[str, np.ndarray], float, dict[str, np.ndarray]]:
+def reference(flow: str, architecture: str = "qwen3") -> tuple[np.ndarray, dict[str, np.ndarray], float, dict[str, np.ndarray]]:
     """On one device, in microbatches of a device's rows: logprobs, gradient, loss, and the masters after an update."""
-    one = programs(flow, None)
-    state = one.init(policy(flow).params)
+    one = programs(flow, None, architecture=architecture)
+    state = one.init(policy(flow, architecture).params)
     batch = microbatches(8)[0][0]
     logprobs = one.logprobs(one.frozen(state), batch)
     grads, loss = gradient(one, state, ROWS_EACH)
@@ -88,33 +100,50 @@ def arrays(state: nnx.State) -> dict[str, np.ndarray]:
     return {path: np.asarray(value) for path, value in named_params(state)}
 
 
+def norm(value: np.ndarray) -> float:
+    return float(np.linalg.norm(np.float64(value)))
+
+
+def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, tensor: int) -> None:
+    one, exact = reference(flow, architecture)[1], reference("fp32", architecture)[1] if tensor > 1 else {}
+    for path, value in ours.items():
+        difference = norm(value - one[path])
+        if tensor == 1 or flow == "fp32":
+            assert difference <= (1e-6 if tensor == 1 else 5e-6) * norm(one[path]), path
+            continue
+        error = norm(one[path] - exact[path])
+        assert difference <= SHARE_OF_ROUNDING * error and norm(value - exact[path]) <= ERROR_GROWTH * error, path
+
+
 @pytest.mark.parametrize(
-    ("flow", "mesh", "remat"), [(flow, (2, 2), flow == "bf16") for flow in FLOWS] + [("fp8_unified", mesh, mesh[1] > 1) for mesh in MESHES]
+    ("flow", "mesh", "architecture"),
+    [(flow, (2, 2, 2), "qwen3") for flow in FLOWS]
+    + [("fp8_unified", mesh, "qwen3") for mesh in MESHES]
+    + [("fp32", (1, 2, 2), "qwen2"), ("fp8_unified", (1, 1, 2), "qwen2"), ("fp8_unified", (2, 2, 1), "partial")],
 )
-def test_mesh_equals_one_device(flow, mesh, remat):
-    logprobs, gradients, loss, masters = reference(flow)
-    many = programs(flow, mesh, remat)
-    state = many.init(policy(flow).params)
-    np.testing.assert_array_equal(many.logprobs(many.frozen(state), microbatches(8)[0][0]), logprobs)
+def test_mesh_equals_one_device(flow, mesh, architecture):
+    one, (logprobs, gradients, loss, masters) = policy(flow, architecture), reference(flow, architecture)
+    many = programs(flow, mesh, remat=mesh[1] > 1, architecture=architecture)
+    state = many.init(one.params)
+    found = many.logprobs(many.frozen(state), microbatches(8)[0][0])
+    if flow == "fp32" and mesh[2] > 1:  # XLA's FP32 dot on CPU sums in an order that depends on the number of outputs
+        np.testing.assert_allclose(found, logprobs, rtol=0, atol=3e-5)
+    else:
+        np.testing.assert_array_equal(found, logprobs)
     grads, many_loss = gradient(many, state, ROWS_EACH * mesh[0] * mesh[1])
     assert abs(many_loss - loss) <= 1e-6
-    for path, value in arrays(grads).items():
-        assert np.linalg.norm(value - gradients[path]) <= 1e-6 * np.linalg.norm(gradients[path]), path
-    state, report = many.update(state, grads)
+    check_gradients(arrays(grads), flow, architecture, mesh[2])
+    given = map_params(lambda path, _: gradients[path], one.params)
+    state, report = many.update(state, jax.device_put(given, many.layout.shardings(given)))
     assert not report.nonfinite
-    whole = math_norm(gradients)
+    whole = float(np.sqrt(sum(norm(value) ** 2 for value in gradients.values())))
     assert abs(report.grad_norm - whole) <= 1e-6 * whole
     after = arrays(state.params)
-    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(policy(flow).params)}
-    assert min(moved.values()) > 1e-4  # a step of AdamW moves by about the learning rate
-    for path, value in after.items():  # a tiny gradient may have another sign: then by twice the learning rate at most
-        difference = np.abs(value - masters[path])
-        assert difference.max() <= 2.2e-3 and np.mean(difference > 1e-6) < 1e-3, path
-    check_codes(policy(flow), state)
-
-
-def math_norm(gradients: dict[str, np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum(np.float64(value) ** 2) for value in gradients.values())))
+    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(one.params)}
+    assert min(value for path, value in moved.items() if "k_proj.bias" not in path) > 1e-4  # softmax does not see a bias of keys
+    for path, value in after.items():  # the norm's sum has another order, and it scales the gradient
+        assert np.abs(value - masters[path]).max() <= 1e-6, path
+    check_codes(one, state)
 
 
 def check_codes(one: SmallPolicy, state: TrainState) -> None:
@@ -138,31 +167,35 @@ def test_state_lies_where_the_layout_says():
     assert len(moments) == 2 * sum(axis is not None for axis in many.layout.axes.values())
     assert all(leaf.size == 4 * leaf.addressable_shards[0].data.size for leaf in moments)
     codes = dict(named_params(state.published))["layers.0.mlp.up_proj.weight"]
-    assert codes.qvalue.addressable_shards[0].data.shape == (672, 128) and codes.scale.addressable_shards[0].data.shape == (6, 1)
+    assert codes.qvalue.addressable_shards[0].data.shape == (128, 512) and codes.scale.addressable_shards[0].data.shape == (1, 4)
 
 
-def test_collectives_are_those_that_are_written():
-    """Codes and scales of seven matrices and the embedding (as input and as head): gathered once, reduced once."""
-    many = programs("fp8_unified", (2, 2))
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_collectives_are_those_that_are_written(tensor):
+    """Codes and scales of seven matrices and the embedding (as input and as head): gathered once, reduced once.
+
+    Of split layers besides: the input's codes and scales of o_proj and down_proj, forward and backward, their outputs, and
+    the sums of their dX into shards.
+    """
+    many = programs("fp8_unified", (2, 2, tensor))
     state = many.init(policy("fp8_unified").params)
     micro, algorithm = microbatches(4)
     text = many.lower_gradient(state, micro[0], batching.count_denominators(micro, ROW), algorithm).as_text()
     count = {name: len(re.findall(rf'"?stablehlo\.{name}"?', text)) for name in ("all_gather", "reduce_scatter", "collective_permute")}
-    assert count == {"all_gather": 7 * 2 + 2, "reduce_scatter": 7 + 2, "collective_permute": 0}
+    split = 2 if tensor > 1 else 0
+    assert count == {"all_gather": 7 * 2 + 2 + split * (2 * 2 + 1), "reduce_scatter": 7 + 2 + split, "collective_permute": 0}
     assert text.count("f8E4M3FN") and "all_to_all" not in text
 
 
-@pytest.mark.parametrize("flow", ["bf16", "fp8_unified"])
-def test_engine_on_many_devices_samples_what_one_samples(flow):
+@pytest.mark.parametrize(("flow", "mesh"), [("bf16", (3, 1, 1)), ("fp8_unified", (2, 1, 2)), ("bf16", (1, 1, 2))])
+def test_engine_on_many_devices_samples_what_one_samples(flow, mesh):
     one = policy(flow)
     sizes = {"slots": 4, "prefill_rows": 2, "decode_chunk_tokens": 4, "max_prompt_tokens": 8, "max_completion_tokens": 12, "pad_id": 0}
     build = functools.partial(JaxEngine, one.model, one.plan, **sizes)
-    many = programs(flow, (1, 4))
-    state = many.init(one.params)
-    assert many.layout is not None
-    engines = DataParallelEngine(build, list(many.layout.mesh.devices.flat)[:3], lambda tree: many.layout.replicate(tree)[:3])
+    many = Layout(section(mesh), one.plan, one.model)
+    engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
     single = build()
-    engines.load_weights(state.published, 5)
+    engines.load_weights(jax.device_put(one.published, many.shardings(one.params)), 5)
     single.load_weights(one.published, 5)
     requests = [Request(i, [2 + i % 7, 3, 4 + i // 9], 17 * i) for i in range(23)]
     sampling = SamplingParams(1.0, 12, (1,), 7)
@@ -183,6 +216,10 @@ def test_degrees_that_cut_a_block_are_refused():
     assert fitting_degrees((1024, 384), True) == [1, 2, 3, 4, 8]
     one = SmallPolicy("fp8_unified")
     with pytest.raises(UserError, match=r"got 2, expected a degree that fits\n  layers.0.mlp.down_proj.weight \(64, 160\): 1\n"):
-        Layout(ShardingSection(fsdp=2), one.plan, one.params)
-    with pytest.raises(UserError, match=r"got 8 \(cpu\), expected sharding.data \* sharding.fsdp = 3 \* 4 = 12"):
-        Layout(ShardingSection(data=3, fsdp=4), one.plan, one.params)
+        Layout(ShardingSection(fsdp=2), one.plan, one.model)
+    with pytest.raises(UserError, match=r"got 8 \(cpu\), expected sharding.data \* sharding.fsdp \* sharding.tensor = 3 \* 4 \* 1 = 12"):
+        Layout(ShardingSection(data=3, fsdp=4), one.plan, one.model)
+    assert fitting_tensor_degrees(1024, 128, 9) == [1, 2, 4, 8]
+    wide = policy("fp8_unified")
+    with pytest.raises(UserError, match=r"tensor: shards would cut .*: got 8, .*\n  layers.0.mlp.down_proj.weight \(512, 512\): 1, 2, 4\n"):
+        Layout(ShardingSection(tensor=8), wide.plan, wide.model)

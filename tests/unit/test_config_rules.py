@@ -45,6 +45,16 @@ BROKEN = [
         "model: {hidden_size: 128}, precision: {preset: bf16}, sharding: {fsdp: 3}",
         "model: {hidden_size: 126}, precision: {preset: bf16}, sharding: {fsdp: 3}",
     ),
+    (
+        "sharding.tensor",
+        "model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 2}, sharding: {tensor: 2}",
+        "model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 4}, sharding: {tensor: 2}",
+    ),
+    (
+        "sharding.tensor",
+        "model: {head_dim: 32, num_kv_heads: 2, num_heads: 4}, precision: {preset: bf16}, sharding: {tensor: 4}",
+        "model: {head_dim: 32, num_kv_heads: 4, num_heads: 4}, precision: {preset: bf16}, sharding: {tensor: 4}",
+    ),
     ("warm_start.batch_size", "warm_start: {steps: 1, batch_size: 6}, sharding: {data: 4}", "warm_start: {batch_size: 8, steps: 1}"),
     ("sharding.data", "rollout: {engine: vllm}, sharding: {data: 2}", "rollout: {engine: vllm}"),
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),

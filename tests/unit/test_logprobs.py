@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder, empty_cache
 from jetrl_jax.precision import jit
 from jetrl_jax.rl.batching import TrainBatch, pack, unpack
@@ -55,8 +55,8 @@ def decoded(small: SmallPolicy, chosen: list[Trajectory]) -> list[np.ndarray]:
     def step(model_tokens: jax.Array, next_tokens: jax.Array, positions: jax.Array, cache):
         model = small.rollout_model()
         hidden, cache = model.decode(model_tokens, positions, cache)
-        logits = ops.scale_logits(model.logits(hidden), jnp.float32(TEMPERATURE), small.numerics)
-        return ops.token_logprobs(logits, next_tokens, small.numerics), cache
+        logits = vocabulary.scale_logits(model.logits(hidden), jnp.float32(TEMPERATURE), small.numerics)
+        return vocabulary.token_logprobs(logits, next_tokens, small.numerics), cache
 
     cache, columns = empty_cache(CONFIG, small.numerics, len(chosen), length + 5), []
     for t in range(length):
@@ -166,8 +166,8 @@ def test_temperature_as_constant_and_as_scalar_gives_the_same_bits() -> None:
     numerics = policy("bf16").numerics
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(50, VOCAB)) * 8, jnp.float32)
     for temperature in (0.7, 1.3, 1e-2):
-        constant = jit(lambda x, t=temperature: ops.scale_logits(x, t, numerics))(logits)
-        scalar = jit(lambda x, t: ops.scale_logits(x, t, numerics))(logits, jnp.float32(temperature))
+        constant = jit(lambda x, t=temperature: vocabulary.scale_logits(x, t, numerics))(logits)
+        scalar = jit(lambda x, t: vocabulary.scale_logits(x, t, numerics))(logits, jnp.float32(temperature))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(scalar))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(logits) / np.float32(temperature))  # IEEE division
-    assert ops.scale_logits(logits, 1.0, numerics) is logits
+    assert vocabulary.scale_logits(logits, 1.0, numerics) is logits
