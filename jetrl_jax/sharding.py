@@ -1,9 +1,10 @@
 """The mesh of a run, and where every array of it lies: which axis of which parameter is split over which devices.
 
-A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary.  What a
-device of "tensor" has of a matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block of its codes
-(for one that is not multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the
-slice of the whole codes.  Norm weights are on every device.
+A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary (embedding and
+head are whole on every device of "tensor" where it does not divide the vocabulary).  What a device of "tensor" has of a
+matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block of its codes (for one that is not
+multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the slice of the whole codes.
+Norm weights are on every device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ WHOLE = PartitionSpec()
 ROWS = PartitionSpec(ROW_AXES)  # of a batch
 HEADS = ("q_proj", "k_proj", "v_proj")  # matrices whose output features are heads
 OF_HEADS = ("q_norm", "k_norm")  # whole, but used on a device's own heads
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Layout:
@@ -59,18 +61,21 @@ class Layout:
         self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES)
         fp8 = {path for path, flow in plan.formats.items() if "fp8" in flow}
         shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
-        units = {path: _tensor_unit(path, path in fp8, model.config.head_dim) for path, shape in shapes.items() if len(shape) == 2}
+        matrices = [path for path, shape in shapes.items() if len(shape) == 2]
+        self._unsplit = {path for path in shapes if _is_norm(path)}
+        self._unsplit |= {path for path in matrices if _kind(path) in VOCABULARY and shapes[path][0] % section.tensor}
+        units = {path: _tensor_unit(path, path in fp8, model.config.head_dim) for path in matrices if path not in self._unsplit}
         _refuse(
             "tensor: shards would cut a head, a 128x128 block or a row",
             section.tensor,
             {path: (shapes[path], fitting_tensor_degrees(shapes[path][0], unit)) for path, unit in units.items()},
         )
-        parts = {path: (shape[0] // section.tensor, *shape[1:]) for path, shape in shapes.items()}
+        parts = {path: shape if path in self._unsplit else (shape[0] // section.tensor, *shape[1:]) for path, shape in shapes.items()}
         self.axes: Mapping[str, int | None] = {path: shard_axis(parts[path], section.fsdp, path in fp8) for path in shapes}
         _refuse(
             "fsdp: shards would cut a 128x128 block or a row",
             section.fsdp,
-            {path: (shapes[path], fitting_degrees(parts[path], path in fp8)) for path in units},
+            {path: (shapes[path], fitting_degrees(parts[path], path in fp8)) for path in matrices},
         )
 
     @property
@@ -85,7 +90,7 @@ class Layout:
 
     def record(self) -> dict[str, Any]:
         """What the run's record says of it."""
-        return {"mesh": dict(self.mesh.shape), "fsdp_axes": dict(self.axes)}
+        return {"mesh": dict(self.mesh.shape), "fsdp_axes": dict(self.axes), "not_split_over_tensor": sorted(self._unsplit)}
 
     def specs(self, state: nnx.State) -> nnx.State:
         """The partition spec of every parameter, in a state of the same paths (also that of published weights)."""
@@ -135,18 +140,23 @@ class Layout:
         return found
 
     def _tensor_spec(self, path: str) -> PartitionSpec:
-        return PartitionSpec(TENSOR) if path.endswith(".bias") or "norm" not in path else WHOLE
+        return WHOLE if path in self._unsplit else PartitionSpec(TENSOR)
 
     def _spec(self, path: str) -> PartitionSpec:
         axis = self.axes[path]
         if axis is None:
             return self._tensor_spec(path)
-        return PartitionSpec((TENSOR, FSDP)) if axis == 0 else PartitionSpec(TENSOR, FSDP)
+        tensor = None if path in self._unsplit else TENSOR
+        return PartitionSpec((tensor, FSDP) if tensor else FSDP) if axis == 0 else PartitionSpec(tensor, FSDP)
 
 
 def _kind(path: str) -> str:
     """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
     return path.split(".")[-2]
+
+
+def _is_norm(path: str) -> bool:
+    return _kind(path).endswith("norm")
 
 
 def _tensor_unit(path: str, fp8: bool, head_dim: int) -> int:

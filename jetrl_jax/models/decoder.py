@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[KeysValues]]:
         table = ops.rope_table(positions, self.config, self.numerics)
         embedding = whole(self.embed_tokens.weight, self.numerics.dtype)
-        x, residual, keys_values = vocabulary.embed(embedding, token_ids, self.numerics), None, []
+        x, residual, keys_values = vocabulary.embed(embedding, token_ids, self.numerics, split=self.splits(embedding)), None, []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
             run = jax.checkpoint(layer.__call__) if self.remat else layer
@@ -217,10 +217,15 @@ class Decoder(nnx.Module):
         """The matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return whole((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight, self.numerics.dtype)
 
+    def splits(self, matrix: jax.Array) -> bool:
+        """Whether embedding or head [V, D] is a part: other devices hold the rest of the vocabulary."""
+        return matrix.shape[0] < self.config.vocab_size
+
     def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
         """hidden [..., D] -> float32 logits [..., V], one for each row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
-        hidden = tensor_parallel.enter(hidden)
+        if self.splits(head):
+            hidden = tensor_parallel.enter(hidden)
         flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)
 

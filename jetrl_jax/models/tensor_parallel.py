@@ -120,8 +120,6 @@ def maximum(x: jax.Array) -> jax.Array:
 
 def local_ids(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Ids of the whole vocabulary as (ids among this device's `size`, whether they are this device's)."""
-    if degree() == 1:
-        return ids, jnp.ones(ids.shape, bool)
     local = ids - jax.lax.axis_index(TENSOR).astype(ids.dtype) * size
     mine = (local >= 0) & (local < size)
     return jnp.where(mine, local, 0), mine

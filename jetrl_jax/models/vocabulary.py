@@ -1,7 +1,7 @@
 """What is computed over the whole vocabulary V: embedding rows, log-probabilities, entropies.
 
-Under `tensor_parallel` a device holds V / degree rows of embedding and head.  With `split=True` logits are those of its
-part, and only sums and maxima over the vocabulary are sent; without, they are whole.  Off the mesh the two are the same.
+Under `tensor_parallel` a device holds V / degree rows of embedding and head where the degree divides V, else all of them.
+With `split` logits are those of its part, and only sums and maxima over the vocabulary are sent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jetrl_jax.models.ops import round_to, shape_independent
 from jetrl_jax.precision import Numerics
 
 
-def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics) -> jax.Array:
-    """Rows of weight [V / degree, D] for int32 ids [...] of the whole vocabulary: [..., D] in `numerics.dtype`."""
+def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
+    """Rows of weight [V, D] (split: [V / degree, D]) for int32 ids [...] of the whole vocabulary: [..., D] in `numerics.dtype`."""
+    if not split:
+        return round_to(weight[token_ids], numerics.dtype)
     ids, mine = tensor_parallel.local_ids(token_ids, weight.shape[0])
     rows = round_to(weight[ids], numerics.dtype)
-    if tensor_parallel.degree() == 1:
-        return rows
     return tensor_parallel.total(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)))
 
 
@@ -60,7 +60,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics, 
 
     Engine and trainer both call this on logits already scaled by the temperature.
     """
-    if split and tensor_parallel.degree() > 1:
+    if split:
         ids, mine = tensor_parallel.local_ids(token_ids, logits.shape[-1])
         chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
         chosen = tensor_parallel.total(jnp.where(mine, chosen, jnp.zeros_like(chosen)))
@@ -72,7 +72,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics, 
 def entropy(logits: jax.Array, *, split: bool = False) -> jax.Array:
     """Entropy of each distribution in nats, FP32: logits [..., V] -> float32 [...]; no gradient."""
     logits = jax.lax.stop_gradient(logits)
-    if split and tensor_parallel.degree() > 1:
+    if split:
         log_softmax = logits - _log_normalizer(True, False, logits)[..., None]
         return -tensor_parallel.total((jnp.exp(log_softmax) * log_softmax).sum(-1))
     log_softmax = jax.nn.log_softmax(logits)

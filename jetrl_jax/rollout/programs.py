@@ -185,6 +185,12 @@ class EnginePrograms:
         state = map_params(lambda path, _: by_path[path], self.published)
         return nnx.merge(self.graphdef, state if self.layout is None else self.layout.shards(state))
 
+    def _logits(self, model: Decoder, hidden: jax.Array) -> jax.Array:
+        """Over the whole vocabulary, on every device."""
+        head = model.head()
+        logits = model.logits(hidden, head)
+        return tensor_parallel.gather(logits) if model.splits(head) else logits
+
     def _empty_program(self, slots: int, length: int) -> SlotState:
         zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
         kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
@@ -203,7 +209,7 @@ class EnginePrograms:
             return ops.cast_to_cache(jnp.pad(jnp.moveaxis(x, 1, 2), padding), self.numerics)
 
         stored = [(as_stored(keys), as_stored(values)) for keys, values in cache]
-        return Prefilled(stored, tensor_parallel.gather(model.logits(last)), lengths)
+        return Prefilled(stored, self._logits(model, last), lengths)
 
     def _insert_program(
         self, state: SlotState, prompts: Prefilled, source: jax.Array, seeds: jax.Array, budget: jax.Array, controls: Controls
@@ -247,8 +253,7 @@ class EnginePrograms:
             step, state, report = carry
             active = state.remaining > 0
             hidden, cache = model.decode(state.token, state.position, state.cache)
-            logits = tensor_parallel.gather(model.logits(hidden))
-            token, logprob = sample(logits, state.keys, state.position + 1, controls, self.numerics)
+            token, logprob = sample(self._logits(model, hidden), state.keys, state.position + 1, controls, self.numerics)
             remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
             position = jnp.where(remaining > 0, state.position + 1, 0)
             report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))

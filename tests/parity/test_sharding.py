@@ -28,16 +28,21 @@ from jetrl_jax.sharding import Layout
 from jetrl_jax.training.step import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
-from tests.parity.small_policy import CONFIG, SmallPolicy, trajectories
+from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 
-# Every degree up to 4 fits; "partial" has a partial block along the axis that is not split.
+# Every degree up to 4 fits; "partial" has a partial block along the axis that is not split, "odd" a vocabulary that is not.
 WIDE = dataclasses.replace(CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
 ROW, ROWS_EACH = 24, 1
 LENGTHS = [(3, 9), (5, 17), (2, 4), (8, 8), (4, 20), (1, 1), (6, 11), (7, 16), (2, 21), (3, 3), (9, 12), (5, 5)]
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 4, 1), (4, 2, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1)]
 QWEN2 = dataclasses.replace(WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False)
-CONFIGS = {"qwen3": WIDE, "qwen2": QWEN2, "partial": dataclasses.replace(WIDE, intermediate_size=672)}
+CONFIGS = {
+    "qwen3": WIDE,
+    "qwen2": QWEN2,
+    "partial": dataclasses.replace(WIDE, intermediate_size=672),
+    "odd": dataclasses.replace(WIDE, vocab_size=VOCAB),
+}
 # Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an error.
 SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
 
@@ -119,7 +124,12 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     ("flow", "mesh", "architecture"),
     [(flow, (2, 2, 2), "qwen3") for flow in FLOWS]
     + [("fp8_unified", mesh, "qwen3") for mesh in MESHES]
-    + [("fp32", (1, 2, 2), "qwen2"), ("fp8_unified", (1, 1, 2), "qwen2"), ("fp8_unified", (2, 2, 1), "partial")],
+    + [
+        ("fp32", (1, 2, 2), "qwen2"),
+        ("fp8_unified", (1, 1, 2), "qwen2"),
+        ("fp8_unified", (2, 2, 1), "partial"),
+        ("fp32", (1, 2, 2), "odd"),
+    ],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture):
     one, (logprobs, gradients, loss, masters) = policy(flow, architecture), reference(flow, architecture)
