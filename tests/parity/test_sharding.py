@@ -16,6 +16,8 @@ import optax
 import pytest
 from flax import nnx
 
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_algorithm import AlgorithmSection
 from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision import map_params, named_params
@@ -42,6 +44,7 @@ CONFIGS = {
     "qwen2": QWEN2,
     "partial": dataclasses.replace(WIDE, intermediate_size=672),
     "odd": dataclasses.replace(WIDE, vocab_size=VOCAB),
+    "small": CONFIG,
 }
 # Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an error.
 SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
@@ -67,8 +70,6 @@ def programs(flow: str, mesh: tuple[int, ...] | None, remat: bool = False, archi
 
 def microbatches(rows: int) -> tuple[list[batching.TrainBatch], ResolvedAlgorithm]:
     """Twelve ragged trajectories in microbatches of `rows` rows."""
-    from jetrl_jax.config import RunConfig
-
     made = trajectories(LENGTHS, seed=3)
     values = np.random.default_rng(4).normal(size=len(made))
     config = RunConfig()
@@ -178,6 +179,36 @@ def test_state_lies_where_the_layout_says():
     assert all(leaf.size == 4 * leaf.addressable_shards[0].data.size for leaf in moments)
     codes = dict(named_params(state.published))["layers.0.mlp.up_proj.weight"]
     assert codes.qvalue.addressable_shards[0].data.shape == (128, 512) and codes.scale.addressable_shards[0].data.shape == (1, 4)
+
+
+@functools.cache
+def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
+    one = policy("fp32", "small")
+    layout = Layout(section(mesh), one.plan, one.model)
+    return PolicyPrograms(one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"), [("grpo", "token_mean"), ("grpo", "sequence_mean"), ("grpo", "constant"), ("gspo", "sequence_mean")]
+)
+def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):
+    one = policy("fp32", "small")
+    algorithm = resolve_algorithm(AlgorithmSection(name=name, loss_aggregation=aggregation), ROW, RunConfig().correction)
+    found = {}
+    for mesh, rows in (((1, 1, 1), 12), ((2, 1, 1), 2), ((2, 2, 2), 8)):
+        many = small_programs(mesh)
+        state, micro = many.init(one.params), microbatches(rows)[0]
+        denominators, total, loss = batching.count_denominators(micro, ROW), None, 0.0
+        for batch in micro:
+            grads, stats, _ = many.policy_gradient(state, batch, denominators, algorithm)
+            total, loss = many.add(total, grads), loss + float(stats["loss"])
+        found[mesh, rows] = loss, arrays(total)
+    loss, gradients = found.pop(((1, 1, 1), 12))
+    assert abs(loss) > 1e-3
+    for split, (value, grads) in found.items():
+        assert abs(value - loss) <= 2e-6 * abs(loss), split
+        for path, grad in grads.items():
+            assert norm(grad - gradients[path]) <= 1e-5 * norm(gradients[path]), (split, path)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
