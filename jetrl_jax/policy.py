@@ -181,7 +181,7 @@ def build_engine(policy: Policy, rollout: RolloutSection, layout: Layout | None 
         max_completion_tokens=rollout.max_completion_tokens,
         pad_id=policy.tokenizer.pad_id,
     )
-    return build() if layout is None else DataParallelEngine(build, list(layout.mesh.devices.flat), layout.replicate)
+    return build() if layout is None else DataParallelEngine(build, layout.local_devices, layout.replicate)
 
 
 def close_engine(engine: RolloutEngine) -> None:

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jetrl_jax import processes
 from jetrl_jax.config_sharding import ShardingSection, fitting_degrees, shard_axis
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.sharded import FSDP, MESH_AXES, ShardedParameter
@@ -35,6 +36,7 @@ class Layout:
 
     Attributes:
       mesh: devices [data, fsdp].
+      local_devices: those of them that this process drives, in the mesh's order.
       axes: path -> split axis, or None where every device holds the whole.
 
     Raises:
@@ -42,13 +44,14 @@ class Layout:
     """
 
     def __init__(self, section: ShardingSection, plan: PrecisionPlan, params: nnx.State) -> None:
-        count, devices = section.devices, jax.devices()
+        count, devices = section.devices, processes.mesh_devices(section.devices)
         if len(devices) < count:
             hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
             raise UserError(
                 f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected "
                 f"sharding.data * sharding.fsdp = {section.data} * {section.fsdp} = {count}.{hint}"
             )
+        self.local_devices = [device for device in devices if device.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp), MESH_AXES)
         shapes = {path: tuple(value.shape) for path, value in named_params(params)}
         fp8 = {path for path, flow in plan.formats.items() if "fp8" in flow}
@@ -100,11 +103,11 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def replicate(self, tree: Any) -> list[Any]:
-        """A whole copy of every array on every device, moved from device to device; one tree per device of the mesh."""
-        copies = jax.device_put(tree, self.replicated)
+        """A whole copy of every array on every device, moved from device to device; one tree per local device."""
+        copies = processes.settle(jax.device_put(tree, self.replicated))
         leaves, structure = jax.tree.flatten(copies)
         by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
-        return [jax.tree.unflatten(structure, [shards[device] for shards in by_device]) for device in self.mesh.devices.flat]
+        return [jax.tree.unflatten(structure, [shards[device] for shards in by_device]) for device in self.local_devices]
 
     def _spec(self, path: str) -> PartitionSpec:
         axis = self.axes[path]
