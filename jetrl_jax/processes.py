@@ -41,22 +41,17 @@ def start(section: DistributedSection) -> None:
     """
     if not section.on or jax.distributed.is_initialized():
         return
+    address = section.coordinator or os.environ.get(ENVIRONMENT["coordinator"])
     number, process_id = _number(section, "processes"), _number(section, "process_id")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
+    waits = {name: section.timeout_s for name in ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")}
     try:
-        jax.distributed.initialize(
-            section.coordinator or os.environ.get(ENVIRONMENT["coordinator"]),
-            number,
-            process_id,
-            initialization_timeout=section.timeout_s,
-            heartbeat_timeout_seconds=section.timeout_s,
-            shutdown_timeout_seconds=section.timeout_s,
-        )
+        jax.distributed.initialize(address, number, process_id, **waits)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        sources = ", ".join(f"distributed.{name} or {variable}" for name, variable in ENVIRONMENT.items())
         raise UserError(
-            f"distributed: process {process_id} of {number} cannot join: got {error}, expected {sources}, or a cluster that JAX "
-            "knows (SLURM, Open MPI); and for process 0 a port that is free."
+            f"distributed: cannot join the other processes: got coordinator={address}, processes={number}, process_id={process_id} "
+            f"({error}), expected each from the config, from the environment ({', '.join(ENVIRONMENT.values())}) or from a cluster "
+            "that JAX knows (SLURM, Open MPI), and for process 0 a free port."
         ) from error
 
 
@@ -134,7 +129,9 @@ def check_same(what: str, text: str) -> None:
         if other != texts[0]:
             pairs = zip(texts[0].splitlines(), other.splitlines(), strict=False)
             first, here = next(((a, b) for a, b in pairs if a != b), ("", ""))
-            raise UserError(f"distributed: process {index} has another {what}: got {here.strip()!r}, expected {first.strip()!r} as process 0.")
+            raise UserError(
+                f"distributed: process {index} has another {what}: got {here.strip()!r}, expected {first.strip()!r} as process 0."
+            )
 
 
 def fetch(tree: Any) -> Any:

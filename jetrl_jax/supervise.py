@@ -29,7 +29,6 @@ from jetrl_jax.errors import ProcessLost
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 LINGER_S = 2.0  # a process that ends with an error takes the coordinator along: the others get to say what they found themselves
 SHOWN_BYTES = 4000
-HINT = "Its own message says why; go on with --resume."
 
 
 def supervise(section: DistributedSection, work: Callable[[], int]) -> int:
@@ -40,7 +39,7 @@ def supervise(section: DistributedSection, work: Callable[[], int]) -> int:
         child = os.fork()
         if child == 0:
             os.close(holds)
-            _work(work, native, watched)
+            _work(section, work, native, watched)
         os.close(watched)
         for number in PASSED_ON:
             signal.signal(number, lambda number, frame: _pass_on(child, number))
@@ -64,7 +63,7 @@ def _explain(section: DistributedSection, status: int, said: bytes) -> int:
         if b"RegisterTask" in said:
             _print(f"stopped: distributed: not all processes were there within distributed.timeout_s = {section.timeout_s} s.")
         else:
-            _print(f"stopped: distributed: another process of the run was lost. {HINT}")
+            _print(f"stopped: {_lost(section)}")
         return ProcessLost.exit_code
     if status < 0:
         _print(f"stopped: distributed: this process was ended by {signal.Signals(-status).name}.")
@@ -73,12 +72,19 @@ def _explain(section: DistributedSection, status: int, said: bytes) -> int:
     return status if status >= 0 else 128 - status
 
 
+def _lost(section: DistributedSection) -> str:
+    return (
+        f"distributed: another process of the run ended, or was silent for distributed.timeout_s = {section.timeout_s} s; its own "
+        "output may say why. Go on with --resume."
+    )
+
+
 def _print(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def _work(work: Callable[[], int], native: IO[bytes], watched: int) -> None:
+def _work(section: DistributedSection, work: Callable[[], int], native: IO[bytes], watched: int) -> None:
     """The child, which never returns."""
     os.setpgid(0, 0)  # a Ctrl-C reaches the parent alone, which passes it on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -87,7 +93,7 @@ def _work(work: Callable[[], int], native: IO[bytes], watched: int) -> None:
     threading.Thread(target=lambda: os.read(watched, 1) or os._exit(ProcessLost.exit_code), daemon=True).start()
     status: object = 1
     try:
-        run_entry_point(lambda words: _guarded(work))
+        run_entry_point(lambda words: _guarded(section, work))
     except SystemExit as end:
         status = end.code
     except BaseException:
@@ -100,7 +106,7 @@ def _work(work: Callable[[], int], native: IO[bytes], watched: int) -> None:
     os._exit(status if isinstance(status, int) else 1)  # not by way of JAX, which would wait for the others
 
 
-def _guarded(work: Callable[[], int]) -> int:
+def _guarded(section: DistributedSection, work: Callable[[], int]) -> int:
     """`work`, then the end of all processes together; raises `ProcessLost` where another one is gone."""
     from jetrl_jax import processes
 
@@ -111,4 +117,4 @@ def _guarded(work: Callable[[], int]) -> int:
     except Exception as error:
         if not processes.tells_of_a_lost_process(error):
             raise
-        raise ProcessLost(f"distributed: another process of the run was lost. {HINT}") from error
+        raise ProcessLost(_lost(section)) from error
