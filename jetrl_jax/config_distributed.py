@@ -14,15 +14,13 @@ class DistributedSection(Section):
 
     processes: PositiveInt | None = Field(
         1,
-        description="Number of processes; 1 is off. null: JAX_NUM_PROCESSES in the environment, or the cluster says it (SLURM, Open MPI).",
+        description="Number of processes; 1 is off. null: JAX_NUM_PROCESSES in the environment, or what the cluster (SLURM, MPI) says.",
     )
     process_id: NonNegativeInt | None = Field(
-        None,
-        description="Which of them this one is, from 0; null: JAX_PROCESS_ID in the environment, or the cluster says it. Not in the run's record.",
+        None, description="Which of them this one is, from 0; no part of the run's record. null: JAX_PROCESS_ID, or what the cluster says."
     )
     coordinator: Text | None = Field(
-        None,
-        description="Address host:port at which process 0 listens; null: JAX_COORDINATOR_ADDRESS in the environment, or the cluster says it.",
+        None, description="Address host:port at which process 0 listens; null: JAX_COORDINATOR_ADDRESS, or what the cluster says."
     )
     timeout_s: Annotated[int, Field(ge=5)] = Field(
         100, description="Time within which all processes must be there at the start, and a lost one ends the others, in seconds."

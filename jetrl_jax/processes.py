@@ -44,9 +44,15 @@ def start(section: DistributedSection) -> None:
     address = section.coordinator or os.environ.get(ENVIRONMENT["coordinator"])
     number, process_id = _number(section, "processes"), _number(section, "process_id")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
-    waits = {name: section.timeout_s for name in ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")}
     try:
-        jax.distributed.initialize(address, number, process_id, **waits)
+        jax.distributed.initialize(
+            address,
+            number,
+            process_id,
+            initialization_timeout=section.timeout_s,
+            heartbeat_timeout_seconds=section.timeout_s,
+            shutdown_timeout_seconds=section.timeout_s,
+        )
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise UserError(
             f"distributed: cannot join the other processes: got coordinator={address}, processes={number}, process_id={process_id} "
