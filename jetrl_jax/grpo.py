@@ -91,7 +91,8 @@ class GRPOTrainer:
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         section = self.config.sharding
-        self.layout = Layout(section, self.policy.plan, self.policy.params) if section.devices > 1 else None
+        many = section.devices > 1 or processes.count() > 1
+        self.layout = Layout(section, self.policy.plan, self.policy.params) if many else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches

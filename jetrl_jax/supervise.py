@@ -67,7 +67,7 @@ def _explain(section: DistributedSection, status: int, said: bytes) -> int:
         return ProcessLost.exit_code
     if status < 0:
         _print(f"stopped: distributed: this process was ended by {signal.Signals(-status).name}.")
-    if status in (1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
+    if said and status in (1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
         _print(said[-SHOWN_BYTES:].decode(errors="replace"))
     return status if status >= 0 else 128 - status
 
