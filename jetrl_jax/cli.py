@@ -1,7 +1,7 @@
 """What all entry points share: the config arguments, and one way to end.
 
     exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a disk that takes no more
-                  130 interrupted · 141 the reader of our output went away
+                  4 another process of the run was lost · 130 interrupted · 141 the reader of our output went away
 
 No module that a config needs imports jax, so that bad input ends before any device is touched.
 """

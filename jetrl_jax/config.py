@@ -2,7 +2,7 @@
 
     RunConfig
       model  tokenizer  precision  loss_scale  numerics     the policy and its arithmetic
-      sharding                                              the devices
+      sharding  distributed                                 the devices and the processes that hold them
       task  rewards  rollout  vllm                          what is generated, by which engine
       algorithm  correction                                 what is learned from it
       optimizer  batch  warm_start                          how the weights move
@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jetrl_jax.config_algorithm import AlgorithmSection, CorrectionSection
+from jetrl_jax.config_distributed import DistributedSection
 from jetrl_jax.config_rules import find_problems
 from jetrl_jax.config_sharding import ShardingSection
 from jetrl_jax.config_types import (
@@ -269,6 +270,9 @@ class RunConfig(Section):
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Dynamic loss scaling of the FP16 flow.")
     numerics: NumericsSection = Field(default_factory=NumericsSection, description="Rounding points and exactness of the forward pass.")
     sharding: ShardingSection = Field(default_factory=ShardingSection, description="The mesh of devices of a run.")
+    distributed: DistributedSection = Field(
+        default_factory=DistributedSection, description="The processes that a run is shared by; see docs/scaling.md."
+    )
     task: TaskSection = Field(default_factory=TaskSection, description="Where prompts, answers and worked solutions come from.")
     rewards: tuple[RewardSection, ...] = Field((RewardSection(),), min_length=1, description="Reward functions, summed by weight.")
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="What is generated in a step and how.")

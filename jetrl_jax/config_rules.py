@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config_rule_types import NoEffect, Problem, Rule
+from jetrl_jax.config_rules_distributed import DISTRIBUTED_NO_EFFECT, DISTRIBUTED_RULES
 from jetrl_jax.config_rules_sharding import SHARDING_RULES, any_fp8
 from jetrl_jax.config_rules_vllm import VLLM_NO_EFFECT, VLLM_RULES
 from jetrl_jax.config_types import show, value_at
@@ -42,6 +43,7 @@ _SUM = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 RULES: tuple[Rule, ...] = (
     *VLLM_RULES,
     *SHARDING_RULES,
+    *DISTRIBUTED_RULES,
     Rule(
         ("model.num_kv_heads", "model.num_heads", "model.path"),
         lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
@@ -210,6 +212,7 @@ def _task_kinds(field: str, *kinds: str) -> NoEffect:
 
 NO_EFFECT: tuple[NoEffect, ...] = (
     *VLLM_NO_EFFECT,
+    *DISTRIBUTED_NO_EFFECT,
     NoEffect(
         tuple(f"model.{name}" for name in _NEW_MODEL),
         ("model.path",),

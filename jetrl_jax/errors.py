@@ -13,3 +13,9 @@ class RunStopped(Exception):
     """A run that ended by its own rules (non-finite steps, mismatch above its budget) or can no longer write; exit status 3."""
 
     exit_code = 3
+
+
+class ProcessLost(RunStopped):
+    """Another process of the run was lost; exit status 4."""
+
+    exit_code = 4

@@ -3,6 +3,9 @@
     from jetrl_jax import GRPOTrainer, load_config
     GRPOTrainer(load_config("configs/tiny_cpu.yaml"), reward_functions=[my_reward]).train()
 
+Several processes run this together (`jetrl_jax.processes`): all do the same, and what the others than the first write goes
+to a temporary directory.
+
 Order of a run: policy (new or read) -> warm start -> evaluation -> steps (checkpoint, evaluation on the way)
 -> evaluation -> Hugging Face export.  Everything a user can get wrong is checked before the run directory is made.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +26,10 @@ import numpy as np
 from flax import nnx
 
 from bridge.engine.certificate import CertifiedEngine
+from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
+from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
@@ -46,6 +52,7 @@ from jetrl_jax.training.trainer import Trainer
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 EXPORT_DIRECTORY = "export"
+ONE_REQUEST_S = 1.0  # a batch system signals a process and the parent that passes signals on to it: the two are one request
 
 
 class GRPOTrainer:
@@ -75,17 +82,22 @@ class GRPOTrainer:
         resume: bool = False,
         console: Console | None = None,
     ) -> None:
-        self.config = config if isinstance(config, RunConfig) else load_config(config)
+        config = config if isinstance(config, RunConfig) else load_config(config)
+        processes.start(config.distributed)
+        self.config = config.model_copy(update={"distributed": config.distributed.model_copy(update={"process_id": None})})
+        processes.check_same("config", dump_config(self.config))
         self.resume = resume
-        self.console = console or Console(self.config.run.steps)
+        self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         section = self.config.sharding
-        self.layout = Layout(section, self.policy.plan, self.policy.model) if section.devices > 1 else None
+        many = section.devices > 1 or processes.count() > 1
+        self.layout = Layout(section, self.policy.plan, self.policy.model) if many else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
         self.stop_signal: int | None = None
+        self._asked = 0.0
         self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()
         self._evaluator = self._new_evaluator()
@@ -100,18 +112,15 @@ class GRPOTrainer:
           UserError: the run directory is taken, or a resume with another config.
           RunStopped: too many non-finite steps.
         """
-        directory = self.config.run.directory
         with contextlib.ExitStack() as stack:
-            run = stack.enter_context(RunDirectory.create(directory, resume=self.resume, warn=self.console.warn))
-            if run.resumed:
-                compare_for_resume(load_config(run.config_path).model_dump(), self.config.model_dump())
+            run, checkpoints = self._open_run(stack)
             stack.enter_context(self.console)
             rewards = stack.enter_context(self._new_rewards(run.path))
             stack.callback(self._evaluator.close)
             stack.callback(self._close_engine)
             store = stack.enter_context(
                 CheckpointStore(
-                    run.checkpoints,
+                    checkpoints,
                     keep_last=self.config.checkpoint.keep_last,
                     keep_best=self.config.checkpoint.keep_best,
                     warn=self.console.warn,
@@ -122,14 +131,29 @@ class GRPOTrainer:
             writer = stack.enter_context(
                 MetricsWriter(
                     run.metrics_path,
-                    events=run.events if section.tensorboard else None,
-                    wandb_project=section.wandb_project,
+                    events=run.events if section.tensorboard and processes.is_first() else None,
+                    wandb_project=section.wandb_project if processes.is_first() else None,
                     wandb_config=self.config.model_dump(),
                     warn=self.console.warn,
                 )
             )
             stack.enter_context(self._signals())
             return _Run(self, run, store, writer, rewards).execute()
+
+    def _open_run(self, stack: contextlib.ExitStack) -> tuple[RunDirectory, Path]:
+        """The run directory, and where the checkpoints of all processes lie; the others than the first get a directory of their own."""
+        own = self.config.run.directory if processes.is_first() else stack.enter_context(tempfile.TemporaryDirectory())
+        run = stack.enter_context(RunDirectory.create(own, resume=self.resume, warn=self.console.warn))
+        if run.resumed:
+            compare_for_resume(load_config(run.config_path).model_dump(), self.config.model_dump())
+        shared = processes.exchange_json({"resumed": run.resumed, "checkpoints": str(run.checkpoints)})[0]
+        run.resumed = shared["resumed"]
+        if not Path(shared["checkpoints"]).is_dir():
+            raise UserError(
+                f"run directory: is not shared: got no {shared['checkpoints']} in process {processes.index()}, expected a "
+                "run.directory on a file system that every process sees."
+            )
+        return run, Path(shared["checkpoints"])
 
     def dry_run(self) -> dict[str, Any]:
         """Builds everything and compiles and runs one step, without a run directory; returns {"seconds", "metrics"}."""
@@ -236,6 +260,7 @@ class GRPOTrainer:
                 "algorithm": self.algorithm.record(),
                 "engine": self.config.rollout.engine,
                 "sharding": None if self.layout is None else self.layout.record(),
+                "processes": processes.count(),
                 "gemm": "xla" if self.config.numerics.exact else "xla_fast",
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),
@@ -250,9 +275,11 @@ class GRPOTrainer:
 
         def ask(number: int, frame: Any) -> None:
             if self.stop_signal is not None:
+                if processes.count() > 1 and time.monotonic() - self._asked < ONE_REQUEST_S:
+                    return
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-            self.stop_signal = number
+            self.stop_signal, self._asked = number, time.monotonic()
             self.console.warn(f"{signal.Signals(number).name}: finishing the step, then saving; once more ends at once")
 
         try:
@@ -308,7 +335,8 @@ class _Run:
             self._save(0, start)
         row: dict[str, float] = {}
         after: dict[str, float] | None = dict(self.before) if self.done == 0 else None
-        while self.done < self.config.run.steps and self.owner.stop_signal is None:
+        stopped = self._agreed_stop()
+        while self.done < self.config.run.steps and stopped is None:
             step = self.done + 1
             with self._profiled(step):
                 row, batch = self.trainer.step(step)
@@ -321,18 +349,26 @@ class _Run:
             self.writer.write(step, row)
             self.run.append_samples(step, self._samples(batch))
             self.console.step(row | {"step": step})
-            last = step == self.config.run.steps or self.owner.stop_signal is not None
+            stopped = self._agreed_stop()
+            last = step == self.config.run.steps or stopped is not None
             if step % self.config.checkpoint.every_steps == 0 or last:
                 self._save(step, row)
-        if self.owner.stop_signal is not None:
-            name = signal.Signals(self.owner.stop_signal).name
+        if stopped is not None:
+            name = signal.Signals(stopped).name
             self.console.message(f"stopped by {name} after step {self.done}; go on with --resume")
             return self._summary(name, None)
         if after is None:  # resumed after its last step, whose evaluation is on record
             after = self._evaluate(self.done, record=False)
-        self.owner.policy.save(self.run.path / EXPORT_DIRECTORY, self.trainer.state.params)
+        params = processes.gather_to_first(self.trainer.state.params)
+        if params is not None:
+            self.owner.policy.save(self.run.path / EXPORT_DIRECTORY, params)
+        processes.barrier()
         self.console.message(f"policy written to {self.run.path / EXPORT_DIRECTORY}")
         return self._summary(None, after)
+
+    def _agreed_stop(self) -> int | None:
+        """The signal that stops the run now: one that any process got."""
+        return max((number for number in processes.exchange_json(self.owner.stop_signal) if number is not None), default=None)
 
     def _summary(self, stopped_by: str | None, after: dict[str, float] | None) -> dict[str, Any]:
         return {"steps": self.done, "stopped_by": stopped_by, "before": self.before, "after": after, "directory": str(self.run.path)}

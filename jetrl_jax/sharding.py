@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jetrl_jax import processes
 from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
@@ -39,7 +40,7 @@ class Layout:
       section: degrees of the mesh axes; their product is the number of devices taken.
       plan: says which matrices have block scales.
       model: gives paths, shapes and head width; may be abstract.
-      devices: to take from, neighbours on "tensor" first; None is all of JAX's.
+      devices: to take from, neighbours on "tensor" first; None is all of JAX's, equally many of each process.
 
     Attributes:
       mesh: devices [data, fsdp, tensor].
@@ -50,7 +51,8 @@ class Layout:
     """
 
     def __init__(self, section: ShardingSection, plan: PrecisionPlan, model: Decoder, devices: Sequence[Any] | None = None) -> None:
-        count, devices = section.devices, list(jax.devices() if devices is None else devices)
+        count = section.devices
+        devices = processes.mesh_devices(count, section.tensor) if devices is None else list(devices)
         if len(devices) < count:
             hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
             raise UserError(
@@ -119,14 +121,14 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def copies(self) -> list[Layout]:
-        """Of each whole copy of the policy that the mesh has room for: its devices, split over "tensor" only."""
-        section = ShardingSection(tensor=self.section.tensor)
-        return [Layout(section, self.plan, self.model, list(row)) for row in self.mesh.devices.reshape(-1, self.section.tensor)]
+        """Of each whole copy of the policy that this process has room for: its devices, split over "tensor" only."""
+        section, groups = ShardingSection(tensor=self.section.tensor), self.mesh.devices.reshape(-1, self.section.tensor)
+        return [Layout(section, self.plan, self.model, list(row)) for row in groups if row[0].process_index == processes.index()]
 
     def replicate(self, state: nnx.State) -> list[nnx.State]:
         """A copy of every parameter on the devices of each of `copies`, moved from device to device."""
         shardings = map_params(lambda path, _: NamedSharding(self.mesh, self._tensor_spec(path)), state)
-        leaves, structure = jax.tree.flatten(jax.device_put(state, shardings))
+        leaves, structure = jax.tree.flatten(processes.settle(jax.device_put(state, shardings)))
         found = []
         for copy in self.copies():
             devices = list(copy.mesh.devices.flat)

@@ -1,7 +1,7 @@
 """`python -m jetrl_jax.train --config C [--set a.b=c ...]`: a GRPO run from a config, the main command.
 
-Exit status: 0 finished, 2 bad input (nothing was written), 3 stopped by its own rules, 130 or 143 stopped by
-SIGINT or SIGTERM after saving.
+Exit status: 0 finished, 2 bad input (nothing was written), 3 stopped by its own rules, 4 another process of the run was
+lost, 130 or 143 stopped by SIGINT or SIGTERM after saving.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import signal
 
 from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
+from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, override_config
 
 PROFILED_STEPS = 3
@@ -36,18 +37,26 @@ def main(argv: list[str]) -> int:
 
         print("\n".join(verify_resume(config, arguments.verify_resume)))
         return 0
+    if config.distributed.on:
+        from jetrl_jax.supervise import supervise
+
+        return supervise(config.distributed, lambda: _train(config, arguments))
+    return _train(config, arguments)
+
+
+def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
     from jetrl_jax.grpo import GRPOTrainer  # JAX starts here, after the config is known to be good
 
     trainer = GRPOTrainer(config, resume=arguments.resume)
     if arguments.dry_run:
         outcome = trainer.dry_run()
-        print(f"dry run: one step in {outcome['seconds']:.1f} s, compilation included; nothing was written")
+        trainer.console.message(f"dry run: one step in {outcome['seconds']:.1f} s, compilation included; nothing was written")
         return 0
     outcome = trainer.train()
     if outcome["stopped_by"]:
         return 128 + signal.Signals[outcome["stopped_by"]].value
     before, after = outcome["before"], outcome["after"]
-    print(
+    trainer.console.message(
         f"finished {outcome['steps']} steps in {outcome['directory']}: held-out accuracy {before['eval/accuracy']:.3f} -> "
         f"{after['eval/accuracy']:.3f}, greedy {before['eval/greedy_accuracy']:.3f} -> {after['eval/greedy_accuracy']:.3f}"
     )

@@ -33,11 +33,13 @@ def verify_resume(config: RunConfig, steps: int) -> list[str]:
       steps: K.
 
     Raises:
-      UserError: K below 1.
+      UserError: K below 1, or a config of several processes.
       RunStopped: a process failed, or the two runs differ; the message lists where.
     """
     if steps < 1:
         raise UserError(f"verify_resume: nothing to resume: got --verify-resume {steps}, expected at least 1.")
+    if config.distributed.on:
+        raise UserError("verify_resume: runs in one process: got distributed.processes, expected --set distributed.processes=1.")
     with tempfile.TemporaryDirectory(prefix="verify_resume_") as name:
         root = Path(name)
         whole, parts = root / "whole", root / "parts"

@@ -3,6 +3,9 @@
 A copy lies on one device, or on those that its layers are split over.  Decoding needs no other copy once the weights are
 there, so the engines run side by side, each in a thread that drives its devices; nothing waits for the longest answer of
 another copy.  A policy version reaches them from the trainer's shards by one resharding on the devices, codes as codes.
+
+With several processes each drives the engines of its own devices and is given all requests; what they sampled is exchanged,
+so that every process has all trajectories.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jetrl_jax import processes
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.sharding import Layout
@@ -64,8 +68,11 @@ class DataParallelEngine:
         Raises:
           RuntimeError, ValueError: as `JaxEngine.generate`.
         """
-        shares = [[requests[i] for i in part] for part in np.array_split(np.arange(len(requests)), len(self.engines))]
-        return [trajectory for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for trajectory in share]
+        parts = np.array_split(np.arange(len(requests)), len(self.engines) * processes.count())
+        first = len(self.engines) * processes.index()
+        shares = [[requests[i] for i in part] for part in parts[first : first + len(self.engines)]]
+        sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
+        return sampled if processes.count() == 1 else _exchange(requests, sampled, self.policy_version)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -79,3 +86,27 @@ class DataParallelEngine:
                 return run(engine, share)
 
         return list(self._threads.map(one, self.engines, self._first_devices, shares))
+
+
+def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:
+    """The trajectories of all processes, in the order of the requests, of those that this one sampled."""
+    own = {
+        "lengths": np.array([len(t.completion_ids) for t in sampled], np.int64),
+        "ids": np.concatenate([np.zeros(0, np.int32), *(t.completion_ids for t in sampled)]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(t.rollout_logprobs for t in sampled)]),
+        "stopped": np.array([t.finish_reason == "stop" for t in sampled], bool),
+    }
+    everywhere = processes.exchange(own)
+    lengths, ids, logprobs, stopped = (np.concatenate([given[name] for given in everywhere]) for name in own)
+    ends = np.cumsum(lengths)
+    return [
+        Trajectory(
+            request.id,
+            np.array(request.prompt_ids, np.int32),
+            ids[end - length : end],
+            logprobs[end - length : end],
+            "stop" if by_token else "length",
+            version,
+        )
+        for request, length, end, by_token in zip(requests, lengths, ends, stopped, strict=True)
+    ]

@@ -9,7 +9,8 @@ renames it when all is there; an old checkpoint is renamed out of the way before
 disk has damaged all the same is found at restore by the manifest and left out with a warning.  Files are
 not synced one by one: after a power cut the newest checkpoint may be lost, the one before it is there.
 
-Arrays are saved from one process; an array that is spread over several processes is refused.
+Several processes save and restore together, on a file system that all see: each writes its shards and reads whole arrays;
+the first one hashes (each array is gathered for it, one at a time), renames and removes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jetrl_jax import processes
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.training.console import print_warning
 from jetrl_jax.training.run_directory import flatten
@@ -50,6 +52,7 @@ MAY_CHANGE = (
     "eval.every_steps",
     "checkpoint.",
     "sharding.",
+    "distributed.",
     "batch.remat",
 )
 
@@ -92,10 +95,13 @@ class CheckpointStore:
         self._keep_best = keep_best
         self._best_metric = best_metric
         self._read_only = read_only
+        self._tidies = not read_only and processes.is_first()
         self._warn = warn
         self._manager: ocp.CheckpointManager | None = None
-        if not read_only:
+        if self._tidies:
             self._clean_up()
+        if not read_only:
+            processes.barrier()
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending; whether they are whole shows at restore."""
@@ -133,7 +139,8 @@ class CheckpointStore:
             ) from error
         if not saved:
             raise RuntimeError(f"CheckpointStore.save: Orbax did not save step {step} into {self.directory}")
-        shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
+        if self._tidies:
+            shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
         return True
 
     def restore_latest(self, template: Any, *, subset: bool = False) -> Restored | None:
@@ -207,7 +214,7 @@ class CheckpointStore:
         item = _nest({name: np.empty((0,)) for name in wanted})
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=_alone()) as checkpointer:
                 arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
                 tree = checkpointer.restore(self.directory / str(step) / "state", args=arguments)
             arrays = {name: np.asarray(_look_up(tree, name)) for name in wanted}
@@ -224,10 +231,11 @@ class CheckpointStore:
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is not None:
             return self._manager
-        for step in self.steps():
+        for step in self.steps() if self._tidies else ():
             if not _readable(self.directory / str(step)):  # the manager cannot be made while one of these is unreadable
                 self._warn(f"checkpoint {self.directory / str(step)} is damaged and set aside")
                 self._set_aside(step)
+        processes.barrier()
         policies = ocp.checkpoint_managers
         policy = policies.AnyPreservationPolicy(
             [policies.LatestN(self._keep_last), policies.BestN(get_metric_fn=_score, n=self._keep_best)],
@@ -244,7 +252,7 @@ class CheckpointStore:
 
     def _set_aside(self, step: int) -> None:
         """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
-        if self._read_only:
+        if not self._tidies:
             return
         self.close()
         target, count = self.directory / f"{step}.corrupt", 1
@@ -343,9 +351,8 @@ def _storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
         if _is_key(leaf):
             arrays[name] = jax.random.key_data(leaf)
         elif isinstance(leaf, jax.Array):
-            if not leaf.is_fully_addressable:
-                raise NotImplementedError(f"CheckpointStore.save: {name} is spread over several processes; only one process can save")
-            arrays[name] = leaf
+            alone = processes.count() > 1 and leaf.is_fully_addressable  # one that this process has for itself, like the others
+            arrays[name] = np.asarray(leaf) if alone else leaf
         elif isinstance(leaf, np.ndarray | np.generic | bool | int | float):
             arrays[name] = np.asarray(leaf)
         else:
@@ -354,8 +361,25 @@ def _storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    digests = _digests({name: np.asarray(array) for name, array in _storable(leaves).items()})
-    return {name: {"shape": list(np.shape(leaf)), "dtype": _dtype_name(leaf), "sha256": digests[name]} for name, leaf in leaves.items()}
+    """Shape, dtype and hash of each array; with several processes, of which all must call this, empty but in the first."""
+    arrays = _storable(leaves)
+    if processes.count() == 1:
+        digests = _digests({name: np.asarray(array) for name, array in arrays.items()})
+    else:  # one at a time: each is gathered whole
+        digests = {}
+        for name, array in arrays.items():
+            whole = processes.fetch(array)
+            if processes.is_first():
+                digests |= _digests({name: whole})
+    described = {name: {"shape": list(np.shape(leaf)), "dtype": _dtype_name(leaf)} for name, leaf in leaves.items()}
+    return {name: {**described[name], "sha256": digest} for name, digest in digests.items()}
+
+
+def _alone() -> Any:
+    """Orbax's options for what this process reads by itself."""
+    return ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={processes.index()}, barrier_sync_key_prefix=f"process{processes.index()}"
+    )
 
 
 def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:

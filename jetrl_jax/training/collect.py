@@ -24,6 +24,7 @@ from jetrl_jax.tasks.rewards import RewardFunctions, RewardResult
 from jetrl_jax.tasks.tokenizer import Tokenizer
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
+from jetrl_jax.training.scoring import score
 
 
 @dataclass
@@ -101,7 +102,9 @@ class Collector:
         texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
         examples = [prompts[i // group].example for i in range(len(requests))]
         with self.console.phase("reward", len(requests), "completions") as progress, clock.phase("reward"):
-            rewards = self.rewards(
+            rewards = score(
+                self.rewards,
+                group,
                 [example.prompt for example in examples],
                 texts,
                 examples,

@@ -15,6 +15,7 @@ from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task
 from jetrl_jax.tasks.tokenizer import Tokenizer
 from jetrl_jax.training.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
+from jetrl_jax.training.scoring import score
 
 SOLVED = 1.0  # a completion solves its prompt when the verifier's score is at least this
 
@@ -108,6 +109,7 @@ class Evaluator:
         ids = [t.completion_ids.tolist() for t in trajectories]
         texts = [self.tokenizer.decode(one) for one in ids]
         examples = [self.prompts[i // samples].example for i in range(count)]
-        result = self.verifier([e.prompt for e in examples], texts, examples, [t.finish_reason for t in trajectories], ids)
+        prompts, reasons = [e.prompt for e in examples], [t.finish_reason for t in trajectories]
+        result = score(self.verifier, samples, prompts, texts, examples, reasons, ids)
         scores = np.nan_to_num(result.total, nan=0.0).reshape(-1, samples)
         return scores, np.array([len(one) for one in ids]), texts

@@ -23,7 +23,8 @@ from flax import nnx
 
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import ROW_AXES
-from jetrl_jax.precision import PrecisionPlan, jit, named_params
+from jetrl_jax.precision import PrecisionPlan, named_params
+from jetrl_jax.processes import fetch, jit
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.logprobs import completion_logprobs
@@ -95,7 +96,7 @@ class PolicyPrograms:
         self._publish = jit(self._publish_shards)
         self._freeze = jit(self._mapped(plan.frozen_weights, (weights, weights), weights))
         self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._check = jit(self._check_program)
+        self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
         self._update = jit(self._update_program, donate_argnums=0)
         self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
         inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
@@ -144,7 +145,7 @@ class PolicyPrograms:
 
     def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
         """Log-probabilities float32 [R, T] of a microbatch under frozen weights, aligned with targets."""
-        return np.asarray(self._logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids))
+        return fetch(self._logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids))
 
     def policy_gradient(
         self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm

@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.processes import fetch
 from jetrl_jax.rl import batching, correction
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
@@ -187,7 +187,7 @@ class Trainer:
         for part in micro:
             share, stats, values = self.programs.policy_gradient(self.state, part, denominators, self.algorithm)
             grads = self.programs.add(grads, share)
-            host_stats, host_values = jax.device_get((stats, values))
+            host_stats, host_values = fetch((stats, values))
             loss += float(host_stats.pop("loss"))
             for name, value in host_stats.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

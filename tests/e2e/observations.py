@@ -22,6 +22,7 @@ from flax import nnx
 from scripted import ScriptedEngine, ScriptedTrainer
 
 from bridge.engine.certificate import CertifiedEngine
+from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.grpo import GRPOTrainer
@@ -117,6 +118,15 @@ def placement(config: RunConfig) -> Any:
     state = owner.new_programs().init(owner.policy.params)
     values = [value for value in jax.tree.leaves(state.params) if value.ndim == 2]
     return [[(shard.device.id, shard.data.shape) for shard in value.addressable_shards] for value in (values[0], values[-1])]
+
+
+def joining(config: RunConfig) -> Any:
+    """What JAX's distributed runtime is told by this process; nothing is started."""
+    told: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: told.append((args, kwargs)))
+        processes.start(config.distributed)
+    return told
 
 
 def recomputation(config: RunConfig) -> Any:

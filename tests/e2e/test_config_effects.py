@@ -28,6 +28,7 @@ from observations import (
     examples,
     export,
     fp8_layer,
+    joining,
     logprobs,
     loss_scale,
     losses,
@@ -172,6 +173,7 @@ NO_SLOTS = {"rollout": {"prompts_per_step": 2, "group_size": 2, "max_prompt_toke
 BLOCKS = {"model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}}
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine": "vllm"}
 SERVER = {**VLLM, "vllm.mode": "server"}
+PROCESSES = {"sharding.data": 4, "distributed": {"processes": 2, "process_id": 1, "coordinator": "node1:8476"}}
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
 CHANGES = (
@@ -299,6 +301,11 @@ CHANGES = (
     Change("sharding.data", 2, placement, FP32),
     Change("sharding.fsdp", 2, placement, FP32),
     Change("sharding.tensor", 2, placement, FP32),
+    Change("distributed.processes", 4, joining, PROCESSES),
+    Change("distributed.processes", None, joining, PROCESSES),
+    Change("distributed.process_id", 0, joining, PROCESSES),
+    Change("distributed.coordinator", "node2:8476", joining, PROCESSES),
+    Change("distributed.timeout_s", 7, joining, PROCESSES),
     Change("batch.row_tokens", 20, batch_shapes),
     Change("batch.remat", "layer", recomputation, FP32),
     Change("batch.microbatch_tokens", 28, batch_shapes),

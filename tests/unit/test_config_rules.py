@@ -57,6 +57,24 @@ BROKEN = [
     ),
     ("warm_start.batch_size", "warm_start: {steps: 1, batch_size: 6}, sharding: {data: 4}", "warm_start: {batch_size: 8, steps: 1}"),
     ("sharding.data", "rollout: {engine: vllm}, sharding: {data: 2}", "rollout: {engine: vllm}"),
+    (
+        "distributed.process_id",
+        "distributed: {processes: 2, process_id: 2}, sharding: {data: 2}",
+        "distributed: {processes: 2, process_id: 1}, sharding: {data: 2}",
+    ),
+    (
+        "distributed.coordinator",
+        "distributed: {processes: 2, coordinator: node1}, sharding: {data: 2}",
+        "distributed: {processes: 2, coordinator: '[::1]:8476'}, sharding: {data: 2}",
+    ),
+    (
+        "distributed.coordinator",
+        "distributed: {processes: 2, coordinator: 'node-1.a:65536'}, sharding: {data: 2}",
+        "distributed: {processes: 2, coordinator: 'node-1.a:65535'}, sharding: {data: 2}",
+    ),
+    ("distributed.processes", "distributed: {processes: 2}, sharding: {data: 3}", "distributed: {processes: 2}, sharding: {data: 4}"),
+    ("distributed.processes", "distributed: {processes: 2}", "distributed: {processes: null}"),
+    ("distributed.processes", "distributed: {processes: null}, rollout: {engine: vllm}", "distributed: {processes: null}"),
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
     ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: external}", "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1'}"),
@@ -128,6 +146,8 @@ IDLE = [
         "algorithm: {name: dapo, dynamic_sampling: false, max_generation_rounds: 3}",
         "algorithm: {dynamic_sampling: true, max_generation_rounds: 3}",
     ),
+    ("distributed.process_id", "distributed: {process_id: 0}", "distributed: {process_id: 0, processes: null}"),
+    ("distributed.timeout_s", "distributed: {timeout_s: 50}", "distributed: {timeout_s: 50, processes: 2}, sharding: {data: 2}"),
     ("rollout.slots", "rollout: {engine: vllm, slots: 4}", "rollout: {engine: jax, slots: 4}"),
     ("vllm.max_num_seqs", "vllm: {max_num_seqs: 4}", "rollout: {engine: vllm}, vllm: {max_num_seqs: 4}"),
     (

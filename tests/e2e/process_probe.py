@@ -1,0 +1,56 @@
+"""Two steps of a config in this process, one of several or alone: prints as JSON what it was asked to sample, and the metrics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from jetrl_jax import processes
+from jetrl_jax.cli import run_entry_point
+from jetrl_jax.config_io import load_config
+from jetrl_jax.errors import UserError
+from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.training.metrics import without_clocks
+
+
+def main(words: list[str]) -> None:
+    owner = GRPOTrainer(load_config(words[0], words[1:]))
+    programs = owner.new_programs()
+    state = programs.init(owner.policy.params)
+    asked: list[list[int]] = []
+    with owner._new_rewards(None) as rewards:
+        trainer = owner.new_trainer(programs, state, None, rewards, None)
+        engines: Any = trainer.engine
+        for engine in engines.engines:
+            generate = engine.generate
+            engine.generate = lambda requests, sampling, generate=generate: (
+                asked.append([r.id for r in requests]) or generate(requests, sampling)
+            )
+        rows = [without_clocks(trainer.step(step)[0]) for step in (1, 2)]
+    owner._close_engine()
+    print("PROBE " + json.dumps({"asked": asked, "rows": rows} | exchanged()), flush=True)
+    processes.leave()
+
+
+def exchanged() -> dict[str, Any]:
+    """What the exchanges of unequal sizes, and of texts that differ, come to."""
+    own = processes.index()
+    parts = processes.exchange({"a/b": np.arange(3 * own, dtype=np.int16), "text": np.array("ü" * own)})
+    try:
+        processes.check_same("colour", f"same\n{'red' if own == 0 else 'blue'}\n")
+        message = ""
+    except UserError as error:
+        message = str(error)
+    return {
+        "parts": [[part["a/b"].tolist(), str(part["a/b"].dtype), str(part["text"])] for part in parts],
+        "values": processes.exchange_json({"own": own}),
+        "message": message,
+    }
+
+
+if __name__ == "__main__":
+    sys.argv, words = sys.argv[:1], sys.argv[1:]
+    run_entry_point(lambda _: main(words))
