@@ -283,8 +283,8 @@ def test_processes_with_other_configs_or_too_few_devices_are_refused(world: Worl
 
 
 def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, tmp_path: Path) -> None:
-    """Data parallel over the processes, fully sharded within them, BF16: but for the order of sums; and what is sampled where."""
-    section = {"precision": {"preset": "bf16"}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None, "run": RUN}
+    """Data parallel over the processes, fully sharded within them: the same but for the order of sums; and what is sampled where."""
+    section = {"precision": {"preset": "fp32"}, "numerics": {"exact": False}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None}
     config = write_config(tiny_config(tmp_path / "run", **section, batch={"microbatch_tokens": 28}), tmp_path / "config.yaml")
     command = [sys.executable, str(Path(__file__).with_name("process_probe.py")), str(config)]
 
@@ -299,7 +299,7 @@ def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, 
     found = [*ended([start(4)]), *ended(both)]
     assert [one.status for one in found] == [0, 0, 0], found
     alone, first, second = (json.loads(one.output[one.output.index("PROBE ") + 6 :].splitlines()[0]) for one in found)
-    assert first["rows"] == second["rows"] and [row["mismatch/logprob_abs_max"] for row in first["rows"]] == [0.0, 0.0]
+    assert first["rows"] == second["rows"]
     for ours, theirs in zip(first["rows"], alone["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=FOUR_TERMS, abs=FOUR_TERMS)
     shares = sorted([list(range(4 * i, 4 * i + 4)) for i in range(4)] * 2)
