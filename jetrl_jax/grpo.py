@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from bridge.engine.certificate import CertifiedEngine
@@ -45,14 +44,14 @@ from jetrl_jax.training.evaluation import Evaluator
 from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.metrics import MetricsWriter
 from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
-from jetrl_jax.training.prompts import PromptStream
+from jetrl_jax.training.prompts import PromptStream, data_fingerprint
 from jetrl_jax.training.run_directory import RunDirectory, collect_environment
 from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.training.stop_signals import StopSignals
 from jetrl_jax.training.trainer import Trainer
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 EXPORT_DIRECTORY = "export"
-ONE_REQUEST_S = 1.0  # a batch system signals a process and the parent that passes signals on to it: the two are one request
 
 
 class GRPOTrainer:
@@ -96,8 +95,7 @@ class GRPOTrainer:
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
         self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
-        self.stop_signal: int | None = None
-        self._asked = 0.0
+        self.stop_signals = StopSignals(self.console.warn)
         self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()
         self._evaluator = self._new_evaluator()
@@ -137,7 +135,7 @@ class GRPOTrainer:
                     warn=self.console.warn,
                 )
             )
-            stack.enter_context(self._signals())
+            stack.enter_context(self.stop_signals.listening())
             return _Run(self, run, store, writer, rewards).execute()
 
     def _open_run(self, stack: contextlib.ExitStack) -> tuple[RunDirectory, Path]:
@@ -269,30 +267,6 @@ class GRPOTrainer:
         for note in (*self.algorithm.notes, *getattr(self.task, "notes", ())):
             self.console.warn(note)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask the run to finish its step; a second one ends it at once."""
-
-        def ask(number: int, frame: Any) -> None:
-            if self.stop_signal is not None:
-                if processes.count() > 1 and time.monotonic() - self._asked < ONE_REQUEST_S:
-                    return
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self.stop_signal, self._asked = number, time.monotonic()
-            self.console.warn(f"{signal.Signals(number).name}: finishing the step, then saving; once more ends at once")
-
-        try:
-            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: the caller handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 class _Run:
     """One execution of `GRPOTrainer.train`: its files, its counters and the loop over steps."""
@@ -335,7 +309,7 @@ class _Run:
             self._save(0, start)
         row: dict[str, float] = {}
         after: dict[str, float] | None = dict(self.before) if self.done == 0 else None
-        stopped = self._agreed_stop()
+        stopped = self.owner.stop_signals.agreed()
         while self.done < self.config.run.steps and stopped is None:
             step = self.done + 1
             with self._profiled(step):
@@ -349,7 +323,7 @@ class _Run:
             self.writer.write(step, row)
             self.run.append_samples(step, self._samples(batch))
             self.console.step(row | {"step": step})
-            stopped = self._agreed_stop()
+            stopped = self.owner.stop_signals.agreed()
             last = step == self.config.run.steps or stopped is not None
             if step % self.config.checkpoint.every_steps == 0 or last:
                 self._save(step, row)
@@ -365,10 +339,6 @@ class _Run:
         processes.barrier()
         self.console.message(f"policy written to {self.run.path / EXPORT_DIRECTORY}")
         return self._summary(None, after)
-
-    def _agreed_stop(self) -> int | None:
-        """The signal that stops the run now: one that any process got."""
-        return max((number for number in processes.exchange_json(self.owner.stop_signal) if number is not None), default=None)
 
     def _summary(self, stopped_by: str | None, after: dict[str, float] | None) -> dict[str, Any]:
         return {"steps": self.done, "stopped_by": stopped_by, "before": self.before, "after": after, "directory": str(self.run.path)}
@@ -420,7 +390,7 @@ class _Run:
             jax.profiler.start_trace(str(self.run.path / "profile"))
             self.profiling = True
         yield
-        last = step == self.config.run.steps or self.owner.stop_signal is not None
+        last = step == self.config.run.steps or self.owner.stop_signals.received is not None
         if self.profiling and (last or step == first + count - 1):
             jax.profiler.stop_trace()
             self.profiling = False
@@ -466,15 +436,3 @@ class _Run:
         self.before = metadata["before"]
         self.done = self.store.steps()[-1]
         self.console.message(f"resumed from step {self.done}")
-
-
-def data_fingerprint(task: Task) -> str:
-    """A hash of the task's sizes and of a spread of its examples, so that a resume on other data is refused."""
-    import hashlib
-
-    digest = hashlib.sha256(f"{task.name} {len(task.train)} {len(task.eval)}".encode())
-    for split in (task.train, task.eval):
-        for index in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)):
-            example = split[int(index)]
-            digest.update(f"\0{example.prompt}\0{example.answer}".encode())
-    return digest.hexdigest()

@@ -23,6 +23,7 @@ from jetrl_jax.config_io import override_config
 from jetrl_jax.training.checkpoint import CheckpointStore
 
 STEPS = 4
+FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders
 PATIENT_S, SHORT_S = 120, 12  # of distributed.timeout_s: longer than a start on a busy machine takes, and worth waiting for
 RUN = {"steps": STEPS, "tensorboard": False}
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -259,16 +260,12 @@ def test_processes_that_cannot_run_together_are_one_message(world: World, tmp_pa
     for one in unnamed:
         assert one.status == 2 and "got coordinator=None, processes=2, process_id=None" in one.errors, one
     assert bad.status == 2 and "got JAX_NUM_PROCESSES='two'" in bad.errors, bad
-    few = world.start(tmp_path / "few", "--set", "sharding.data=1", by=lambda i: by[i] | {"JAX_NUM_PROCESSES": "2"})
-    first, second = ended(few)
-    assert first.status == 2 and "devices are not shared evenly: got 1 of the mesh and 2 processes" in first.errors, first
-    assert second.status in (2, 4), second
     refused = run_module("jetrl_jax.train", "--config", str(world.config), "--verify-resume", "1", "--set", "distributed.processes=2")
     assert refused.returncode == 2 and "verify_resume: runs in one process" in refused.stderr
-    assert not any((tmp_path / name).exists() for name in ("absent", "unnamed", "number", "few"))
+    assert not any((tmp_path / name).exists() for name in ("absent", "unnamed", "number"))
 
 
-def test_processes_with_other_configs_are_refused(world: World, tmp_path: Path) -> None:
+def test_processes_with_other_configs_or_too_few_devices_are_refused(world: World, tmp_path: Path) -> None:
     names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     started = [
         world.start(tmp_path / "run", "--set", f"seed={seed}", by=lambda i: names | {"JAX_PROCESS_ID": str(i)}, only=seed)[0]
@@ -277,12 +274,17 @@ def test_processes_with_other_configs_are_refused(world: World, tmp_path: Path) 
     for one in ended(started):
         assert one.status == 2, one
         assert "distributed: process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0." in one.errors
+    names["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    few = world.start(tmp_path / "run", "--set", "sharding.data=1", by=lambda i: names | {"JAX_PROCESS_ID": str(i)})
+    first, second = found = ended(few)
+    assert first.status == 2 and "devices are not shared evenly: got 1 of the mesh and 2 processes" in first.errors, found
+    assert second.status in (2, 4), found  # 4 where the first one has left already
     assert not (tmp_path / "run").exists()
 
 
 def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, tmp_path: Path) -> None:
-    """Data parallel over the processes, fully sharded within them, BF16; and what is sampled where."""
-    section = {"precision": {"preset": "bf16"}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None, "run": RUN}
+    """Data parallel over the processes, fully sharded within them: the same but for the order of sums; and what is sampled where."""
+    section = {"precision": {"preset": "fp32"}, "numerics": {"exact": False}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None}
     config = write_config(tiny_config(tmp_path / "run", **section, batch={"microbatch_tokens": 28}), tmp_path / "config.yaml")
     command = [sys.executable, str(Path(__file__).with_name("process_probe.py")), str(config)]
 
@@ -297,7 +299,9 @@ def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, 
     found = [*ended([start(4)]), *ended(both)]
     assert [one.status for one in found] == [0, 0, 0], found
     alone, first, second = (json.loads(one.output[one.output.index("PROBE ") + 6 :].splitlines()[0]) for one in found)
-    assert first["rows"] == second["rows"] == alone["rows"] and alone["rows"][1]["mismatch/logprob_abs_max"] == 0.0
+    assert first["rows"] == second["rows"]
+    for ours, theirs in zip(first["rows"], alone["rows"], strict=True):
+        assert ours == pytest.approx(theirs, rel=FOUR_TERMS, abs=FOUR_TERMS)
     shares = sorted([list(range(4 * i, 4 * i + 4)) for i in range(4)] * 2)
     assert sorted(alone["asked"]) == shares
     assert sorted(first["asked"]) == [share for share in shares if share[0] < 8]
