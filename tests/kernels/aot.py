@@ -1,0 +1,102 @@
+"""Compiling kernels for an H100 that is not there, and reading what ptxas said about them.
+
+The CUDA plugin of JAX compiles for a described GPU without a driver: `h100.txtpb` beside this file is the description.
+Mosaic GPU writes the assembler's report of each kernel into the directory that `MOSAIC_GPU_DUMP_TO` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+DESCRIPTION = Path(__file__).with_name("h100.txtpb")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """What ptxas said about one kernel.
+
+    registers: per thread. spilled_bytes: stores and loads together. stack_bytes: local arrays and spills.
+    serialized: wgmma instructions wait for each other (warning C7514 and its relatives). text: the whole report.
+    """
+
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    serialized: bool
+    text: str
+
+    @property
+    def clean(self) -> bool:
+        """Nothing spilled, nothing on the stack, nothing serialised."""
+        return not (self.spilled_bytes or self.stack_bytes or self.serialized)
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for a GPU here, None where it can."""
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "no CUDA plugin of JAX: install the extra 'aot' (jax-cuda13-plugin, jax-cuda13-pjrt)"
+    if jax.__version_info__[:2] < (0, 11):
+        return f"compiling for a described GPU is tested from JAX 0.11 on, this is {jax.__version__}"
+    return None
+
+
+def compile_for_h100(function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> list[KernelReport]:
+    """Compiles `jit(function)` of arguments of these shapes; the reports of its Mosaic GPU kernels, in no order.
+
+    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported.
+    """
+    with _dump() as directory:
+        sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+        jax.jit(function).lower(*shapes).compile()
+        reports = [parse(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.ptxas"))]
+    if not reports:
+        raise RuntimeError("compile_for_h100: no kernel reported: expected at least one Mosaic GPU kernel in the function.")
+    return reports
+
+
+def parse(text: str) -> KernelReport:
+    """The report of one kernel. Raises ValueError where the assembler's words are not those known."""
+    registers = re.search(r"Used (\d+) registers", text)
+    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if registers is None or memory is None:
+        raise ValueError(f"parse: unknown report: got {text!r}, expected ptxas' lines on registers and spills.")
+    stack, stores, loads = map(int, memory.groups())
+    serialized = re.search(r"C75\d\d|wgmma[^\n]*seriali[sz]", text) is not None
+    return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text)
+
+
+@functools.cache
+def _h100_mesh() -> jax.sharding.Mesh:
+    """A mesh of the one described device."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=DESCRIPTION.read_text(encoding="utf-8"), topology="1x1x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
+
+
+@contextmanager
+def _dump() -> Iterator[Path]:
+    """A directory into which kernels are reported that are compiled, and not taken from a cache, meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="aot_") as directory:
+        wanted = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        before = {name: os.environ.get(name) for name in wanted}
+        cached = jax.config.jax_enable_compilation_cache
+        os.environ.update(wanted)
+        jax.config.update("jax_enable_compilation_cache", False)
+        try:
+            yield Path(directory)
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
