@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import ScaledArray
 from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS, TuningConfig, load_table
 from pallas_kernels.scaled_array import grid_shape
+from pallas_kernels.tune import candidates
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -40,15 +41,23 @@ def scaled(rows: int, k: int, block: tuple[int, int]) -> Any:
     return ScaledArray(jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), scale, block)
 
 
-@functools.cache
 def compile_gemm(
     tuning: TuningConfig | None,
     order: str,
-    out_dtype: Any,
+    out_dtype: str,
     b_block: tuple[int, int] = SQUARE,
     sizes: tuple[int, int, int] = (1024, 4096, 4096),
 ) -> aot.KernelReport:
     """The one kernel of a product of these sizes."""
+    if tuning and b_block == SQUARE:
+        tuning = dataclasses.replace(tuning, scale_columns=32)  # not read there: the same kernel whatever it is
+    return _compile(tuning, order, out_dtype, b_block, sizes)
+
+
+@functools.cache
+def _compile(
+    tuning: TuningConfig | None, order: str, out_dtype: str, b_block: tuple[int, int], sizes: tuple[int, int, int]
+) -> aot.KernelReport:
     from pallas_kernels.gemm import mosaic
 
     m, n, k = sizes
@@ -70,6 +79,15 @@ def test_fprop_and_dgrad_kernels_compile_cleanly(name: str, order: str) -> None:
 def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
     report = compile_gemm(WGRAD_ROWS if block == ROWS else TRAINING, order, "float32", block)
     assert report.clean, report.text
+
+
+@pytest.mark.parametrize("per_column", [False, True])
+def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
+    rows = (4096,) if per_column else (1, 64, 256, 4096)
+    tunings = dict.fromkeys(tuning for m in rows for tuning in candidates(m, per_column))
+    out_dtype, block = ("float32", ROWS) if per_column else ("bfloat16", SQUARE)
+    reports = {(tuning, order): compile_gemm(tuning, order, out_dtype, block) for tuning in tunings for order in ("deepgemm", "triton")}
+    assert not [(what, report.text) for what, report in reports.items() if not report.clean]
 
 
 @pytest.mark.parametrize("tuning", [TRAINING, SWAP])
