@@ -71,8 +71,10 @@ test: $(VENV)/.installed-test  ## Make .venv where missing, run every test; each
 	$(RUN_PYTHON) -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-py312
+# With the plugin that compiles for GPUs: only here, because outside the tests it complains of a missing cuDNN when JAX starts.
 test-py312:  ## The tests on Python 3.12 with the newer JAX and without torch
-	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory test VENV=.venv-py312 PYTHON="$$python"
+	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory test VENV=.venv-py312 PYTHON="$$python" \
+		TEST_EXTRAS=dev,hf,tasks,aot
 
 .PHONY: lint
 lint: $(VENV)/.installed-test  ## ruff: errors, imports, format
@@ -103,6 +105,12 @@ bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random 
 .PHONY: bench-scaling
 bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
+
+WHAT ?= gemm
+
+.PHONY: bench-kernels
+bench-kernels: $(VENV)/.installed-train  ## The Pallas GEMMs against their rivals on a Hopper GPU with torch; WHAT=gemm, decode or linear
+	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) --rivals tests/benchmarks/kernel_rivals.py $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each

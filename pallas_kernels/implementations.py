@@ -1,0 +1,99 @@
+"""Which implementation of an operation runs where: names, platforms, compute capabilities, and why one cannot run.
+
+    name              what it is                                               runs on
+    xla               THE definition, plain XLA, row-invariant                 every platform
+    xla_fast          plain XLA, quicker on a CPU, last bits may differ        every platform
+    mosaic_gpu        the Pallas kernel                                        NVIDIA GPU of compute capability 9.0 (Hopper)
+    mosaic_interpret  the same kernel, interpreted: slow, finds races          CPU
+    auto              mosaic_gpu where it can run, else xla                    every platform
+
+The kernels need JAX 0.11, their interpreter 0.11.2. An operation offers some of these names. `resolve` turns the name that
+a caller gave into the one that runs, with the reason; nothing falls back in silence. `auto` depends on the platform and on
+shapes only, never on a measurement, so that a program chooses the same on every start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "auto")
+"""Every name there is."""
+HOPPER = "9.0"
+"""Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x dropped."""
+KERNEL_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
+"""First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do not)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What runs, and why.
+
+    name: an implementation, never "auto".
+    reason: one sentence, for logs.
+    """
+
+    name: str
+    reason: str
+
+
+def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_problem: str | None = None) -> Choice:
+    """The implementation that a call of `function` runs on the default JAX backend.
+
+    Args:
+      function: name of the operation, for messages.
+      implementation: what the caller asked for.
+      offered: the names that this operation has, "auto" among them or not; "xla" must be.
+      shape_problem: why the Pallas kernel cannot take these operands, None where it can.
+    Returns:
+      The choice. Starts the JAX backend unless `implementation` is an XLA one.
+    Raises:
+      ValueError: the name is not offered.
+      NotImplementedError: a kernel was asked for by name and cannot run: platform, compute capability, JAX version or shape.
+    """
+    if implementation not in offered:
+        raise ValueError(f"{function}: " + unknown_name(implementation, offered) + ".")
+    if implementation == "auto":
+        problem = shape_problem or gpu_problem()
+        if problem is None:
+            return Choice("mosaic_gpu", f"auto: a GPU of compute capability {HOPPER} and operands that the kernel takes")
+        return Choice("xla", f"auto: mosaic_gpu cannot run: {problem}")
+    if implementation in ("mosaic_gpu", "mosaic_interpret"):
+        problem = shape_problem or (gpu_problem() if implementation == "mosaic_gpu" else interpreter_problem())
+        if problem is not None:
+            raise NotImplementedError(
+                f"{function}: cannot run: got implementation={implementation!r}, but {problem}. "
+                "'auto' takes what can run and 'xla' runs everywhere."
+            )
+    return Choice(implementation, "asked for by name")
+
+
+def unknown_name(implementation: str, offered: tuple[str, ...]) -> str:
+    """The problem with a name that an operation does not have, without the operation's name."""
+    return f"unknown name: got implementation={implementation!r}, expected one of {offered}"
+
+
+def gpu_problem() -> str | None:
+    """Why the Pallas kernels cannot run on the default backend, None where they can. Starts the backend."""
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return f"the platform is {platform!r}, expected 'gpu'"
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != HOPPER:
+        return f"the compute capability of {device.device_kind} is {capability}, expected {HOPPER}"
+    return _version_problem(KERNEL_JAX)
+
+
+def interpreter_problem() -> str | None:
+    """Why the Pallas kernels cannot be interpreted here, None where they can. Starts the backend."""
+    if jax.default_backend() != "cpu":
+        return f"the platform is {jax.default_backend()!r}, expected 'cpu' (the interpreter needs it: JAX_PLATFORMS=cpu)"
+    return _version_problem(INTERPRETER_JAX)
+
+
+def _version_problem(first: tuple[int, ...]) -> str | None:
+    if jax.__version_info__ < first:
+        return f"JAX is {jax.__version__}, expected {'.'.join(map(str, first))} or newer"
+    return None

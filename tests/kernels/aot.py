@@ -1,0 +1,117 @@
+"""Compiling kernels for an H100 that is not there, and reading what ptxas said about them.
+
+The CUDA plugin of JAX compiles for a described GPU without a driver: `h100.txtpb` beside this file is the description.
+Mosaic GPU writes the assembler's report of each kernel into the directory that `MOSAIC_GPU_DUMP_TO` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+DESCRIPTION = Path(__file__).with_name("h100.txtpb")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """What ptxas said about one kernel.
+
+    registers: per thread. spilled_bytes: stores and loads together. stack_bytes: local arrays and spills.
+    serialized: wgmma instructions wait for each other (warning C7514 and its relatives). text: the whole report.
+    ptx: the assembler's input.
+    """
+
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    serialized: bool
+    text: str
+    ptx: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Nothing spilled, nothing on the stack, nothing serialised."""
+        return not (self.spilled_bytes or self.stack_bytes or self.serialized)
+
+    def float_operations(self) -> dict[str, int]:
+        """How often FP32 is multiplied, added and both at once ("fma") in the program text; the blocks of K are a loop."""
+        return {name: len(re.findall(rf"\b{name}(?:\.rn)?\.f32\b", self.ptx)) for name in ("mul", "add", "fma")}
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for a GPU here, None where it can."""
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "no CUDA plugin of JAX: install the extra 'aot' (jax-cuda13-plugin, jax-cuda13-pjrt)"
+    if jax.__version_info__[:2] < (0, 11):
+        return f"compiling for a described GPU is tested from JAX 0.11 on, this is {jax.__version__}"
+    return None
+
+
+def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
+    """Compiles `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them; the reports of its Mosaic GPU kernels, in no order.
+
+    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a kernel once in a
+    process, so ask for each once (`functools.cache`).
+    """
+    with _dump() as directory:
+        sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
+        jax.jit(function).lower(*shapes).compile()
+        paths = sorted(directory.glob("*.ptxas"))
+        reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
+    if not reports:
+        raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
+    return reports
+
+
+def parse(text: str, ptx: str = "") -> KernelReport:
+    """The report of one kernel from what ptxas read and wrote. Raises ValueError where the assembler's words are not those known."""
+    registers = re.search(r"Used (\d+) registers", text)
+    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if registers is None or memory is None:
+        raise ValueError(f"parse: unknown report: got {text!r}, expected ptxas' lines on registers and spills.")
+    stack, stores, loads = map(int, memory.groups())
+    serialized = re.search(r"C75\d\d|wgmma[^\n]*seriali[sz]", text) is not None
+    return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text, ptx)
+
+
+@functools.cache
+def _h100_mesh() -> jax.sharding.Mesh:
+    """A mesh of the one described device."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=DESCRIPTION.read_text(encoding="utf-8"), topology="1x1x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
+
+
+@contextmanager
+def _dump() -> Iterator[Path]:
+    """A directory into which kernels are reported that are compiled, and not taken from a cache, meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="aot_") as directory:
+        wanted = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        before = {name: os.environ.get(name) for name in wanted}
+        cache = jax.config.jax_compilation_cache_dir
+        os.environ.update(wanted)
+        _set_cache(None)
+        try:
+            yield Path(directory)
+        finally:
+            _set_cache(cache)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _set_cache(directory: str | None) -> None:
+    """Where compiled programs are kept from now on; nowhere, if None. JAX looks at its setting once unless told again."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
