@@ -40,7 +40,7 @@ from pallas_kernels.formats import (
     encode,
 )
 from pallas_kernels.gemm import dgrad, fprop, wgrad
-from pallas_kernels.quantize import nonfinite_blocks, quantize
+from pallas_kernels.quantize import nonfinite_blocks, quantize, quantize_dual, quantize_weight
 from pallas_kernels.scaled_array import ScaledArray
 
 __all__ = [
@@ -60,5 +60,7 @@ __all__ = [
     "fprop",
     "nonfinite_blocks",
     "quantize",
+    "quantize_dual",
+    "quantize_weight",
     "wgrad",
 ]

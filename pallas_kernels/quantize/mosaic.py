@@ -10,8 +10,9 @@ columns (transposed, read through the transposing load of shared memory), and TM
 magnitudes of a 128 x 128 block meet in shared memory. The arithmetic is `rounding`: the bits of `reference`.
 
 Scales of rows are written as [K / 128, M] and of columns as [M / 128, K], the contiguous axis last: what the GEMM's TMA
-reads. M may be any size: TMA reads zeros past the edge, which raise no maximum, and writes nothing there. Where M is no
-multiple of 16, arrays that have M last are padded to one, since TMA wants rows of 16 bytes, and cut afterwards.
+reads. M may be any size: TMA reads zeros past the edge of the last tile, which raise no maximum, and writes nothing there.
+Tiles of shared memory have 8 rows and 64 columns, and TMA wants whole ones: where M is no multiple of 8 the matrix is
+padded with zeros, where it is no multiple of 64 the transposed codes are written wider, and the results are cut.
 
 Takes BF16 and FP16 [M, K] with K a multiple of 128. Speeds: `docs/benchmarks.md`, measured by `python -m
 pallas_kernels.bench quantize`.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,9 +37,11 @@ from pallas_kernels.quantize.rounding import Divisor, encode, magnitude_bits, ma
 
 HALF = BLOCK // 2
 """Rows or columns of a tile that one warpgroup takes."""
-ALIGNMENT = 16
-"""Rows of codes must be a multiple of this many bytes for TMA."""
-INPUT_DTYPES = (jnp.bfloat16, jnp.float16)
+CHUNK = 64
+"""Values of a row that are encoded at once: in a loop, so that a thread needs about 70 registers and not 190, and three
+programs fit on a multiprocessor and hide each other's loads."""
+ROW_ALIGNMENT = 8
+"""Tokens of the matrix are padded to a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,32 +61,23 @@ class Plan:
         return "block" in (self.straight, self.transposed)
 
 
-def shape_problem(x: jax.Array) -> str | None:
-    """Why the kernel cannot take `x`, None where it can."""
-    if x.ndim != 2 or 0 in x.shape:
-        return f"x.shape is {tuple(x.shape)}, expected two non-zero dimensions"
-    if x.shape[1] % BLOCK:
-        return f"x.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK} (TMA and whole blocks)"
-    if x.dtype not in INPUT_DTYPES:
-        return f"x.dtype is {x.dtype}, expected bfloat16 or float16"
-    return None
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def quantize(x: jax.Array, plan: Plan, scale_format: str, interpret: bool) -> dict[str, jax.Array]:
-    """Codes and scales of `x` [M, K]; arguments are checked by the caller (`shape_problem`).
+    """Codes and scales of `x` [M, K]; arguments are checked by the caller.
 
     Returns:
       What the plan asks for, by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M], "transposed"
       float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128), K / 128].
     """
     rows, columns = x.shape
-    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
+    if padded != rows:
+        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     row_blocks, column_blocks = -(-rows // BLOCK), columns // BLOCK
     shapes = {
-        "straight": ((rows, columns), E4M3),
+        "straight": ((padded, columns), E4M3),
         "row": ((column_blocks, padded), jnp.float32),
-        "transposed": ((columns, padded), E4M3),
+        "transposed": ((columns, wide), E4M3),
         "column": ((row_blocks, columns), jnp.float32),
         "block": ((row_blocks, column_blocks), jnp.float32),
     }
@@ -98,7 +93,10 @@ def quantize(x: jax.Array, plan: Plan, scale_format: str, interpret: bool) -> di
         scratch_types=_scratch(plan, x.dtype),
     )
     outputs = dict(zip(names, kernel(x), strict=True))
-    return {name: value[:, :rows] if value.shape[1] == padded != rows else value for name, value in outputs.items()}
+    token_axes = {"straight": 0, "row": 1, "transposed": 1}
+    return {
+        name: lax.slice_in_dim(value, 0, rows, axis=token_axes[name]) if name in token_axes else value for name, value in outputs.items()
+    }
 
 
 def _outputs(plan: Plan) -> tuple[str, ...]:
@@ -117,9 +115,9 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one program."""
     scratch: dict[str, Any] = {"x_smem": wide_tile(BLOCK, dtype), "loaded": plgpu.Barrier()}
     if plan.straight:
-        scratch["straight_smem"] = tile(BLOCK, BLOCK, E4M3)
+        scratch["straight_smem"] = tile(BLOCK, CHUNK, E4M3, leading=(BLOCK // CHUNK,))
     if plan.transposed:
-        scratch["transposed_smem"] = tile(BLOCK, BLOCK, E4M3)
+        scratch["transposed_smem"] = tile(BLOCK, CHUNK, E4M3, leading=(BLOCK // CHUNK,))
     for name in ("row", "column", "block"):
         if name in _outputs(plan):
             scratch[f"{name}_smem"] = plgpu.SMEM((BLOCK,), jnp.float32)
@@ -134,41 +132,52 @@ def wide_tile(rows: int, dtype: Any) -> Any:
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
-def _body(x_gmem: Any, *outputs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_smem: Any, loaded: Any, **scratch: Any) -> None:
+def _body(
+    x_gmem: Any, *outputs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_smem: Any, loaded: Any, **scratch: Any
+) -> None:
     """One tile: load, quantise 64 rows and 64 columns in each warpgroup, store."""
     gmem = dict(zip(names, outputs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
     row, column = lax.axis_index("row"), lax.axis_index("column")
     half = pl.ds(warpgroup * HALF, HALF)
     tile_rows, tile_columns = pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
-    half_rows, half_columns = (pl.ds(i * BLOCK + warpgroup * HALF, HALF) for i in (row, column))
 
     @pl.when(warpgroup == 0)
     def _load() -> None:
         plgpu.copy_gmem_to_smem(x_gmem.at[tile_rows, tile_columns], x_smem, loaded)
 
     plgpu.barrier_wait(loaded)
-    stores = []
     block_scale = None
     if plan.has_blocks:
-        block_scale = _block_scale(x_smem, half, scale_format, scratch["block_smem"], scratch["exchanged"])
+        block_scale = _block_scale(x_smem.at[half], half, scale_format, scratch["block_smem"], scratch["exchanged"])
     if plan.straight:
-        x = plgpu.load(x_smem.at[half], layout=plgpu.Layout.WGMMA)
-        scale = quantize_rows(x, block_scale if plan.straight == "block" else None, scale_format, scratch["straight_smem"].at[half])
-        stores.append((scratch["straight_smem"].at[half], gmem["straight"].at[half_rows, tile_columns]))
+        scale = quantize_half(
+            lambda columns: x_smem.at[half, columns],
+            scratch["straight_smem"].at[:, half],
+            scale_format,
+            block_scale if plan.straight == "block" else None,
+        )
         if plan.straight == "row":
             scratch["row_smem"][half] = scale
-            stores.append((scratch["row_smem"].at[half], gmem["row"].at[column, half_rows]))
     if plan.transposed:
-        x = plgpu.load(x_smem.at[:, half].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-        scale = quantize_rows(x, block_scale if plan.transposed == "block" else None, scale_format, scratch["transposed_smem"].at[half])
-        stores.append((scratch["transposed_smem"].at[half], gmem["transposed"].at[half_columns, tile_rows]))
+        scale = quantize_half(
+            lambda tokens: x_smem.at[tokens, half].transpose((1, 0)),
+            scratch["transposed_smem"].at[:, half],
+            scale_format,
+            block_scale if plan.transposed == "block" else None,
+        )
         if plan.transposed == "column":
             scratch["column_smem"][half] = scale
-            stores.append((scratch["column_smem"].at[half], gmem["column"].at[row, half_columns]))
     plgpu.commit_smem()
-    for source, destination in stores:
-        plgpu.copy_smem_to_gmem(source, destination)
+    if plan.straight:
+        store_half(scratch["straight_smem"], gmem["straight"], warpgroup, row, column)
+    if plan.transposed:
+        store_half(scratch["transposed_smem"], gmem["transposed"], warpgroup, column, row)
+    for name, scale_row, block in (("row", column, row), ("column", row, column)):
+        if name in gmem:
+            plgpu.copy_smem_to_gmem(
+                scratch[f"{name}_smem"].at[half], gmem[name].at[scale_row, pl.ds(block * BLOCK + warpgroup * HALF, HALF)]
+            )
     if block_scale is not None:
 
         @pl.when(warpgroup == 0)
@@ -178,18 +187,47 @@ def _body(x_gmem: Any, *outputs: Any, plan: Plan, names: tuple[str, ...], scale_
     plgpu.wait_smem_to_gmem(0)
 
 
-def quantize_rows(x: jax.Array, scale: jax.Array | None, scale_format: str, codes_smem: Any) -> jax.Array:
-    """Writes the codes of `x` [64, 128] to `codes_smem`; returns the scales of its rows [64], computed where not given."""
+def quantize_half(read: Callable[[Any], Any], codes_smem: Any, scale_format: str, scale: jax.Array | None = None) -> jax.Array:
+    """Quantises 64 rows of 128 values that one warpgroup holds in shared memory.
+
+    Args:
+      read: gives the part of the rows [64, .] that lies in a slice of the 128 columns.
+      codes_smem: [2, 64, 64], where the codes go, by chunk.
+      scale_format: as in `quantize`.
+      scale: of each row [64], from the rows where None.
+    Returns:
+      The scales [64].
+    """
     if scale is None:
-        scale = scale_of(magnitude_of_bits(jnp.max(magnitude_bits(x), axis=1), x.dtype), scale_format)
-    codes_smem[...] = encode(x.astype(jnp.float32), Divisor.of(scale).along(0, x.shape))
+        scale = scale_of(_row_maxima(read(pl.ds(0, BLOCK))), scale_format)
+    divisor = Divisor.of(scale).along(0, (HALF, CHUNK))
+
+    def step(chunk: jax.Array, _: None) -> None:
+        x = plgpu.load(read(pl.ds(chunk * CHUNK, CHUNK)), layout=plgpu.Layout.WGMMA)
+        codes_smem[chunk] = encode(x.astype(jnp.float32), divisor)
+
+    lax.fori_loop(0, BLOCK // CHUNK, step, None)
     return scale
+
+
+def store_half(codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block: jax.Array, column_block: jax.Array) -> None:
+    """Starts the copies of a warpgroup's codes [2, 64, 64] of a block to where they belong in [R, C]."""
+    half = pl.ds(warpgroup * HALF, HALF)
+    rows = pl.ds(row_block * BLOCK + warpgroup * HALF, HALF)
+    for chunk in range(BLOCK // CHUNK):
+        columns = pl.ds(column_block * BLOCK + chunk * CHUNK, CHUNK)
+        plgpu.copy_smem_to_gmem(codes_smem.at[chunk, half], codes_gmem.at[rows, columns])
+
+
+def _row_maxima(x_smem: Any) -> jax.Array:
+    """Largest magnitudes of the rows of a tile [64, 128] in shared memory: float32 [64]."""
+    x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
+    return magnitude_of_bits(jnp.max(magnitude_bits(x), axis=1), x.dtype)
 
 
 def _block_scale(x_smem: Any, half: Any, scale_format: str, maxima_smem: Any, exchanged: Any) -> jax.Array:
     """The scale of the whole tile, once per row of a half [64]: every warpgroup sees the maxima of all rows."""
-    x = plgpu.load(x_smem.at[half], layout=plgpu.Layout.WGMMA)
-    maxima_smem[half] = magnitude_of_bits(jnp.max(magnitude_bits(x), axis=1), x.dtype)
+    maxima_smem[half] = _row_maxima(x_smem)
     plgpu.barrier_arrive(exchanged)
     plgpu.barrier_wait(exchanged)
     maxima = plgpu.load(maxima_smem, layout=plgpu.Layout.WG_STRIDED((BLOCK,), 1))

@@ -1,0 +1,40 @@
+"""The quantisers' kernels compiled for an H100 without one: nothing spilled, and three programs on a multiprocessor."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import SCALE_FORMATS
+from tests.kernels.aot import KernelReport, compile_for_h100, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+REGISTERS = 64 * 1024  # of one multiprocessor
+THREADS = 256
+
+
+def assert_clean(reports: list[KernelReport], programs: int) -> None:
+    """One kernel, nothing spilled, and so few registers that `programs` of its programs are resident together."""
+    assert len(reports) == 1
+    assert reports[0].clean, reports[0].text
+    assert programs * THREADS * (-(-reports[0].registers // 8) * 8) <= REGISTERS, reports[0].text
+
+
+@pytest.mark.parametrize(
+    "plan", [("row", None), (None, "column"), ("block", None), ("row", "column"), ("row", "block"), ("block", "block")]
+)
+@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+def test_quantiser_compiles_without_spills(plan: tuple[str | None, str | None], scale_format: str) -> None:
+    from pallas_kernels.quantize import mosaic
+
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    assert_clean(compile_for_h100(lambda x: mosaic.quantize(x, mosaic.Plan(*plan), scale_format, False), x), programs=3)
+
+
+def test_quantiser_compiles_for_ragged_tokens_and_fp16() -> None:
+    from pallas_kernels.quantize import mosaic
+
+    x = jax.ShapeDtypeStruct((1003, 1024), jnp.float16)
+    assert_clean(compile_for_h100(lambda x: mosaic.quantize(x, mosaic.Plan("row", "column"), "float32", False), x), programs=3)
