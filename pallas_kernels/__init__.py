@@ -39,7 +39,8 @@ from pallas_kernels.formats import (
     divide,
     encode,
 )
-from pallas_kernels.gemm import dgrad, fprop, wgrad
+from pallas_kernels.gemm import dgrad, fprop, matmul, wgrad
+from pallas_kernels.implementations import Choice, resolve
 from pallas_kernels.quantize import nonfinite_blocks, quantize, quantize_dual, quantize_weight
 from pallas_kernels.scaled_array import ScaledArray
 
@@ -52,15 +53,18 @@ __all__ = [
     "E4M3_ROUNDOFF",
     "FP32_ROUNDOFF",
     "SCALE_FORMATS",
+    "Choice",
     "ScaledArray",
     "compute_scale",
     "dgrad",
     "divide",
     "encode",
     "fprop",
+    "matmul",
     "nonfinite_blocks",
     "quantize",
     "quantize_dual",
     "quantize_weight",
+    "resolve",
     "wgrad",
 ]

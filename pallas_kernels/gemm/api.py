@@ -5,10 +5,18 @@
 with an FP32 accumulator. Two orders of the scale products exist in the field, `promotion_order`:
   "deepgemm": acc = fma(dot, sa * sb, acc)      (DeepGEMM and cuBLASLt blockwise on Hopper)
   "triton":   acc = fma(dot * sa, sb, acc)      (vLLM's Triton kernel)
-`implementation` says how the inner dot of 128 is formed:
-  "xla":      exactly (float64), rounded once to FP32: the definition; a row of the result does not depend on the others
-  "xla_fast": BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the last bits and
-              between batch sizes
+`implementation` says how the inner dot of 128 is formed, and on what:
+  "xla":               exactly (float64), rounded once to FP32: the definition; a row of the result does not depend on
+                       the others
+  "xla_fast":          BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the last bits
+                       and between batch sizes
+  "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision, row-invariant
+  "mosaic_interpret":  the same kernel interpreted on a CPU, with race detection
+  "auto":              "mosaic_gpu" where it can run, else "xla"; ask `implementations.resolve` which
+The kernels take every size. Fast are K and N in multiples of 128; another K costs a padded copy of the codes, an N that
+is no multiple of 8 a copy of the result. They read both operands along the contraction. FProp's lie so; DGrad's W and
+both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds turned copies already (of
+weights that serve many microbatches, or from a quantiser that writes both ways) calls `matmul` with them instead.
 Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.
 None of these functions is meant to be differentiated: they are called from custom differentiation rules.
 """
@@ -22,13 +30,40 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.gemm import reference
+from pallas_kernels.implementations import resolve, unknown_name
 from pallas_kernels.scaled_array import ScaledArray
 
-IMPLEMENTATIONS = {"xla": reference.matmul_exact, "xla_fast": reference.matmul_fast}
-"""Block-scaled A Bᵀ by name."""
+IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "auto")
+"""What every function here can run on; see `pallas_kernels.implementations`."""
 
 PROMOTION_ORDERS = ("deepgemm", "triton")
 OUT_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float16)
+
+
+def matmul(
+    a: ScaledArray,
+    b: ScaledArray,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    promotion_order: str = "deepgemm",
+    implementation: str = "xla",
+) -> jax.Array:
+    """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of 128 along it.
+
+    Args:
+      a: [M, K], block shape (1, 128).
+      b: [N, K], block shape (128, 128) or (1, 128).
+      out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
+      promotion_order: "deepgemm" or "triton".
+      implementation: one of `IMPLEMENTATIONS`.
+    Returns:
+      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
+    Raises:
+      ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
+      NotImplementedError: a kernel asked for by name cannot run here; the message says why.
+    """
+    _check("matmul", ("a", a, ((1, BLOCK),)), ("b", b, ((BLOCK, BLOCK), (1, BLOCK))), 1, 1, out_dtype, promotion_order, implementation)
+    return _run("matmul", a, b, out_dtype, promotion_order, implementation)
 
 
 def fprop(
@@ -46,14 +81,14 @@ def fprop(
       w: [N, K], block shape (128, 128).
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
-      implementation: "xla" or "xla_fast".
+      implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
+      [M, N] in `out_dtype`.
     Raises:
-      ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
+      ValueError, NotImplementedError: as `matmul`.
     """
     _check("fprop", ("x", x, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 1, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](x, w, jnp.dtype(out_dtype), promotion_order)
+    return _run("fprop", x, w, out_dtype, promotion_order, implementation)
 
 
 def dgrad(
@@ -73,10 +108,10 @@ def dgrad(
     Returns:
       [M, K] in `out_dtype`.
     Raises:
-      ValueError: as `fprop`.
+      ValueError, NotImplementedError: as `matmul`.
     """
     _check("dgrad", ("dy", dy, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 0, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](dy, w.transpose(), jnp.dtype(out_dtype), promotion_order)
+    return _run("dgrad", dy, w.transpose(), out_dtype, promotion_order, implementation)
 
 
 def wgrad(
@@ -96,11 +131,24 @@ def wgrad(
     Returns:
       [N, K] in `out_dtype`.
     Raises:
-      ValueError: as `fprop`.
+      ValueError, NotImplementedError: as `matmul`.
     """
     blocks = ((BLOCK, 1), (BLOCK, BLOCK))
     _check("wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation)
-    return IMPLEMENTATIONS[implementation](dy.transpose(), x.transpose(), jnp.dtype(out_dtype), promotion_order)
+    return _run("wgrad", dy.transpose(), x.transpose(), out_dtype, promotion_order, implementation)
+
+
+def _run(function: str, a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str, implementation: str) -> jax.Array:
+    """A Bᵀ by the implementation that was asked for, or an error that says why it cannot run."""
+    empty = "an operand is empty" if 0 in a.shape + b.shape else None
+    name = resolve(function, implementation, IMPLEMENTATIONS, empty).name
+    dtype = jnp.dtype(out_dtype)
+    if name.startswith("mosaic"):
+        from pallas_kernels.gemm import mosaic  # here, because Pallas for GPUs is not there on every platform
+
+        return mosaic.matmul(a, b, dtype, promotion_order, name == "mosaic_interpret")
+    matmul_xla = reference.matmul_exact if name == "xla" else reference.matmul_fast
+    return matmul_xla(a, b, dtype, promotion_order)
 
 
 _Operand = tuple[str, ScaledArray, tuple[tuple[int, int], ...]]
@@ -134,6 +182,6 @@ def _check(
     if promotion_order not in PROMOTION_ORDERS:
         problems.append(f"unknown order: got promotion_order={promotion_order!r}, expected one of {PROMOTION_ORDERS}")
     if implementation not in IMPLEMENTATIONS:
-        problems.append(f"unknown name: got implementation={implementation!r}, expected one of {tuple(IMPLEMENTATIONS)}")
+        problems.append(unknown_name(implementation, IMPLEMENTATIONS))
     if problems:
         raise ValueError(f"{function}: " + "; ".join(problems) + ".")

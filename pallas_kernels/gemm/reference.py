@@ -132,7 +132,8 @@ def _pad_depth(codes: jax.Array, blocks: int) -> jax.Array:
 def _per_row(array: ScaledArray) -> jax.Array:
     """Scales [ceil(R / r), Kb] as one per row [R, Kb]."""
     edge = array.block_shape[0]
-    return jnp.repeat(array.scale, edge, axis=0)[: array.shape[0]] if edge > 1 else array.scale
+    scale = lax.convert_element_type(array.scale, jnp.float32)  # a weakly typed one would be multiplied in float64
+    return jnp.repeat(scale, edge, axis=0)[: array.shape[0]] if edge > 1 else scale
 
 
 def _round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:

@@ -52,14 +52,14 @@ def missing() -> str | None:
     return None
 
 
-def compile_for_h100(function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> list[KernelReport]:
-    """Compiles `jit(function)` of arguments of these shapes; the reports of its Mosaic GPU kernels, in no order.
+def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
+    """Compiles `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them; the reports of its Mosaic GPU kernels, in no order.
 
     Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported.
     """
     with _dump() as directory:
         sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
         jax.jit(function).lower(*shapes).compile()
         reports = [parse(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.ptxas"))]
     if not reports:

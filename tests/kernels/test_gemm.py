@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import pytest
 
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
 from pallas_kernels.gemm import reference
-from pallas_kernels.gemm.api import IMPLEMENTATIONS, PROMOTION_ORDERS
+from pallas_kernels.gemm.api import PROMOTION_ORDERS
+from pallas_kernels.scaled_array import grid_shape
+from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle, tolerances
 
 BLOCKS = {
@@ -23,6 +26,7 @@ BLOCKS = {
 }
 GEMMS: dict[str, Callable[..., jax.Array]] = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "wgrad_block": wgrad}
 SIZES = [(16, 256, 384), (1, 130, 300), (300, 7, 129)]  # M, N, K: whole blocks, partial edges, several row blocks
+IMPLEMENTATIONS = runnable("xla", "xla_fast", "mosaic_interpret", "mosaic_gpu")
 MANY_BLOCKS = (reference.UNROLLED_BLOCKS + 3) * 128 - 50
 
 
@@ -103,15 +107,50 @@ def test_gemm_forms_give_the_same_bits(order: str, monkeypatch: pytest.MonkeyPat
 def test_gemm_error_is_within_the_derived_bound(site: str, order: str, implementation: str) -> None:
     """Elementwise against float64 of the dequantised operands, before and after the rounding to BF16."""
     left, right = operands(site, (300, 260, 390))
+    for dtype in (jnp.float32, jnp.bfloat16)[: 2 if site == "fprop" else 1]:
+        assert_within_bound(site, left, right, dtype, order, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows", [1, 8, 64, 100, 130])
+@pytest.mark.parametrize("site", BLOCKS)
+def test_gemm_takes_any_number_of_rows(site: str, rows: int, implementation: str) -> None:
+    """Tokens are rows of FProp and DGrad and the contraction of WGrad: every tile of decode, and edges of every kind."""
+    left, right = operands(site, (rows, 136, 300))
+    for array in (left, right):
+        codes = np.asarray(array.qvalue).view(np.uint8) & 0x7F
+        if array.shape[0] > 4:
+            assert ((codes > 0) & (codes < 8)).any() and (codes == 0).any(), "the operands hold no subnormal code or no zero"
+    assert_within_bound(site, left, right, jnp.float32, "deepgemm", implementation)
+
+
+def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype: Any, order: str, implementation: str) -> None:
+    """Every element of the product lies as close to float64 as the implementation's roundings allow."""
     value, block_sum, product_sum, blocks = float64_reference(*oracle_operands(site, left, right))
-    exact = implementation == "xla"
-    bound = tolerances.exact_dot_gemm(blocks, block_sum) if exact else tolerances.fp32_dot_gemm(blocks, product_sum)
-    for dtype, u in ((jnp.float32, 0.0), (jnp.bfloat16, tolerances.U_BF16))[: 2 if site == "fprop" else 1]:
-        out = GEMMS[site](left, right, out_dtype=dtype, promotion_order=order, implementation=implementation)
-        assert out.dtype == dtype
-        error = np.abs(np.asarray(out.astype(jnp.float32)).astype(np.float64) - value)
-        limit = tolerances.output_rounding(value, bound, u)
-        assert np.all(error <= limit), f"{dtype}: worst ratio {np.max(error / np.maximum(limit, 1e-300))}"
+    bound = {
+        "xla": lambda: tolerances.exact_dot_gemm(blocks, block_sum),
+        "mosaic_gpu": lambda: tolerances.hopper_gemm(blocks, product_sum),
+    }.get(implementation, lambda: tolerances.fp32_dot_gemm(blocks, product_sum))()
+    out = GEMMS[site](left, right, out_dtype=dtype, promotion_order=order, implementation=implementation)
+    assert out.dtype == dtype and out.shape == value.shape
+    error = np.abs(np.asarray(out.astype(jnp.float32)).astype(np.float64) - value)
+    limit = tolerances.output_rounding(value, bound, tolerances.U_BF16 if dtype == jnp.bfloat16 else 0.0)
+    assert np.all(error <= limit), f"{dtype}: worst ratio {np.max(error / np.maximum(limit, 1e-300))}"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("order", "expected"), [("deepgemm", np.inf), ("triton", 2.0**122)])
+@pytest.mark.parametrize(("site", "rows"), [("fprop", 1), ("fprop", 100), ("wgrad", 128)])
+def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, expected: float, implementation: str) -> None:
+    """Scales of 2**70 and a dot of 2**-18: the product of the scales overflows, the dot times one of them does not.
+
+    The scales are weakly typed, as `jnp.full` makes them, which must not widen the product.
+    """
+    shape = (rows, 128)
+    codes = jnp.zeros(shape, jnp.float32).at[0, 0].set(2.0**-9).astype(jnp.float8_e4m3fn)
+    left, right = (ScaledArray.create(codes, jnp.full(grid_shape(shape, block), 2.0**70), block) for block in BLOCKS[site])
+    out = GEMMS[site](left, right, out_dtype=jnp.float32, promotion_order=order, implementation=implementation)
+    assert np.asarray(out)[0, 0] == expected
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -8,23 +8,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ScaledArray, nonfinite_blocks, quantize, quantize_dual, quantize_weight
-from pallas_kernels.implementations import gpu_problem, interpreter_problem
 from pallas_kernels.quantize import choose
 from pallas_kernels.scaled_array import BLOCK_SHAPES
+from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle
 
 ROW, SQUARE, COLUMN = (1, 128), (128, 128), (128, 1)
 SHAPES = [(256, 256), (130, 128), (1, 256), (48, 384)]
-implementations = pytest.mark.parametrize("implementation", ["xla", "mosaic_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-
-
-@pytest.fixture(autouse=True)
-def _skip_what_cannot_run(request: pytest.FixtureRequest) -> None:
-    """Skips, with the reason, a test of an implementation that this machine cannot run."""
-    implementation = getattr(request.node, "callspec", None) and request.node.callspec.params.get("implementation")
-    problem = {"mosaic_gpu": gpu_problem, "mosaic_interpret": interpreter_problem}.get(implementation, lambda: None)()
-    if problem:
-        pytest.skip(f"{implementation}: {problem}")
+implementations = pytest.mark.parametrize("implementation", runnable("xla", "mosaic_interpret", "mosaic_gpu"))
 
 
 def trouble(shape: tuple[int, int], dtype: str = "bfloat16") -> jax.Array:

@@ -1,0 +1,79 @@
+"""The block-scaled product A Bᵀ by Pallas kernels: operands as TMA wants them, and the kernel for their shape.
+
+wgmma reads FP8 operands along K only, so both sides come with K last. For FProp they lie so already. DGrad multiplies
+Wᵀ and WGrad dYᵀ and Xᵀ: those are transposed copies, which XLA makes before the kernel (`ScaledArray.transpose()`; one
+read and one write of the codes). A quantiser that writes both ways from one read makes the same copies for less; give
+`matmul` its output then.
+
+What is made exact here: K is filled up to whole blocks with zero codes, which add nothing; scales of A go to [K / 128, M]
+because TMA reads them along M. Sizes that TMA cannot address (N not a multiple of 8) cost a copy of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.gemm.config import LARGEST_SWAP_K, TuningConfig, choose
+from pallas_kernels.gemm.mosaic_swap import SwappedGemm
+from pallas_kernels.gemm.mosaic_tiles import TiledGemm
+from pallas_kernels.scaled_array import ScaledArray
+
+_SCALES_MULTIPLE = 4
+"""A row of FP32 scales is read by TMA in steps of 16 bytes."""
+_OUT_MULTIPLE = 8
+"""So is a row of the result: 8 values of two bytes."""
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
+def matmul(
+    a: ScaledArray,
+    b: ScaledArray,
+    out_dtype: Any,
+    promotion_order: str,
+    interpret: bool = False,
+    config: TuningConfig | None = None,
+) -> jax.Array:
+    """a [M, K] times b [N, K] transposed: [M, N] in `out_dtype`; row-invariant by construction.
+
+    Args:
+      a: block shape (1, 128).
+      b: block shape (128, 128) or (1, 128).
+      out_dtype: bfloat16, float16 or float32; rounded once from the FP32 sum.
+      promotion_order: "deepgemm" or "triton".
+      interpret: run on the CPU with race detection instead of on a GPU.
+      config: tiles; the table's choice for this shape where None.
+    Raises:
+      NotImplementedError: `interpret` without an interpreter. ValueError: `config` does not fit the operands.
+    """
+    (m, k), n, per_column = a.shape, b.shape[0], b.block_shape[0] == 1
+    config = choose(m, n, k, per_column) if config is None else config
+    if config.swap and (per_column or k > LARGEST_SWAP_K):
+        got = f"got swap=True, b.block_shape={b.block_shape}, K={k}"
+        raise ValueError(f"matmul: wrong tiles: {got}, expected (128, 128) and K of at most {LARGEST_SWAP_K} with swap=True.")
+    a_codes, b_codes = (_whole_blocks(codes) for codes in (a.qvalue, b.qvalue))
+    a_scale = _along_rows(a.scale)
+    b_scale = _along_rows(b.scale) if per_column else b.scale
+    sizes = {"m": m, "n": _round_up(n, _OUT_MULTIPLE), "blocks": a.scale.shape[1]}
+    common: dict[str, Any] = {**sizes, "promotion_order": promotion_order, "out_dtype": jnp.dtype(out_dtype), "config": config}
+    kernel = SwappedGemm(**common) if config.swap else TiledGemm(**common, per_column=per_column)
+    return kernel(a_codes, b_codes, a_scale, b_scale, interpret=interpret)[:, :n]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _whole_blocks(codes: jax.Array) -> jax.Array:
+    """Codes [R, K] with K filled up to whole blocks by zeros; the same array where it is."""
+    missing = -codes.shape[1] % BLOCK
+    return jnp.pad(codes, ((0, 0), (0, missing))) if missing else codes
+
+
+def _along_rows(scale: jax.Array) -> jax.Array:
+    """Scales [R, K / 128] as [K / 128, R rounded up]."""
+    return jnp.pad(scale.T, ((0, 0), (0, -scale.shape[0] % _SCALES_MULTIPLE)))
