@@ -119,13 +119,8 @@ def _run_kernel(
     """The kernel's arrays with logical axes [R, C]; of the two ScaledArrays those that the plan leaves out hold None."""
     from pallas_kernels.quantize import mosaic  # not on every platform
 
-    outputs = mosaic.quantize(x, mosaic.Plan(straight, transposed), scale_format, name == "mosaic_interpret")
-    row, column, block = outputs.get("row"), outputs.get("column"), outputs.get("block")
-    codes = outputs.get("transposed")
-    return (
-        ScaledArray(outputs.get("straight"), *((block, SQUARE) if row is None else (row.T, ROW))),
-        ScaledArray(None if codes is None else codes.T, *((block, SQUARE) if column is None else (column, COLUMN))),
-    )
+    plan = mosaic.Plan(straight, transposed)
+    return mosaic.logical_arrays(mosaic.quantize((x,), plan, scale_format, name == "mosaic_interpret"))
 
 
 def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:

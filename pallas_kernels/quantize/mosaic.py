@@ -14,6 +14,8 @@ reads. M may be any size: TMA reads zeros past the edge of the last tile, which 
 Tiles of shared memory have 8 rows and 64 columns, and TMA wants whole ones: where M is no multiple of 8 the matrix is
 padded with zeros, where it is no multiple of 64 the transposed codes are written wider, and the results are cut.
 
+With two matrices, gate and up, the values are SiLU(gate) * up: the product is formed in shared memory, where gate was.
+
 Takes BF16 and FP16 [M, K] with K a multiple of 128. Speeds: `docs/benchmarks.md`, measured by `python -m
 pallas_kernels.bench quantize`.
 """
@@ -33,7 +35,9 @@ from jax import lax
 
 from pallas_kernels.formats import BLOCK, E4M3
 from pallas_kernels.mosaic_common import SWIZZLE_BYTES, launch, tile
+from pallas_kernels.quantize.producers import silu_multiply
 from pallas_kernels.quantize.rounding import Divisor, encode, magnitude_bits, magnitude_of_bits, scale_of
+from pallas_kernels.scaled_array import ScaledArray
 
 HALF = BLOCK // 2
 """Rows or columns of a tile that one warpgroup takes."""
@@ -62,17 +66,21 @@ class Plan:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def quantize(x: jax.Array, plan: Plan, scale_format: str, interpret: bool) -> dict[str, jax.Array]:
-    """Codes and scales of `x` [M, K]; arguments are checked by the caller.
+def quantize(inputs: tuple[jax.Array, ...], plan: Plan, scale_format: str, interpret: bool) -> dict[str, jax.Array]:
+    """Codes and scales of x [M, K], or of SiLU(gate) * up; arguments are checked by the caller.
 
+    Args:
+      inputs: (x,), or (gate, up) in bfloat16.
+      plan, scale_format: what is written.
+      interpret: on a CPU.
     Returns:
       What the plan asks for, by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M], "transposed"
       float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128), K / 128].
     """
-    rows, columns = x.shape
+    rows, columns = inputs[0].shape
     padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
     if padded != rows:
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+        inputs = tuple(jnp.pad(x, ((0, padded - rows), (0, 0))) for x in inputs)
     row_blocks, column_blocks = -(-rows // BLOCK), columns // BLOCK
     shapes = {
         "straight": ((padded, columns), E4M3),
@@ -90,13 +98,23 @@ def quantize(x: jax.Array, plan: Plan, scale_format: str, interpret: bool) -> di
         grid_names=("row", "column"),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=_scratch(plan, x.dtype),
+        scratch_types=_scratch(plan, len(inputs), inputs[0].dtype),
     )
-    outputs = dict(zip(names, kernel(x), strict=True))
+    outputs = dict(zip(names, kernel(*inputs), strict=True))
     token_axes = {"straight": 0, "row": 1, "transposed": 1}
     return {
         name: lax.slice_in_dim(value, 0, rows, axis=token_axes[name]) if name in token_axes else value for name, value in outputs.items()
     }
+
+
+def logical_arrays(outputs: dict[str, jax.Array]) -> tuple[ScaledArray, ScaledArray]:
+    """The arrays of `quantize` with logical axes [M, K], straight and transposed; what the plan leaves out is None."""
+    row, column, block = outputs.get("row"), outputs.get("column"), outputs.get("block")
+    codes, square = outputs.get("transposed"), (BLOCK, BLOCK)
+    return (
+        ScaledArray(outputs.get("straight"), *((block, square) if row is None else (row.T, (1, BLOCK)))),
+        ScaledArray(None if codes is None else codes.T, *((block, square) if column is None else (column, (BLOCK, 1)))),
+    )
 
 
 def _outputs(plan: Plan) -> tuple[str, ...]:
@@ -111,9 +129,11 @@ def _outputs(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
-def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
+def _scratch(plan: Plan, inputs: int, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one program."""
-    scratch: dict[str, Any] = {"x_smem": wide_tile(BLOCK, dtype), "loaded": plgpu.Barrier()}
+    scratch: dict[str, Any] = {"x_smem": wide_tile(BLOCK, dtype), "loaded": plgpu.Barrier(num_arrivals=inputs)}
+    if inputs == 2:
+        scratch |= {"up_smem": wide_tile(BLOCK, dtype), "multiplied": plgpu.Barrier(num_arrivals=2)}
     if plan.straight:
         scratch["straight_smem"] = tile(BLOCK, CHUNK, E4M3, leading=(BLOCK // CHUNK,))
     if plan.transposed:
@@ -132,21 +152,24 @@ def wide_tile(rows: int, dtype: Any) -> Any:
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
-def _body(
-    x_gmem: Any, *outputs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_smem: Any, loaded: Any, **scratch: Any
-) -> None:
+def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_smem: Any, loaded: Any, **scratch: Any) -> None:
     """One tile: load, quantise 64 rows and 64 columns in each warpgroup, store."""
-    gmem = dict(zip(names, outputs, strict=True))
+    inputs, gmem = refs[: -len(names)], dict(zip(names, refs[-len(names) :], strict=True))
     warpgroup = lax.axis_index("warpgroup")
     row, column = lax.axis_index("row"), lax.axis_index("column")
     half = pl.ds(warpgroup * HALF, HALF)
-    tile_rows, tile_columns = pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
 
     @pl.when(warpgroup == 0)
     def _load() -> None:
-        plgpu.copy_gmem_to_smem(x_gmem.at[tile_rows, tile_columns], x_smem, loaded)
+        for x_gmem, smem in zip(inputs, (x_smem, scratch.get("up_smem")), strict=False):
+            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)], smem, loaded)
 
     plgpu.barrier_wait(loaded)
+    if "up_smem" in scratch:
+        _multiply_half(x_smem.at[half], scratch["up_smem"].at[half])
+        if plan.transposed:  # the columns of a half are written by both warpgroups
+            plgpu.barrier_arrive(scratch["multiplied"])
+            plgpu.barrier_wait(scratch["multiplied"])
     block_scale = None
     if plan.has_blocks:
         block_scale = _block_scale(x_smem.at[half], half, scale_format, scratch["block_smem"], scratch["exchanged"])
@@ -208,6 +231,17 @@ def quantize_half(read: Callable[[Any], Any], codes_smem: Any, scale_format: str
 
     lax.fori_loop(0, BLOCK // CHUNK, step, None)
     return scale
+
+
+def _multiply_half(gate_smem: Any, up_smem: Any) -> None:
+    """Overwrites `gate_smem` [64, 128] with SiLU(gate) * up."""
+
+    def step(chunk: jax.Array, _: None) -> None:
+        columns = pl.ds(chunk * CHUNK, CHUNK)
+        gate, up = (plgpu.load(smem.at[:, columns], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for smem in (gate_smem, up_smem))
+        gate_smem[:, columns] = silu_multiply(gate, up).astype(gate_smem.dtype)
+
+    lax.fori_loop(0, BLOCK // CHUNK, step, None)
 
 
 def store_half(codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block: jax.Array, column_block: jax.Array) -> None:

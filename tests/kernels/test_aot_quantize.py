@@ -30,11 +30,33 @@ def test_quantiser_compiles_without_spills(plan: tuple[str | None, str | None], 
     from pallas_kernels.quantize import mosaic
 
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-    assert_clean(compile_for_h100(lambda x: mosaic.quantize(x, mosaic.Plan(*plan), scale_format, False), x), programs=3)
+    assert_clean(compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan(*plan), scale_format, False), x), programs=3)
 
 
 def test_quantiser_compiles_for_ragged_tokens_and_fp16() -> None:
     from pallas_kernels.quantize import mosaic
 
     x = jax.ShapeDtypeStruct((1003, 1024), jnp.float16)
-    assert_clean(compile_for_h100(lambda x: mosaic.quantize(x, mosaic.Plan("row", "column"), "float32", False), x), programs=3)
+    assert_clean(compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan("row", "column"), "float32", False), x), programs=3)
+
+
+@pytest.mark.parametrize("transposed", [None, "column", "block"])
+def test_silu_quantiser_compiles_without_spills(transposed: str | None) -> None:
+    from pallas_kernels.quantize import mosaic
+
+    x = jax.ShapeDtypeStruct((8192, 12288), jnp.bfloat16)
+    assert_clean(compile_for_h100(lambda *x: mosaic.quantize(x, mosaic.Plan("row", transposed), "float32", False), x, x), programs=2)
+
+
+@pytest.mark.parametrize("width", [1024, 4096, 8192])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) -> None:
+    from pallas_kernels.quantize import mosaic_norm
+
+    x = jax.ShapeDtypeStruct((8192, width), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((width,), jnp.bfloat16)
+
+    def run(weight: jax.Array, x: jax.Array, residual: jax.Array | None = None) -> object:
+        return mosaic_norm.rms_norm_quantize(x, weight, residual, 1e-6, "native" if has_residual else "cuda", "float32", False)
+
+    assert_clean(compile_for_h100(run, weight, *([x, x] if has_residual else [x])), programs=2)
