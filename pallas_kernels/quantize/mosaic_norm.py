@@ -6,7 +6,7 @@ A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A p
     1. h = x (+ residual); the float64 sum of h^2 of each row, then of the D / 128 rows of each token, in order
     2. the new residual over the old one, the normalised value over x; then scales and codes as in `mosaic`
 
-The float64 sums of rows pass through shared memory as two FP32 numbers (48 bits). The scales come out as [M, D / 128].
+The float64 sums of rows pass through shared memory as pairs of FP32 numbers (48 bits). The scales come out as [M, D / 128].
 Arithmetic and rounding points are those of `fused`.
 """
 
@@ -129,19 +129,12 @@ def _sums_of_squares(x_smem: Any, residual_smem: Any, variant: str) -> jax.Array
 def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, eps: float) -> jax.Array:
     """rsqrt(mean(h^2) + eps) of the token that each row belongs to: float64 [64]."""
     with jax.enable_x64(True):
-        upper = lax.convert_element_type(sums, jnp.float32)
-        lower = lax.convert_element_type(sums - lax.convert_element_type(upper, jnp.float64), jnp.float32)
-        half = pl.ds(warpgroup * HALF, HALF)
-        sums_smem[0, half] = upper
-        sums_smem[1, half] = lower
+        _write_sums(sums, sums_smem, pl.ds(warpgroup * HALF, HALF))
         row = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=_PER_ROW)
 
         def token_factor(token: jax.Array, factors: jax.Array) -> jax.Array:
             def add(block: jax.Array, total: jax.Array) -> jax.Array:
-                index = warpgroup * HALF + token * blocks + block
-                for part in range(2):
-                    total = total + lax.convert_element_type(sums_smem[part, index], jnp.float64)
-                return total
+                return total + _read_sum(sums_smem, warpgroup * HALF + token * blocks + block)
 
             total = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), add, jnp.float64(0))
             factor = lax.rsqrt(total / jnp.float64(blocks * BLOCK) + jnp.float64(eps))
@@ -149,6 +142,22 @@ def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks
 
         zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float64), _PER_ROW)
         return lax.fori_loop(jnp.int32(0), jnp.int32(HALF // blocks), token_factor, zeros)
+
+
+def _write_sums(sums: jax.Array, sums_smem: Any, rows: Any) -> None:
+    """Writes non-negative float64 sums [64] as pairs of FP32; those beyond FP32's range scaled down and negative."""
+    scaled = jnp.where(sums > jnp.float64(2.0**100), sums * jnp.float64(-(2.0**-160)), sums)
+    upper = lax.convert_element_type(scaled, jnp.float32)
+    lower = lax.convert_element_type(scaled - lax.convert_element_type(upper, jnp.float64), jnp.float32)
+    sums_smem[0, rows] = upper
+    sums_smem[1, rows] = jnp.where(sums < jnp.float64(jnp.inf), lower, jnp.zeros_like(lower))
+
+
+def _read_sum(sums_smem: Any, row: jax.Array) -> jax.Array:
+    """One sum that `_write_sums` wrote: float64 scalar, 48 bits."""
+    upper, lower = (lax.convert_element_type(sums_smem[part, row], jnp.float64) for part in range(2))
+    scaled = upper + lower
+    return jnp.where(scaled < jnp.float64(0), scaled * jnp.float64(-(2.0**160)), scaled)
 
 
 def _normalize(x_smem: Any, residual_smem: Any, weight_smem: Any, factors: jax.Array, variant: str) -> None:
