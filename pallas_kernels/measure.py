@@ -1,0 +1,152 @@
+"""Timing on a GPU that heats up, throttles and caches: protocols, and what a figure needs beside it.
+
+Steady state (protocol S): dense products run at the card's power cap, so a time depends on what ran in the 100 ms before.
+Each contender first runs untimed until the card has settled, then a few bursts are timed; the order of contenders is
+shuffled in each cycle, and the median of all bursts counts. A difference below 8 % is noise between cards and days.
+
+Cold: a product of few rows takes the time of reading its weights. A program of many calls, each with weights of its own
+that together exceed the second level cache, is timed kernel by kernel through CUPTI.
+
+A contender is a function of a number of calls that makes them back to back and returns the seconds that they took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.implementations import gpu_problem
+
+Contender = Callable[[int], float]
+
+LOAD_S = 0.22
+"""Untimed running before the first burst of a contender."""
+BURST_S = 0.06
+"""Length of a timed burst."""
+BURSTS, CYCLES = 3, 2
+"""Bursts of a contender in each cycle, and cycles."""
+L2_BYTES = 50 << 20
+"""Second level cache of an H100 and an H200."""
+_QUERY = "name,driver_version,power.limit,power.draw,clocks.sm,clocks.mem,temperature.gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one contender, one value for each burst or repetition."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median seconds per call."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance from the fastest to the slowest, as a fraction of the median."""
+        return (max(self.seconds) - min(self.seconds)) / 2 / self.median
+
+
+def steady_state(contenders: Mapping[str, Contender], seed: int = 0) -> dict[str, Timing]:
+    """Protocol S (module docstring): the timings by name."""
+    order, shuffle = list(contenders), random.Random(seed)
+    seconds: dict[str, list[float]] = {name: [] for name in order}
+    for run in contenders.values():
+        run(1)  # compile
+    for _ in range(CYCLES):
+        shuffle.shuffle(order)
+        for name in order:
+            run, calls = contenders[name], 1
+            elapsed = run(calls)
+            while elapsed < LOAD_S / 4:
+                calls = max(2 * calls, int(calls * LOAD_S / 4 / max(elapsed, 1e-9)))
+                elapsed = run(calls)
+            run(max(1, int(calls * LOAD_S / elapsed)))
+            burst = max(1, int(calls * BURST_S / elapsed))
+            seconds[name] += [run(burst) / burst for _ in range(BURSTS)]
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def jax_contender(function: Callable[..., Any], *arguments: Any) -> Contender:
+    """Back to back calls of `jit(function)`, by the host's clock: JAX queues them, and the last one is waited for."""
+    program = jax.jit(function)
+
+    def run(calls: int) -> float:
+        jax.block_until_ready(program(*arguments))
+        start = time.perf_counter()
+        out = None
+        for _ in range(calls):
+            out = program(*arguments)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    return run
+
+
+def copies_beyond_cache(nbytes: int) -> int:
+    """Copies of an array of `nbytes` that the second level cache cannot keep from one round to the next."""
+    return max(2, -(-2 * L2_BYTES // nbytes) + 1)
+
+
+def cold_kernels(function: Callable[[Any, Any], jax.Array], left: Any, rights: Sequence[Any], repetitions: int = 7) -> Timing:
+    """Seconds on the device per call of `function(left, right)`, every kernel of it counted, one right operand after the other.
+
+    Raises RuntimeError where CUPTI reports nothing.
+    """
+    from jax.experimental.mosaic.gpu import profiler  # here, because it is not there on every platform
+
+    program = jax.jit(lambda left, rights: [function(left, right) for right in rights])
+    jax.block_until_ready(program(left, rights))
+    seconds = []
+    for _ in range(repetitions):
+        _, milliseconds = profiler.measure(program)(left, rights)
+        if milliseconds is None:
+            raise RuntimeError("cold_kernels: CUPTI saw no kernel: expected a CUDA device and a CUPTI library.")
+        seconds.append(milliseconds / 1000 / len(rights))
+    return Timing(tuple(seconds))
+
+
+def require_gpu(command: str) -> None:
+    """Ends the process with status 2 and one message where the kernels cannot run."""
+    if problem := gpu_problem():
+        print(f"{command}: needs a GPU that the Pallas kernels run on: {problem}.", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def environment() -> dict[str, Any]:
+    """Card, clocks and versions, as a report carries them."""
+    found: dict[str, Any] = {"jax": jax.__version__, "python": sys.version.split()[0], "device": jax.devices()[0].device_kind}
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "-i", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found |= dict(zip(_QUERY.split(","), (field.strip() for field in done.stdout.split(",")), strict=False))
+    return found
+
+
+def write_json(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """One report: the command, the machine after it ran, and a row for each figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"command": command, "environment": environment(), **more, "rows": list(rows)}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], column: str, value: str) -> str:
+    """A table with a line for each combination of `keys` and a column for each value of `column`; gaps are dashes."""
+    columns = list(dict.fromkeys(row[column] for row in rows))
+    cells: dict[tuple[Any, ...], dict[Any, str]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[key] for key in keys), {})[row[column]] = str(row[value])
+    lines = ["| " + " | ".join([*keys, *columns]) + " |", "|" + "---|" * (len(keys) + len(columns))]
+    lines += ["| " + " | ".join([*map(str, line), *(found.get(name, "-") for name in columns)]) + " |" for line, found in cells.items()]
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""Every GEMM kernel compiled for an H100 that is not there: no registers spilled, no wgmma that waits for another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import ScaledArray
+from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS, TuningConfig, load_table
+from pallas_kernels.scaled_array import grid_shape
+from pallas_kernels.tune import candidates
+from tests.kernels import aot
+
+pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+ROWS, SQUARE = (1, 128), (128, 128)
+RULES = {
+    "training": TRAINING,
+    "training, narrow": dataclasses.replace(TRAINING, snake_width=4),
+    "decode 32": dataclasses.replace(DECODE_64, tile_n=32, scale_columns=32),
+    "decode 64": DECODE_64,
+    "decode 256": DECODE_256,
+    "swap": SWAP,
+}
+TABLE = {f"table {m} x {n} x {k}": tuning for (m, n, k, per_column), tuning in load_table().items() if not per_column}
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+
+
+def scaled(rows: int, k: int, block: tuple[int, int]) -> Any:
+    """The shapes of a quantised matrix."""
+    scale = jax.ShapeDtypeStruct(grid_shape((rows, k), block), jnp.float32)
+    return ScaledArray(jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), scale, block)
+
+
+def compile_gemm(
+    tuning: TuningConfig | None,
+    order: str,
+    out_dtype: str,
+    b_block: tuple[int, int] = SQUARE,
+    sizes: tuple[int, int, int] = (1024, 4096, 4096),
+) -> aot.KernelReport:
+    """The one kernel of a product of these sizes."""
+    if tuning and b_block == SQUARE:
+        tuning = dataclasses.replace(tuning, scale_columns=32)  # not read there: the same kernel whatever it is
+    return _compile(tuning, order, out_dtype, b_block, sizes)
+
+
+@functools.cache
+def _compile(
+    tuning: TuningConfig | None, order: str, out_dtype: str, b_block: tuple[int, int], sizes: tuple[int, int, int]
+) -> aot.KernelReport:
+    from pallas_kernels.gemm import mosaic
+
+    m, n, k = sizes
+    (report,) = aot.compile_for_h100(
+        lambda a, b: mosaic.matmul(a, b, jnp.dtype(out_dtype), order, False, tuning), scaled(m, k, ROWS), scaled(n, k, b_block)
+    )
+    return report
+
+
+@pytest.mark.parametrize("order", ["deepgemm", "triton"])
+@pytest.mark.parametrize("name", [*RULES, *TABLE])
+def test_fprop_and_dgrad_kernels_compile_cleanly(name: str, order: str) -> None:
+    report = compile_gemm((RULES | TABLE)[name], order, "bfloat16")
+    assert report.clean, report.text
+
+
+@pytest.mark.parametrize("order", ["deepgemm", "triton"])
+@pytest.mark.parametrize("block", [ROWS, SQUARE])
+def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
+    report = compile_gemm(WGRAD_ROWS if block == ROWS else TRAINING, order, "float32", block)
+    assert report.clean, report.text
+
+
+@pytest.mark.parametrize("per_column", [False, True])
+def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
+    rows = (4096,) if per_column else (1, 64, 256, 4096)
+    tunings = dict.fromkeys(tuning for m in rows for tuning in candidates(m, per_column))
+    out_dtype, block = ("float32", ROWS) if per_column else ("bfloat16", SQUARE)
+    reports = {(tuning, order): compile_gemm(tuning, order, out_dtype, block) for tuning in tunings for order in ("deepgemm", "triton")}
+    assert not [(what, report.text) for what, report in reports.items() if not report.clean]
+
+
+@pytest.mark.parametrize("tuning", [TRAINING, SWAP])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_outputs_compile_cleanly(dtype: str, tuning: TuningConfig) -> None:
+    report = compile_gemm(tuning, "deepgemm", dtype, SQUARE)
+    assert report.clean, report.text
+
+
+@pytest.mark.parametrize("sizes", [(1, 130, 300), (100, 7, 128), (1000, 1000, 1000)])
+def test_ragged_sizes_compile_cleanly(sizes: tuple[int, int, int]) -> None:
+    for block in (ROWS, SQUARE):
+        report = compile_gemm(None, "deepgemm", "bfloat16", block, sizes)
+        assert report.clean, report.text
+
+
+def test_spills_are_seen() -> None:
+    """Two tiles of 64 rows for each of two warpgroups need more registers than there are in the order "deepgemm"."""
+    report = compile_gemm(TuningConfig(tile_m=256, warpgroups=2), "deepgemm", "bfloat16")
+    assert report.spilled_bytes > 0 and not report.clean
+
+
+def test_parse_reads_every_kind_of_trouble() -> None:
+    clean = PTXAS.format(stack=0, stores=0, loads=0)
+    assert aot.parse(clean) == aot.KernelReport(168, 0, 0, False, clean) and aot.parse(clean).clean
+    spilled = aot.parse(PTXAS.format(stack=104, stores=100, loads=244))
+    assert (spilled.stack_bytes, spilled.spilled_bytes, spilled.clean) == (104, 344, False)
+    warning = "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register"
+    assert aot.parse(clean + warning).serialized
+    with pytest.raises(ValueError, match="parse: unknown report"):
+        aot.parse("ptxas info    : nothing")

@@ -1,0 +1,79 @@
+"""Which implementation runs: every platform and capability, pretended, and the words of every refusal."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fprop, quantize, resolve
+from pallas_kernels.implementations import IMPLEMENTATIONS
+
+OFFERED = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, capability: str = "9.0", version: tuple[int, ...] = (0, 12, 0)) -> None:
+    """Makes JAX report one device of this kind."""
+    device = types.SimpleNamespace(compute_capability=capability, device_kind="Pretended GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "__version_info__", version)
+
+
+def test_auto_takes_the_kernel_on_hopper_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "gpu")
+    choice = resolve("fprop", "auto", OFFERED)
+    assert choice.name == "mosaic_gpu" and "9.0" in choice.reason
+    assert resolve("fprop", "mosaic_gpu", OFFERED).name == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "problem"),
+    [
+        ("cpu", "", "the platform is 'cpu', expected 'gpu'"),
+        ("tpu", "", "the platform is 'tpu', expected 'gpu'"),
+        ("gpu", "8.0", "the compute capability of Pretended GPU is 8.0, expected 9.0"),
+        ("gpu", "10.0", "the compute capability of Pretended GPU is 10.0, expected 9.0"),
+    ],
+)
+def test_auto_falls_to_xla_with_the_reason_and_the_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch, platform: str, capability: str, problem: str
+) -> None:
+    pretend(monkeypatch, platform, capability)
+    choice = resolve("fprop", "auto", OFFERED)
+    assert choice.name == "xla" and problem in choice.reason
+    with pytest.raises(NotImplementedError, match=f"fprop: cannot run: got implementation='mosaic_gpu', but {problem}"):
+        resolve("fprop", "mosaic_gpu", OFFERED)
+
+
+def test_interpreter_is_refused_on_an_old_jax_and_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "cpu", version=(0, 10, 2))
+    with pytest.raises(NotImplementedError, match=r"quantize: .*'mosaic_interpret', but JAX is .*expected 0.11 or newer"):
+        resolve("quantize", "mosaic_interpret", OFFERED)
+    pretend(monkeypatch, "gpu")
+    with pytest.raises(NotImplementedError, match="the platform is 'gpu', expected 'cpu'"):
+        resolve("quantize", "mosaic_interpret", OFFERED)
+
+
+def test_shape_problem_refuses_kernels_and_only_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "gpu")
+    assert resolve("f", "auto", OFFERED, "it is empty").name == "xla"
+    assert resolve("f", "xla", OFFERED, "it is empty").name == "xla"
+    with pytest.raises(NotImplementedError, match="f: cannot run: got implementation='mosaic_gpu', but it is empty"):
+        resolve("f", "mosaic_gpu", OFFERED, "it is empty")
+
+
+def test_name_that_is_not_offered_is_an_error() -> None:
+    with pytest.raises(ValueError, match="f: unknown name: got implementation='xla_fast', expected one of"):
+        resolve("f", "xla_fast", OFFERED)
+    assert set(OFFERED) < set(IMPLEMENTATIONS)
+
+
+def test_gemm_on_auto_gives_the_bits_of_what_was_chosen() -> None:
+    x, w = quantize(jnp.ones((4, 256)), (1, 128)), quantize(jnp.ones((128, 256)), (128, 128))
+    chosen = resolve("fprop", "auto", OFFERED).name
+    out = [np.asarray(fprop(x, w, implementation=name)) for name in ("auto", chosen)]
+    np.testing.assert_array_equal(*out)
