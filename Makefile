@@ -106,6 +106,12 @@ bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random 
 bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
+WHAT ?= gemm
+
+.PHONY: bench-kernels
+bench-kernels: $(VENV)/.installed-train  ## The Pallas GEMMs against their rivals on a Hopper GPU with torch; WHAT=gemm, decode or linear
+	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) --rivals tests/benchmarks/kernel_rivals.py $(ARGS)
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
 	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)

@@ -30,6 +30,7 @@ class KernelReport:
 
     registers: per thread. spilled_bytes: stores and loads together. stack_bytes: local arrays and spills.
     serialized: wgmma instructions wait for each other (warning C7514 and its relatives). text: the whole report.
+    ptx: the assembler's input.
     """
 
     registers: int
@@ -37,11 +38,16 @@ class KernelReport:
     stack_bytes: int
     serialized: bool
     text: str
+    ptx: str = ""
 
     @property
     def clean(self) -> bool:
         """Nothing spilled, nothing on the stack, nothing serialised."""
         return not (self.spilled_bytes or self.stack_bytes or self.serialized)
+
+    def float_operations(self) -> dict[str, int]:
+        """How often FP32 is multiplied, added and both at once ("fma") in the program text; the blocks of K are a loop."""
+        return {name: len(re.findall(rf"\b{name}(?:\.rn)?\.f32\b", self.ptx)) for name in ("mul", "add", "fma")}
 
 
 def missing() -> str | None:
@@ -60,36 +66,36 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     process, so ask for each once (`functools.cache`).
     """
     with _dump() as directory:
-        sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
-        jax.jit(function).lower(*shapes).compile()
-        reports = [parse(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.ptxas"))]
+        _compile(function, arguments)
+        paths = sorted(directory.glob("*.ptxas"))
+        reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
     if not reports:
         raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
     return reports
 
 
-def program_for_h100(function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
-    """The optimised HLO of `jit(function)` of arguments of these shapes."""
+def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:
+    """The optimised HLO of `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them."""
     with _dump():
         return str(_compile(function, arguments).as_text())
 
 
-def _compile(function: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The executable for the described device."""
     sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
     return jax.jit(function).lower(*shapes).compile()
 
 
-def parse(text: str) -> KernelReport:
-    """The report of one kernel. Raises ValueError where the assembler's words are not those known."""
+def parse(text: str, ptx: str = "") -> KernelReport:
+    """The report of one kernel from what ptxas read and wrote. Raises ValueError where the assembler's words are not those known."""
     registers = re.search(r"Used (\d+) registers", text)
     memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if registers is None or memory is None:
         raise ValueError(f"parse: unknown report: got {text!r}, expected ptxas' lines on registers and spills.")
     stack, stores, loads = map(int, memory.groups())
     serialized = re.search(r"C75\d\d|wgmma[^\n]*seriali[sz]", text) is not None
-    return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text)
+    return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text, ptx)
 
 
 @functools.cache

@@ -81,6 +81,26 @@ def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> No
     assert report.clean, report.text
 
 
+@pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 64)])
+def test_promotion_is_fused_and_in_the_order_asked_for(order: str, multiplications: int) -> None:
+    """A thread holds 64 sums in two rows: 64 fused multiply-adds a block, and a scale product for each row or for each sum."""
+    operations = compile_gemm(TRAINING, order, "bfloat16").float_operations()
+    assert operations == {"mul": multiplications, "add": 0, "fma": 64}
+
+
+@pytest.mark.parametrize("order", ["deepgemm", "triton"])
+def test_promotion_with_a_scale_per_column_is_fused(order: str) -> None:
+    """Two tiles of 64 sums: the product of scales, or of dot and scale, and a fused multiply-add for each."""
+    operations = compile_gemm(WGRAD_ROWS, order, "float32", ROWS).float_operations()
+    assert operations == {"mul": 128, "add": 0, "fma": 128}
+
+
+@pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 4)])
+def test_promotion_of_the_swapped_kernel_is_fused(order: str, multiplications: int) -> None:
+    """A thread holds four sums, of two tokens."""
+    assert compile_gemm(SWAP, order, "bfloat16").float_operations() == {"mul": multiplications, "add": 0, "fma": 4}
+
+
 @pytest.mark.parametrize("per_column", [False, True])
 def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
     rows = (4096,) if per_column else (1, 64, 256, 4096)

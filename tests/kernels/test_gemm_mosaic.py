@@ -96,6 +96,23 @@ def test_reruns_give_the_same_bits(implementation: str) -> None:
         np.testing.assert_array_equal(run(a, b, implementation, TRAINING), first)
 
 
+@pytest.mark.parametrize("implementation", runnable("mosaic_gpu"))
+@pytest.mark.parametrize("rows", [4, 64, 256, 2048])
+def test_order_deepgemm_gives_the_bits_of_cublaslt(rows: int, implementation: str) -> None:
+    """cuBLASLt's blockwise product rounds as the order "deepgemm" does. Not below four rows, where it cuts K in two."""
+    torch = pytest.importorskip("torch", reason="torch brings cuBLASLt")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    from tests.benchmarks.kernel_rivals import scaled_mm_blocks
+
+    a, b = operand(rows, 4096, ROWS, 0), operand(4096, 4096, SQUARE, 1)
+    codes = [torch.from_numpy(np.asarray(x.qvalue).view(np.uint8)).cuda().view(torch.float8_e4m3fn) for x in (a, b)]
+    scales = [torch.from_numpy(np.asarray(x.scale)).cuda() for x in (a, b)]
+    theirs = scaled_mm_blocks((codes[0], scales[0].T.contiguous().T), (codes[1], scales[1]))
+    ours = np.asarray(matmul(a, b, implementation=implementation).astype(jnp.float32))
+    np.testing.assert_array_equal(ours, theirs.float().cpu().numpy())
+
+
 @interpreted
 def test_interpreter_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The race check is on: without the producer's fence, TMA overwrites scales that a consumer may still read.

@@ -116,6 +116,27 @@ def test_every_bf16_value_matches_oracle(implementation: str) -> None:
         assert_same_bits(array, jnp.asarray(values.reshape(-1, 640)), ROW, "float32")
 
 
+@pytest.mark.parametrize("implementation", runnable("mosaic_interpret"))
+@pytest.mark.parametrize("broken", ["fence", "exchange"])
+def test_interpreter_finds_what_is_missing(implementation: str, broken: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """The race check is on: TMA stores that start before the codes are written, a warpgroup that does not wait for the other's maxima.
+
+    JAX 0.12 raises where it finds a race, 0.11 prints it.
+    """
+    from pallas_kernels.quantize import mosaic
+
+    if broken == "fence":
+        monkeypatch.setattr(mosaic.plgpu, "commit_smem", lambda: None)
+    else:
+        monkeypatch.setattr(mosaic, "_wait_for_both", lambda barrier: None)
+    try:
+        quantize_weight(trouble((144, 128)), implementation=implementation)
+        report = capfd.readouterr().out
+    except jax.errors.JaxRuntimeError as error:
+        report = str(error)
+    assert "RACE DETECTED" in report
+
+
 def test_choose_says_what_runs_and_why() -> None:
     assert choose(jnp.zeros((8, 128), jnp.bfloat16), "xla").reason == "asked for by name"
     choice = choose(jnp.zeros((8, 130), jnp.bfloat16))
