@@ -9,11 +9,12 @@ The rounding points are those of the engine that is mirrored, by `engine_variant
     cuda     y = bf16(h * rsqrt(mean(h^2) + eps) * w)           h = bf16(x + residual)
 
 Everything between two roundings is carried so far that the rounding does not depend on the order of a sum: the mean, the
-root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A float64 sum of D squares in
-another order differs by less than D 2**-53 of itself, which shows in a BF16 result about once in 2**29 / D values, and in
-practice not at all, since the squares of BF16 numbers within a factor of 2**12 of each other add up without any rounding.
-So the kernel's own order (blocks of 128, then the blocks in order) is not part of the contract. vLLM's CUDA kernel sums
-in FP32, in an order of its own: a few of a million values differ from either.
+root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A sum of D float64 squares in
+another order differs by less than D 2**-53 of itself, at most 2**-40 for D = 8192. That shows only where a result lies
+within 2**-40 of the midpoint of two BF16 numbers, once in 2**31 values; and squares of BF16 numbers within a factor of
+2**12 of each other add up without any rounding. So the kernel's own order (the 128 values of a block, then the blocks in
+order) is not part of the contract. vLLM's CUDA kernel sums in FP32, in an order of its own: a few of a million values
+differ from either.
 
 Attention is not here: its result leaves a library kernel (cuDNN, FlashAttention) that cannot be extended from outside, so
 it is rounded to BF16 and stored whatever follows. Its quantiser is `quantize` on [B T, N H], which is the layout that
