@@ -4,12 +4,12 @@
     xla               THE definition, plain XLA, row-invariant                 every platform
     xla_fast          plain XLA, quicker on a CPU, last bits may differ        every platform
     mosaic_gpu        the Pallas kernel                                        NVIDIA GPU of compute capability 9.0 (Hopper)
-    mosaic_interpret  the same kernel, interpreted: slow, finds races          CPU, JAX 0.11 or newer
+    mosaic_interpret  the same kernel, interpreted: slow, finds races          CPU
     auto              mosaic_gpu where it can run, else xla                    every platform
 
-An operation offers some of these names. `resolve` turns the name that a caller gave into the one that runs, with the
-reason; nothing falls back in silence. `auto` depends on the platform and on shapes only, never on a measurement, so that
-a program chooses the same on every start.
+The kernels need JAX 0.11, their interpreter 0.11.2. An operation offers some of these names. `resolve` turns the name that
+a caller gave into the one that runs, with the reason; nothing falls back in silence. `auto` depends on the platform and on
+shapes only, never on a measurement, so that a program chooses the same on every start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "auto")
 """Every name there is."""
 HOPPER = "9.0"
 """Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x dropped."""
-INTERPRETER_JAX = (0, 11)
-"""First JAX whose Mosaic GPU interpreter runs these kernels."""
+KERNEL_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
+"""First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do not)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,17 @@ def gpu_problem() -> str | None:
     capability = str(getattr(device, "compute_capability", "unknown"))
     if capability != HOPPER:
         return f"the compute capability of {device.device_kind} is {capability}, expected {HOPPER}"
-    return None
+    return _version_problem(KERNEL_JAX)
 
 
 def interpreter_problem() -> str | None:
     """Why the Pallas kernels cannot be interpreted here, None where they can. Starts the backend."""
-    if jax.__version_info__[:2] < INTERPRETER_JAX:
-        return f"JAX is {jax.__version__}, expected {'.'.join(map(str, INTERPRETER_JAX))} or newer (its Mosaic GPU interpreter)"
     if jax.default_backend() != "cpu":
         return f"the platform is {jax.default_backend()!r}, expected 'cpu' (the interpreter needs it: JAX_PLATFORMS=cpu)"
+    return _version_problem(INTERPRETER_JAX)
+
+
+def _version_problem(first: tuple[int, ...]) -> str | None:
+    if jax.__version_info__ < first:
+        return f"JAX is {jax.__version__}, expected {'.'.join(map(str, first))} or newer"
     return None

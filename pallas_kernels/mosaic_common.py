@@ -31,7 +31,7 @@ def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Cal
     Args:
       body: the kernel.
       interpret: interpret with race detection.
-      options: of `plgpu.kernel`; `out_type` and `scratch_types` are its names in every JAX supported (0.10 to 0.12).
+      options: of `plgpu.kernel`, whose names are the same from JAX 0.11 on.
     Returns:
       A function of arrays. Under `jit` as well as outside.
     Raises:

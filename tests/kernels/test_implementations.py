@@ -49,10 +49,19 @@ def test_auto_falls_to_xla_with_the_reason_and_the_name_is_refused(
         resolve("fprop", "mosaic_gpu", OFFERED)
 
 
-def test_interpreter_is_refused_on_an_old_jax_and_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "cpu", version=(0, 10, 2))
-    with pytest.raises(NotImplementedError, match=r"quantize: .*'mosaic_interpret', but JAX is .*expected 0.11 or newer"):
-        resolve("quantize", "mosaic_interpret", OFFERED)
+@pytest.mark.parametrize(
+    ("platform", "name", "version"),
+    [("cpu", "mosaic_interpret", (0, 11, 1)), ("gpu", "mosaic_gpu", (0, 10, 2))],
+    ids=["interpreter", "gpu"],
+)
+def test_kernels_are_refused_on_an_old_jax(monkeypatch: pytest.MonkeyPatch, platform: str, name: str, version: tuple[int, ...]) -> None:
+    pretend(monkeypatch, platform, version=version)
+    with pytest.raises(NotImplementedError, match=rf"quantize: .*'{name}', but JAX is .*expected 0.11.* or newer"):
+        resolve("quantize", name, OFFERED)
+    assert resolve("quantize", "auto", OFFERED).name == "xla"
+
+
+def test_interpreter_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "gpu")
     with pytest.raises(NotImplementedError, match="the platform is 'gpu', expected 'cpu'"):
         resolve("quantize", "mosaic_interpret", OFFERED)
