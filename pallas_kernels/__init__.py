@@ -41,7 +41,14 @@ from pallas_kernels.formats import (
 )
 from pallas_kernels.gemm import dgrad, fprop, matmul, wgrad
 from pallas_kernels.implementations import Choice, resolve
-from pallas_kernels.quantize import nonfinite_blocks, quantize
+from pallas_kernels.quantize import (
+    nonfinite_blocks,
+    quantize,
+    quantize_dual,
+    quantize_weight,
+    rms_norm_quantize,
+    silu_multiply_quantize,
+)
 from pallas_kernels.scaled_array import ScaledArray
 
 __all__ = [
@@ -63,6 +70,10 @@ __all__ = [
     "matmul",
     "nonfinite_blocks",
     "quantize",
+    "quantize_dual",
+    "quantize_weight",
     "resolve",
+    "rms_norm_quantize",
+    "silu_multiply_quantize",
     "wgrad",
 ]

@@ -1,8 +1,9 @@
-"""`python -m pallas_kernels.bench gemm|decode|linear`: the GEMMs against their rivals, on the GPU of this machine.
+"""`python -m pallas_kernels.bench gemm|decode|linear|quantize`: the kernels against their rivals, on the GPU of this machine.
 
     gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady state
     decode    1, 64 and 256 rows: microseconds on the device, weights cold
     linear    a linear layer forward and backward with all quantisation from BF16: milliseconds, steady state
+    quantize  the quantisers and the operations fused with them, on inputs of the layers: GB/s, steady state
 
 Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals; others
 come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which needs torch) that defines
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ScaledArray, dgrad, fprop, matmul, quantize, wgrad
+from pallas_kernels import ScaledArray, fprop, matmul, quantize, quantize_dual, quantize_weight, wgrad
 from pallas_kernels.measure import (
     Contender,
     Timing,
@@ -40,6 +41,7 @@ from pallas_kernels.measure import (
     steady_state,
     write_json,
 )
+from pallas_kernels.quantize.bench import bench_quantize
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 """(N, K) = (outputs, inputs) of the linear layers of Qwen3-8B, fused as inference engines fuse them."""
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rivals need memory, too
     command = "python -m pallas_kernels.bench " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     require_gpu("python -m pallas_kernels.bench")
-    benchmark = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear}[options.what]
+    benchmark = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear, "quantize": bench_quantizers}[options.what]
     rivals = load_rivals(options.rivals) if options.rivals else None
     rows = []
     for row in benchmark(options.layers, options.rows, rivals):
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, complete: rows of the benchmark's kind where none are given."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("what", choices=["gemm", "decode", "linear"])
+    parser.add_argument("what", choices=["gemm", "decode", "linear", "quantize"])
     parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), metavar="LAYER", help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, help=f"M, default {TRAINING_ROWS}, decode {DECODE_ROWS}")
     parser.add_argument("--rivals", type=Path, help="a Python file with rivals")
@@ -157,14 +159,22 @@ def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) 
         yield _row("linear", "sum", m, name, Timing((seconds,)), f"{seconds * 1e3:.3f}", ms=seconds * 1e3)
 
 
+def bench_quantizers(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
+    """GB/s of the quantisers on the inputs of the layers, each width once. No rivals but XLA."""
+    del rivals
+    yield from bench_quantize({layer: width for width, layer in {LAYERS[layer][1]: layer for layer in layers}.items()}, rows)
+
+
 def _fp8_layer(x_block: tuple[int, int]) -> Callable[..., Any]:
     """The three products of a layer on operands quantised inside; X reaches WGrad in blocks of `x_block`."""
 
     def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        w8 = quantize(w, SQUARE)
-        y = fprop(quantize(x, ROWS), w8, implementation=IMPLEMENTATION)
-        dx = dgrad(quantize(dy, ROWS), w8, implementation=IMPLEMENTATION)
-        return y, dx, wgrad(quantize(dy, COLUMNS), quantize(x, x_block), implementation=IMPLEMENTATION)
+        w8, turned = quantize_weight(w, implementation=IMPLEMENTATION)
+        x_rows, x_tokens = quantize_dual(x, x_block, implementation=IMPLEMENTATION)
+        dy_rows, dy_tokens = quantize_dual(dy, COLUMNS, implementation=IMPLEMENTATION)
+        y = fprop(x_rows, w8, implementation=IMPLEMENTATION)
+        dx = matmul(dy_rows, turned, implementation=IMPLEMENTATION)
+        return y, dx, wgrad(dy_tokens, x_tokens, implementation=IMPLEMENTATION)
 
     return layer
 

@@ -1,5 +1,9 @@
-"""Quantisation of a matrix into FP8 codes with one scale per block: see `api` for use, `reference` for the definition."""
+"""Quantisation into FP8 codes with one scale per block, alone (`api`) and fused with what stands before it (`fused`).
 
-from pallas_kernels.quantize.api import nonfinite_blocks, quantize
+`reference` is the definition, `mosaic` and `mosaic_norm` are the kernels for Hopper.
+"""
 
-__all__ = ["nonfinite_blocks", "quantize"]
+from pallas_kernels.quantize.api import choose, nonfinite_blocks, quantize, quantize_dual, quantize_weight
+from pallas_kernels.quantize.fused import rms_norm_quantize, silu_multiply_quantize
+
+__all__ = ["choose", "nonfinite_blocks", "quantize", "quantize_dual", "quantize_weight", "rms_norm_quantize", "silu_multiply_quantize"]

@@ -1,8 +1,17 @@
-"""Public quantiser: checks its arguments and calls the implementation that the caller named.
+"""Public quantisers: each checks its arguments and calls the implementation that the caller named.
 
     scale[I, J] = compute_scale(max |x| over block (I, J))        code = encode(x, scale)
 
-Source of the formula and of every number: `pallas_kernels.formats`.
+Source of the formula and of every number: `pallas_kernels.formats`. Every implementation gives the same bits:
+
+    xla                the definition (`reference`); every shape, float32, bfloat16 and float16
+    mosaic_gpu         one kernel that reads the matrix once (`mosaic`); bfloat16 and float16, second dimension a multiple of 128
+    mosaic_interpret   the same kernel on a CPU, for tests
+    auto               mosaic_gpu where it can run, else xla; `choose` says which and why
+
+The kernels write what is contracted over last: the codes of blocks along tokens (128, 1) lie transposed in memory, scales
+of rows lie as [C / 128, R]. The arrays returned have the logical axes all the same, so that inside `jit` a GEMM that
+transposes them back reads the kernel's arrays as they are.
 """
 
 from __future__ import annotations
@@ -10,14 +19,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import SCALE_FORMATS
+from pallas_kernels.formats import BLOCK, SCALE_FORMATS
+from pallas_kernels.implementations import Choice, resolve, unknown_name
 from pallas_kernels.quantize import reference
 from pallas_kernels.scaled_array import BLOCK_SHAPES, ScaledArray
 
-IMPLEMENTATIONS = {"xla": reference.quantize}
-"""Quantisers by name; all of them give the same bits."""
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
+"""Implementations by name; all of them give the same bits."""
 
 INPUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+ROW, SQUARE, COLUMN = (1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)
 
 
 def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla") -> ScaledArray:
@@ -27,31 +38,116 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = 
       x: float32, bfloat16 or float16 [R, C], neither dimension zero.
       block_shape: (1, 128) activations and output gradients, (128, 128) weights, (128, 1) WGrad operands.
       scale_format: "float32" or "power_of_two".
-      implementation: "xla".
+      implementation: one of `IMPLEMENTATIONS`.
     Returns:
       ScaledArray: codes float8_e4m3fn [R, C], scales float32 [ceil(R / r), ceil(C / c)]. A block of zeros has codes 0
       and a positive scale. A block with a NaN or an infinity has a non-finite scale (count: `nonfinite_blocks`) and
-      poisons every product that reads it. Bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py).
+      poisons every product that reads it. Bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py,
+      tests/kernels/test_quantize_kernels.py); the sign of a NaN code is not defined.
     Raises:
       ValueError: shape, dtype, block shape, scale format or implementation is not one of the above.
+      NotImplementedError: the implementation named cannot run here or cannot take `x`; the message says why.
     """
     block_shape = (block_shape[0], block_shape[1])
-    problems = []
-    if x.ndim != 2 or 0 in x.shape:
-        problems.append(f"wrong shape: got x.shape={tuple(x.shape)}, expected two non-zero dimensions")
-    if x.dtype not in INPUT_DTYPES:
-        problems.append(f"wrong dtype: got x.dtype={x.dtype}, expected float32, bfloat16 or float16")
-    if block_shape not in BLOCK_SHAPES:
-        problems.append(f"unknown block shape: got block_shape={block_shape}, expected one of {BLOCK_SHAPES}")
-    if scale_format not in SCALE_FORMATS:
-        problems.append(f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}")
-    if implementation not in IMPLEMENTATIONS:
-        problems.append(f"unknown name: got implementation={implementation!r}, expected one of {tuple(IMPLEMENTATIONS)}")
-    if problems:
-        raise ValueError("quantize: " + "; ".join(problems) + ".")
-    return IMPLEMENTATIONS[implementation](x, block_shape, scale_format)
+    unknown = [] if block_shape in BLOCK_SHAPES else [_unknown_block("block_shape", block_shape, BLOCK_SHAPES)]
+    _check("quantize", x, scale_format, implementation, unknown)
+    name = _choose("quantize", x, implementation).name
+    if name == "xla":
+        return reference.quantize(x, block_shape, scale_format)
+    if block_shape == COLUMN:
+        return _run_kernel(x, None, "column", scale_format, name)[1]
+    return _run_kernel(x, "row" if block_shape == ROW else "block", None, scale_format, name)[0]
+
+
+def quantize_dual(
+    x: jax.Array, token_block_shape: tuple[int, int] = COLUMN, *, scale_format: str = "float32", implementation: str = "xla"
+) -> tuple[ScaledArray, ScaledArray]:
+    """`x` [R, C] quantised for FProp or DGrad and for WGrad from one read.
+
+    Args:
+      x: float32, bfloat16 or float16 [R, C], neither dimension zero.
+      token_block_shape: blocks of the second array, (128, 1) along tokens or (128, 128).
+      scale_format, implementation: as in `quantize`.
+    Returns:
+      Two ScaledArrays of shape [R, C]: the bits of quantize(x, (1, 128)) and of quantize(x, token_block_shape).
+    Raises:
+      ValueError, NotImplementedError: as `quantize`.
+    """
+    token_block_shape = (token_block_shape[0], token_block_shape[1])
+    allowed = (COLUMN, SQUARE)
+    unknown = [] if token_block_shape in allowed else [_unknown_block("token_block_shape", token_block_shape, allowed)]
+    _check("quantize_dual", x, scale_format, implementation, unknown)
+    name = _choose("quantize_dual", x, implementation).name
+    if name == "xla":
+        return reference.quantize(x, ROW, scale_format), reference.quantize(x, token_block_shape, scale_format)
+    return _run_kernel(x, "row", "column" if token_block_shape == COLUMN else "block", scale_format, name)
+
+
+def quantize_weight(w: jax.Array, *, scale_format: str = "float32", implementation: str = "xla") -> tuple[ScaledArray, ScaledArray]:
+    """A weight `w` [N, K] in (128, 128) blocks, and the same codes transposed in memory for DGrad.
+
+    Args:
+      w: float32, bfloat16 or float16 [N, K], neither dimension zero.
+      scale_format, implementation: as in `quantize`.
+    Returns:
+      quantize(w, (128, 128)) and its exact transpose: codes [K, N], scales [ceil(K / 128), ceil(N / 128)].
+    Raises:
+      ValueError, NotImplementedError: as `quantize`.
+    """
+    _check("quantize_weight", w, scale_format, implementation, [], "w")
+    name = _choose("quantize_weight", w, implementation, "w").name
+    if name == "xla":
+        weight = reference.quantize(w, SQUARE, scale_format)
+        return weight, weight.transpose()
+    weight, transposed = _run_kernel(w, "block", "block", scale_format, name)
+    return weight, transposed.transpose()
+
+
+def choose(x: jax.Array, implementation: str = "auto") -> Choice:
+    """What a quantiser called with `x` and `implementation` runs, and why. Raises as `quantize`."""
+    return _choose("choose", x, implementation)
 
 
 def nonfinite_blocks(array: ScaledArray) -> jax.Array:
     """Number of blocks (int32 scalar) whose scale is not finite, i.e. that held a NaN or an infinity."""
     return jnp.sum(~jnp.isfinite(array.scale), dtype=jnp.int32)
+
+
+def _run_kernel(
+    x: jax.Array, straight: str | None, transposed: str | None, scale_format: str, name: str
+) -> tuple[ScaledArray, ScaledArray]:
+    """The kernel's arrays with logical axes [R, C]; of the two ScaledArrays those that the plan leaves out hold None."""
+    from pallas_kernels.quantize import mosaic  # not on every platform
+
+    plan = mosaic.Plan(straight, transposed)
+    return mosaic.logical_arrays(mosaic.quantize((x,), plan, scale_format, name == "mosaic_interpret"))
+
+
+def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:
+    """`resolve` with what stands against the kernel taking `x`."""
+    problem = None
+    if x.shape[1] % BLOCK:
+        problem = f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+    elif x.dtype == jnp.float32:
+        problem = f"{argument}.dtype is {x.dtype}, expected bfloat16 or float16"
+    return resolve(function, implementation, IMPLEMENTATIONS, problem)
+
+
+def _unknown_block(argument: str, value: tuple[int, int], allowed: tuple[tuple[int, int], ...]) -> str:
+    """The problem with a block shape."""
+    return f"unknown block shape: got {argument}={value}, expected one of {allowed}"
+
+
+def _check(function: str, x: jax.Array, scale_format: str, implementation: str, problems: list[str], argument: str = "x") -> None:
+    """Raises one ValueError that lists `problems` and everything wrong with the arguments that quantisers share."""
+    problems = list(problems)
+    if x.ndim != 2 or 0 in x.shape:
+        problems.append(f"wrong shape: got {argument}.shape={tuple(x.shape)}, expected two non-zero dimensions")
+    if x.dtype not in INPUT_DTYPES:
+        problems.append(f"wrong dtype: got {argument}.dtype={x.dtype}, expected float32, bfloat16 or float16")
+    if scale_format not in SCALE_FORMATS:
+        problems.append(f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}")
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(unknown_name(implementation, IMPLEMENTATIONS))
+    if problems:
+        raise ValueError(f"{function}: " + "; ".join(problems) + ".")

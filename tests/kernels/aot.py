@@ -66,14 +66,25 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     process, so ask for each once (`functools.cache`).
     """
     with _dump() as directory:
-        sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
-        jax.jit(function).lower(*shapes).compile()
+        _compile(function, arguments)
         paths = sorted(directory.glob("*.ptxas"))
         reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
     if not reports:
         raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
     return reports
+
+
+def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:
+    """The optimised HLO of `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them."""
+    with _dump():
+        return str(_compile(function, arguments).as_text())
+
+
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The executable for the described device."""
+    sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
+    return jax.jit(function).lower(*shapes).compile()
 
 
 def parse(text: str, ptx: str = "") -> KernelReport:

@@ -15,6 +15,7 @@ from pallas_kernels import bench, measure, tune
 from pallas_kernels.gemm.config import TRAINING, choose, load_table
 from pallas_kernels.implementations import gpu_problem
 from pallas_kernels.measure import Timing, copies_beyond_cache, markdown, steady_state
+from pallas_kernels.quantize import bench as quantize_bench
 
 needs_no_gpu = pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU, and the command would run")
 
@@ -78,6 +79,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small layer, the reference instead of the kernel, short bursts, no CUPTI, and a GPU nobody asks for."""
     monkeypatch.setattr(bench, "LAYERS", {"tiny": (128, 256)})
     monkeypatch.setattr(bench, "IMPLEMENTATION", "xla")
+    monkeypatch.setattr(quantize_bench, "KERNEL", "xla")
+    monkeypatch.setattr(quantize_bench, "KERNEL_WIDTHS", (256,))
     monkeypatch.setattr(measure, "LOAD_S", 1e-3)
     monkeypatch.setattr(measure, "BURST_S", 1e-4)
     monkeypatch.setattr(bench, "cold_kernels", lambda function, left, rights: Timing((float(function(left, rights[0]).size) * 1e-6,)))
@@ -91,6 +94,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gemm", ["fprop", "dgrad", "wgrad 1x128 x 1x128", "wgrad 1x128 x 128x128"], ["mosaic deepgemm", "mosaic triton", "jax bf16"]),
         ("decode", ["fprop"], ["mosaic", "jax bf16", "rival"]),
         ("linear", ["linear"], ["fp8 1x128 x 1x128", "fp8 1x128 x 128x128", "jax bf16"]),
+        ("quantize", ["row 1x128", "row + column", "weight 128x128 + transpose", "SiLU * up", "RMSNorm(x)"], ["mosaic", "xla"]),
     ],
 )
 @pytest.mark.usefixtures("tiny")
@@ -168,3 +172,13 @@ def test_table_of_the_tuner_is_what_choose_reads(tmp_path: Path, monkeypatch: py
     assert choose(5, 640, 256, False) == fast
     assert choose(500, 256, 12345, True) == tune.candidates(1, True)[0]
     assert choose(500, 640, 384, False).tile_m == 192 == TRAINING.tile_m
+
+
+def test_quantiser_benchmark_counts_the_bytes_that_must_move(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_bench, "steady_state", lambda contenders: {name: Timing((1e-6,)) for name in contenders})
+    rates = {
+        row["site"]: row["gbs"] for row in quantize_bench.bench_quantize({"tiny": 256}, [16]) if row["contender"] in ("copy", "mosaic")
+    }
+    per_value = {"copy": 4, "row 1x128": 3, "row + column": 4, "SiLU * up": 5, "RMSNorm(x + residual)": 7, "RMSNorm(x)": 3}
+    for site, nbytes in per_value.items():
+        assert rates[site] == pytest.approx(nbytes * 16 * 256 / 1e-6 / 1e9, abs=0.1)

@@ -1,0 +1,192 @@
+"""A decoder's operations fused with the quantiser that follows them: the same bits as the two in turn, one trip to memory.
+
+    silu_multiply_quantize   quantize(bf16(bf16(SiLU(gate)) * up))
+    rms_norm_quantize        quantize(RMSNorm(x) or RMSNorm(x + residual))
+
+The rounding points are those of the engine that is mirrored, by `engine_variant`:
+
+    native   y = bf16(bf16(h * rsqrt(mean(h^2) + eps)) * w)     h = x + residual, not rounded
+    cuda     y = bf16(h * rsqrt(mean(h^2) + eps) * w)           h = bf16(x + residual)
+
+Everything between two roundings is carried so far that the rounding does not depend on the order of a sum: the mean, the
+root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A sum of D float64 squares in
+another order differs by less than D 2**-53 of itself, at most 2**-40 for D = 8192. That shows only where a result lies
+within 2**-40 of the midpoint of two BF16 numbers, once in 2**31 values; and squares of BF16 numbers within a factor of
+2**12 of each other add up without any rounding. So the kernel's own order (the 128 values of a block, then the blocks in
+order) is not part of the contract. vLLM's CUDA kernel sums in FP32, in an order of its own: a few of a million values
+differ from either.
+
+Attention is not here: its result leaves a library kernel (cuDNN, FlashAttention) that cannot be extended from outside, so
+it is rounded to BF16 and stored whatever follows. Its quantiser is `quantize` on [B T, N H], which is the layout that
+attention writes; with a head width of 128 each head is one block.
+
+BF16 only. Source of the rounding points: vLLM's eager operations on CPU and its CUDA kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import BLOCK, SCALE_FORMATS, to_float64
+from pallas_kernels.implementations import resolve, unknown_name
+from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.api import COLUMN, IMPLEMENTATIONS, ROW, SQUARE
+from pallas_kernels.scaled_array import ScaledArray
+
+ENGINE_VARIANTS = ("native", "cuda")
+KERNEL_WIDTHS = (1024, 2048, 4096, 8192)
+"""Widths D that the RMSNorm kernel takes: the D / 128 blocks of a token must divide the 64 rows of a tile, eight at least."""
+
+
+def silu_multiply_quantize(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    token_block_shape: tuple[int, int] | None = None,
+    scale_format: str = "float32",
+    implementation: str = "xla",
+) -> tuple[ScaledArray, ScaledArray | None]:
+    """SiLU(gate) * up, rounded to BF16 after each of the two, then quantised.
+
+    Args:
+      gate, up: bfloat16 [M, F], neither dimension zero.
+      token_block_shape: blocks of a second array for WGrad, (128, 1) or (128, 128); None: no second array.
+      scale_format: "float32" or "power_of_two".
+      implementation: as in `quantize`; the kernel wants F to be a multiple of 128.
+    Returns:
+      ScaledArray [M, F] in blocks (1, 128), and the second one or None. Bit for bit the two operations in turn, but for
+      values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
+    Raises:
+      ValueError: shapes, dtypes or names do not fit.
+      NotImplementedError: the implementation named cannot run here or cannot take these shapes; the message says why.
+    """
+    function = "silu_multiply_quantize"
+    problems = _matrix_problems({"gate": gate, "up": up}, scale_format, implementation)
+    if token_block_shape not in (None, COLUMN, SQUARE):
+        problems.append(f"unknown block shape: got token_block_shape={token_block_shape}, expected None, {COLUMN} or {SQUARE}")
+    _raise(function, problems)
+    name = resolve(function, implementation, IMPLEMENTATIONS, _width_problem("gate", gate)).name
+    if name == "xla":
+        product = _silu_multiply(gate, up)
+        second = None if token_block_shape is None else reference.quantize(product, token_block_shape, scale_format)
+        return reference.quantize(product, ROW, scale_format), second
+    from pallas_kernels.quantize import mosaic  # not on every platform
+
+    transposed = {None: None, COLUMN: "column", SQUARE: "block"}[token_block_shape]
+    outputs = mosaic.quantize((gate, up), mosaic.Plan("row", transposed), scale_format, name == "mosaic_interpret")
+    rows, second = mosaic.logical_arrays(outputs)
+    return rows, None if transposed is None else second
+
+
+def rms_norm_quantize(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    eps: float,
+    engine_variant: str = "native",
+    scale_format: str = "float32",
+    implementation: str = "xla",
+) -> tuple[ScaledArray, jax.Array]:
+    """RMSNorm of x, or of x + residual, rounded where the engine rounds, then quantised.
+
+    Args:
+      x: bfloat16 [M, D], neither dimension zero.
+      weight: float32 or bfloat16 [D]; rounded to BF16.
+      residual: bfloat16 [M, D] or None.
+      eps: added to the mean of squares.
+      engine_variant: "native" or "cuda", see the module.
+      scale_format: "float32" or "power_of_two".
+      implementation: as in `quantize`; the kernel takes D of `KERNEL_WIDTHS`.
+    Returns:
+      (ScaledArray [M, D] in blocks (1, 128), new residual bfloat16 [M, D]: bf16(x + residual), or x itself).
+      Bit for bit the operations in turn (tests/kernels/test_fused.py; the module says how far a sum's order can show).
+    Raises:
+      ValueError: shapes, dtypes or names do not fit.
+      NotImplementedError: as `silu_multiply_quantize`.
+    """
+    function = "rms_norm_quantize"
+    matrices = {"x": x} if residual is None else {"x": x, "residual": residual}
+    problems = _matrix_problems(matrices, scale_format, implementation)
+    if weight.shape != x.shape[1:] or weight.dtype not in (jnp.float32, jnp.bfloat16):
+        problems.append(f"wrong weight: got weight {weight.dtype}{list(weight.shape)}, expected float32 or bfloat16 {list(x.shape[1:])}")
+    if engine_variant not in ENGINE_VARIANTS:
+        problems.append(f"unknown variant: got engine_variant={engine_variant!r}, expected one of {ENGINE_VARIANTS}")
+    _raise(function, problems)
+    width = None if x.shape[1] in KERNEL_WIDTHS else f"x.shape is {tuple(x.shape)}, expected a width of {KERNEL_WIDTHS}"
+    name = resolve(function, implementation, IMPLEMENTATIONS, width).name
+    weight = _round_to_bfloat16(weight)
+    if name == "xla":
+        normed, total = _rms_norm(x, weight, residual, eps, engine_variant)
+        return reference.quantize(normed, ROW, scale_format), total
+    from pallas_kernels.quantize import mosaic_norm  # not on every platform
+
+    return mosaic_norm.rms_norm_quantize(x, weight, residual, eps, engine_variant, scale_format, name == "mosaic_interpret")
+
+
+@functools.partial(jax.jit, inline=True)
+def _silu_multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The definition: SiLU in float64, rounded to FP32, to BF16, multiplied, rounded."""
+    with jax.enable_x64(True):
+        wide = to_float64(gate)
+        decay = jnp.exp(-jnp.abs(wide))
+        silu = wide * jnp.where(wide >= 0, jnp.ones_like(decay), decay) / (1 + decay)
+        silu = lax.convert_element_type(silu, jnp.float32)
+    return _round_to_bfloat16(_round_to_bfloat16(silu).astype(jnp.float32) * up.astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _rms_norm(x: jax.Array, weight: jax.Array, residual: jax.Array | None, eps: float, variant: str) -> tuple[jax.Array, jax.Array]:
+    """The definition: (RMSNorm, new residual), mean, root and product in float64."""
+    h, total = x.astype(jnp.float32), x
+    if residual is not None:
+        h = h + residual.astype(jnp.float32)
+        total = _round_to_bfloat16(h)
+        h = total.astype(jnp.float32) if variant == "cuda" else h
+    with jax.enable_x64(True):
+        wide = to_float64(h)
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = lax.convert_element_type(wide * lax.rsqrt(mean + jnp.asarray(eps, jnp.float64)), jnp.float32)
+    if variant == "native":
+        normed = _round_to_bfloat16(normed).astype(jnp.float32)
+    return _round_to_bfloat16(normed * weight.astype(jnp.float32)[None, :]), total
+
+
+def _round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """To BF16, a rounding that XLA cannot drop."""
+    return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+
+
+def _width_problem(argument: str, x: jax.Array) -> str | None:
+    """Why the tile kernel cannot take `x`."""
+    if x.shape[1] % BLOCK == 0:
+        return None
+    return f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+
+
+def _matrix_problems(matrices: dict[str, jax.Array], scale_format: str, implementation: str) -> list[str]:
+    """Everything wrong with what the fused operations share."""
+    first = next(iter(matrices.values()))
+    problems = []
+    for name, x in matrices.items():
+        if x.ndim != 2 or 0 in x.shape or x.shape != first.shape:
+            shapes = {name: tuple(x.shape) for name, x in matrices.items()}
+            problems.append(f"wrong shape: got {shapes}, expected two non-zero dimensions, equal for all")
+        if x.dtype != jnp.bfloat16:
+            problems.append(f"wrong dtype: got {name}.dtype={x.dtype}, expected bfloat16")
+    if scale_format not in SCALE_FORMATS:
+        problems.append(f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}")
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(unknown_name(implementation, IMPLEMENTATIONS))
+    return problems
+
+
+def _raise(function: str, problems: list[Any]) -> None:
+    """One ValueError with all problems, if there are any."""
+    if problems:
+        raise ValueError(f"{function}: " + "; ".join(problems) + ".")
