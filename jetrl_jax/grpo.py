@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 from bridge.engine.certificate import CertifiedEngine
@@ -26,6 +27,7 @@ from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
+from jetrl_jax.precision import PrecisionPlan
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.sharding import Layout
@@ -46,6 +48,26 @@ from jetrl_jax.training.trainer import Trainer
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 EXPORT_DIRECTORY = "export"
+
+
+def total_updates(config: RunConfig) -> int:
+    """Optimiser steps of a run."""
+    return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
+
+
+def build_programs(
+    config: RunConfig, model: Decoder, plan: PrecisionPlan, layout: Layout | None, optimizer: optax.GradientTransformation | None = None
+) -> PolicyPrograms:
+    """The training programs of a config; the model's parameters may be abstract.  `optimizer` None is that of the RL phase."""
+    return PolicyPrograms(
+        model,
+        plan,
+        optimizer or build_optimizer(config.optimizer, total_updates(config)),
+        temperature=config.rollout.temperature if optimizer is None else 1.0,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        loss_scale=LossScale.start(config.loss_scale) if config.precision.preset == "fp16" else None,
+        layout=layout,
+    )
 
 
 class GRPOTrainer:
@@ -84,7 +106,6 @@ class GRPOTrainer:
         self.layout = Layout(section, self.policy.plan, self.policy.params) if section.devices > 1 else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
-        self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
         self.stop_signal: int | None = None
         self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()
@@ -154,15 +175,7 @@ class GRPOTrainer:
 
     def new_programs(self, optimizer: Any = None) -> PolicyPrograms:
         """The compiled programs of this run's policy; `optimizer` None is that of the RL phase."""
-        return PolicyPrograms(
-            self.policy.model,
-            self.policy.plan,
-            optimizer or build_optimizer(self.config.optimizer, self.total_updates),
-            temperature=self.config.rollout.temperature if optimizer is None else 1.0,
-            chunk_tokens=self.config.batch.logprob_chunk_tokens,
-            loss_scale=LossScale.start(self.config.loss_scale) if self.config.precision.preset == "fp16" else None,
-            layout=self.layout,
-        )
+        return build_programs(self.config, self.policy.model, self.policy.plan, self.layout, optimizer)
 
     def new_trainer(
         self, programs: PolicyPrograms, state: TrainState, reference: nnx.State | None, rewards: RewardFunctions, run: RunDirectory | None
@@ -276,7 +289,7 @@ class _Run:
         self.owner, self.config, self.console = owner, owner.config, owner.console
         self.run, self.store, self.writer = run, store, writer
         self.programs = owner.new_programs()
-        self.schedule = learning_rate_schedule(self.config.optimizer, owner.total_updates)
+        self.schedule = learning_rate_schedule(self.config.optimizer, total_updates(self.config))
         state = self.programs.init(owner.policy.params)
         restored = store.restore_latest(self._saved(state, owner.reference(self.programs, state))) if run.resumed else None
         self.before: dict[str, float] | None = None

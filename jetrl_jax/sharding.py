@@ -7,7 +7,7 @@ own masters and gets the slice of the whole codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Layout:
       section: degrees of the two mesh axes; their product is the number of devices taken.
       plan: says which matrices have block scales.
       params: gives paths and shapes; may be abstract.
+      devices: to take them from, such as those of a topology that programs are compiled for; None: this process's.
 
     Attributes:
       mesh: devices [data, fsdp].
@@ -41,8 +42,10 @@ class Layout:
       UserError: fewer devices than asked for, or matrices that cannot be split so, all listed.
     """
 
-    def __init__(self, section: ShardingSection, plan: PrecisionPlan, params: nnx.State) -> None:
-        count, devices = section.devices, jax.devices()
+    def __init__(
+        self, section: ShardingSection, plan: PrecisionPlan, params: nnx.State, devices: Sequence[jax.Device] | None = None
+    ) -> None:
+        count, devices = section.devices, jax.devices() if devices is None else devices
         if len(devices) < count:
             hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
             raise UserError(

@@ -147,6 +147,14 @@ class EnginePrograms:
         program = self._program(("resize", *state.shape, len(index), length), resized, args)
         return program(*args) if run else None
 
+    def trace_prefill(self, weights: list[Any], tokens: Any, lengths: Any) -> Any:
+        """`prefill` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
+        return jit(self._prefill_program).trace(weights, tokens, lengths)
+
+    def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
+        """`decode` traced; the arguments may be abstract."""
+        return jit(self._decode_program, donate_argnums=1).trace(weights, state, controls, idle_limit)
+
     def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
         """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
         if key not in self._compiled:
