@@ -281,10 +281,10 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
             place = next((one for one in free if one.size == value.size), None)
             if place is not None:
                 dying.remove(place)
+            if place is None or place in live:  # else an argument's place, which is not counted
+                now += value.size if place is None else 0
                 live.pop(place, None)
-                now -= value.size  # of the place: of an argument that a loop's body gives back, or of a temporary
-            live[value] = None
-            now += value.size
+                live[value] = None
         if now + operation.inner > most:
             most, fullest = now + operation.inner, (*live, *operation.inner_live)
         for value in (*dying, *(one for one in operation.outputs if one not in last and one not in results)):

@@ -94,6 +94,10 @@ class EnginePrograms:
         """Idle slots."""
         return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
 
+    def abstract_state(self, slots: int, length: int) -> SlotState:
+        """As `empty_state`: shapes and dtypes, without any array."""
+        return jax.eval_shape(functools.partial(self._empty_program, slots, length))
+
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
         shapes, weights = self.shapes, list(self.published_spec.values())
