@@ -63,13 +63,14 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """name: of the primitive; inner: bytes that a loop's body holds besides its operands and results."""
+    """name: of the primitive; inner: bytes that a loop's body holds besides its operands and results; axes: of a collective."""
 
     name: str
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
     inner: int = 0
     inner_live: tuple[Value, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,13 @@ def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
     live = _without_dead_code(program.operations, outputs)
     reads = _materialise(live, outputs)
     return _sweep(live, reads, arguments[body_constants:] if body_constants is not None else None, outputs)
+
+
+def collectives(jaxpr: Any) -> list[Operation]:
+    """The collectives of a program, in order; those inside loops are not there (no program of ours has any)."""
+    program = _Flattened()
+    _, outputs = program.run(jaxpr)
+    return [operation for operation in _without_dead_code(program.operations, outputs) if operation.name in COLLECTIVES]
 
 
 class _Flattened:
@@ -140,6 +148,9 @@ class _Flattened:
                 return self._seen[key]
         operation = Operation(name, inputs)
         operation.outputs = [_value(variable.aval, maker=operation) for variable in equation.outvars]
+        if name in COLLECTIVES:
+            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+            operation.axes = (axes,) if isinstance(axes, str) else tuple(axes)
         if name in ALIASES:
             for value, source in zip(operation.outputs, inputs, strict=True):
                 value.source = source

@@ -72,6 +72,11 @@ class MemoryPlan:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
+    def gradient_temporaries(self, remat: str) -> int:
+        """Bytes of the gradient's temporaries with another `batch.remat`."""
+        runs = shallow_runs(override_config(self.config, [f"batch.remat={remat}"]), self.sizes)
+        return sum(temporaries(runs, self.sizes.num_layers, "gradient").values())
+
     def largest_microbatch(self, budget: int) -> int:
         """The largest `batch.microbatch_tokens` whose phases fit into `budget` bytes; 0: not even one row does."""
         rows = _largest(lambda rows: self._fits([f"batch.microbatch_tokens={rows * self.config.row_tokens}"], budget), 1)
@@ -132,7 +137,7 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
     gradient = {"gradient": held["FP32 masters"]}
     several = {"gradients' sum": held["FP32 masters"]} if run.microbatches > 1 else {}
     found.append(Phase("gradient", held | gradient | several | used("gradient")))
-    found.append(Phase("update", held | gradient | {"temporaries": _largest_master(run)}))
+    found.append(Phase("update", held | gradient | {"temporaries": largest_master(run)}))
     if copy:
         found.append(Phase("sync", held | {"engine's next weights": copy}))
     return found
@@ -159,7 +164,8 @@ def _rollout(run: AbstractRun, used: Callable[[str], dict[str, int]]) -> dict[st
     return {"prefilled prompts": prompts, "cache that grows": smaller, "temporaries": temporary}
 
 
-def _largest_master(run: AbstractRun) -> int:
+def largest_master(run: AbstractRun) -> int:
+    """Bytes of a device's largest shard of a master."""
     return max(on_one_device(leaf) for leaf in jax.tree.leaves(run.state.params))
 
 
