@@ -75,9 +75,7 @@ class AbstractRun:
       engine: the embedded engine of one device, or None.
     """
 
-    def __init__(
-        self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
         numerics = build_numerics(config.precision, config.numerics)
         if on_gpu:
@@ -120,7 +118,7 @@ class AbstractRun:
     def trace(self, program: str) -> Any:
         """One program traced (`jax.stages.Traced`): "gradient", "logprobs", "check", "step", "prefill" or "decode"."""
         if program == "gradient":
-            count = jax.ShapeDtypeStruct((), jnp.float32)
+            count: Any = jax.ShapeDtypeStruct((), jnp.float32)
             return self.programs.trace_gradient(self.state, self.batch(), Denominators(count, count, count), self.algorithm)
         if program == "logprobs":
             return self.programs.trace_logprobs(self.frozen, self.batch())
@@ -133,8 +131,9 @@ class AbstractRun:
             rows = engine.shapes.prefill_rows
             tokens = jax.ShapeDtypeStruct((rows, engine.shapes.prompt_buckets[-1]), jnp.int32)
             return engine.programs.trace_prefill(weights, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32))
-        scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.uint32))
-        controls = Controls(*scalars, jax.ShapeDtypeStruct((self.sizes.vocab_size,), jnp.bool_))
+        scalars: list[Any] = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.uint32)]
+        stops: Any = jax.ShapeDtypeStruct((self.sizes.vocab_size,), jnp.bool_)
+        controls = Controls(scalars[0], scalars[1], scalars[2], stops)
         return engine.programs.trace_decode(weights, self.slots(), controls, jax.ShapeDtypeStruct((), jnp.int32))
 
     def with_config(self, config: RunConfig) -> AbstractRun:

@@ -22,7 +22,7 @@ class Devices:
 
 
 def parse_devices(text: str) -> Devices:
-    """"8xH100" or "8x80GiB".
+    """ "8xH100" or "8x80GiB".
 
     Raises:
       UserError: neither.
@@ -36,4 +36,5 @@ def parse_devices(text: str) -> Devices:
         if name in MEMORY_BYTES:
             return Devices(count, name, MEMORY_BYTES[name])
     known = ", ".join(MEMORY_BYTES)
-    raise UserError(f"--devices: not understood: got {text!r}, expected a number, x, and one of {known} or a size, such as 8xH100 or 8x80GiB.")
+    expected = f"a number, x, and one of {known} or a size, such as 8xH100 or 8x80GiB"
+    raise UserError(f"--devices: not understood: got {text!r}, expected {expected}.")

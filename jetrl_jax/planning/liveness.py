@@ -13,8 +13,9 @@ dropped) and its operations run in the order they are written:
 
 A value lives from the operation that makes it to the last that reads it, through fused ones too.  An element-wise result
 takes the place of an operand that is read for the last time.  Not so values of more than three axes (scores of attention),
-since a dot wants their axes in an order of its own: such a value that only dots read is written once for each of them.  XLA's own order and choices of fusion are not modelled
-beyond this; `python -m jetrl_jax.plan --check` prints the difference.
+since a dot wants their axes in an order of its own: such a value that only dots read is written once for each of them.
+XLA's own order, its choices of fusion and its joining of small collectives are not modelled beyond this;
+`python -m jetrl_jax.plan --check-target` prints the difference (docs/scaling.md has it).
 """
 
 from __future__ import annotations
@@ -162,7 +163,6 @@ class _Flattened:
             self._seen[key] = operation.outputs
         return operation.outputs
 
-
     def _barrier(self, value: Value) -> Value:
         """The same memory under another name, which nothing is fused across."""
         operation = Operation("optimization_barrier", [value])
@@ -203,9 +203,10 @@ def _without_dead_code(operations: list[Operation], outputs: Sequence[Value]) ->
         if any(id(value) in needed for value in operation.outputs):
             kept.append(operation)
             for value in operation.inputs:
-                while value is not None:
-                    needed.add(id(value))
+                needed.add(id(value))
+                while value.source is not None:
                     value = value.source
+                    needed.add(id(value))
     return kept[::-1]
 
 
@@ -290,11 +291,13 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
                 continue
             free = dying if reusable and len(value.shape) <= MERGED_AXES else ()
             place = next((one for one in free if one.size == value.size), None)
-            if place is not None:
-                dying.remove(place)
-            if place is None or place in live:  # else an argument's place, which is not counted
-                now += value.size if place is None else 0
-                live.pop(place, None)
+            if place is None:
+                now += value.size
+                live[value] = None
+                continue
+            dying.remove(place)
+            if place in live:  # else the place is an argument's, which is not counted
+                del live[place]
                 live[value] = None
         if now + operation.inner > most:
             most, fullest = now + operation.inner, (*live, *operation.inner_live)
