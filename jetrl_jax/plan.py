@@ -10,8 +10,10 @@ Exit status: 0 it fits, 2 bad input, 3 it does not fit.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +22,9 @@ from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.planning.devices import GIB, Devices, parse_devices
+
+if TYPE_CHECKING:
+    from jetrl_jax.models.hf_config import ModelConfig
 
 RESERVE = 0.1
 WIDTH = 132
@@ -37,16 +42,45 @@ def main(argv: list[str]) -> int:
             f"{config.sharding.devices}."
         )
     _use_fake_devices(devices.count)
-    from jetrl_jax.planning.abstract_run import planned_model
-
     sizes = planned_model(config, arguments.model)
     if arguments.layers is not None:
-        sizes = _shallower(sizes, arguments.layers)
+        sizes = dataclasses.replace(sizes, num_layers=arguments.layers)
     console = Console(width=WIDTH, highlight=False)
     if arguments.check or arguments.check_target:
         _print_check(console, config, sizes, devices, arguments.check_target)
         return 0
     return _print_plan(console, config, sizes, devices, arguments.reserve, search=not arguments.no_search)
+
+
+def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelConfig:
+    """The sizes of a config's model: of a new one, or of a directory's `config.json`.
+
+    Args:
+      config: the run's config.
+      model: a directory with a `config.json`, in place of `model.path`.
+
+    Raises:
+      UserError: no `config.json` where it is looked for, or sequences longer than the model's positions.
+    """
+    from bridge.hf_read import read_config
+    from jetrl_jax.policy import new_model_config
+    from jetrl_jax.tasks.tokenizer import build_tokenizer
+
+    path = model or config.model.path
+    if path is None:
+        return new_model_config(config.model, build_tokenizer(config.tokenizer))
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are not needed: --model DIR gives "
+            f"a directory that holds config.json alone, such as configs/models/qwen3_8b."
+        )
+    sizes = read_config(path)
+    if config.max_sequence_tokens > sizes.max_position_embeddings:
+        raise UserError(
+            f"plan: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+        )
+    return sizes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,16 +108,11 @@ def _use_fake_devices(count: int) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    if jax.config.jax_num_cpu_devices < count:
+        jax.config.update("jax_num_cpu_devices", count)
 
 
-def _shallower(sizes: Any, layers: int) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(sizes, num_layers=layers)
-
-
-def _print_plan(console: Console, config: RunConfig, sizes: Any, devices: Devices, reserve: float, *, search: bool) -> int:
+def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool) -> int:
     from jetrl_jax.planning.memory import MemoryPlan
     from jetrl_jax.planning.traffic import traffic, work
 
@@ -128,7 +157,7 @@ def _print_step(console: Console, rows: list[Any], title: str) -> None:
     console.print(table)
 
 
-def _print_check(console: Console, config: RunConfig, sizes: Any, devices: Devices, target: str | None) -> None:
+def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: str | None) -> None:
     from jetrl_jax.planning.check import check, target_devices
 
     where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"the GPU of {target}"

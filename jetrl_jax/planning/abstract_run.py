@@ -9,20 +9,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bridge.hf_read import read_config
 from jetrl_jax.config import RunConfig
-from jetrl_jax.errors import UserError
 from jetrl_jax.grpo import build_programs
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.policy import new_model_config
 from jetrl_jax.precision import build_numerics, build_plan, named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch
@@ -30,34 +26,6 @@ from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.rollout.sampling import Controls
 from jetrl_jax.sharding import Layout
-from jetrl_jax.tasks.tokenizer import build_tokenizer
-
-
-def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelConfig:
-    """The sizes of a config's model: of a new one, or of a directory's `config.json`.
-
-    Args:
-      config: the run's config.
-      model: a directory with a `config.json`, in place of `model.path`.
-
-    Raises:
-      UserError: no `config.json` where it is looked for, or sequences longer than the model's positions.
-    """
-    path = model or config.model.path
-    if path is None:
-        return new_model_config(config.model, build_tokenizer(config.tokenizer))
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(
-            f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are not needed: --model DIR gives "
-            f"a directory that holds config.json alone, such as configs/models/qwen3_8b."
-        )
-    sizes = read_config(path)
-    if config.max_sequence_tokens > sizes.max_position_embeddings:
-        raise UserError(
-            f"plan: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
-            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
-        )
-    return sizes
 
 
 class AbstractRun:

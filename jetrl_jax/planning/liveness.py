@@ -64,7 +64,11 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """name: of the primitive; inner: bytes that a loop's body holds besides its operands and results; axes: of a collective."""
+    """An operation of the flattened program.
+
+    name: of the primitive; order: its number; axes: of the mesh, for a collective.
+    inner, inner_live: bytes and values that a loop's body holds besides its operands and results.
+    """
 
     name: str
     inputs: list[Value]
@@ -72,6 +76,7 @@ class Operation:
     inner: int = 0
     inner_live: tuple[Value, ...] = ()
     axes: tuple[str, ...] = ()
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class _Flattened:
             key = (name, named, literals, str(sorted((k, str(v)) for k, v in equation.params.items())))
             if key in self._seen:
                 return self._seen[key]
-        operation = Operation(name, inputs)
+        operation = Operation(name, inputs, order=len(self.operations))
         operation.outputs = [_value(variable.aval, maker=operation) for variable in equation.outvars]
         if name in COLLECTIVES:
             axes = equation.params.get("axes", equation.params.get("axis_name", ()))
@@ -165,7 +170,7 @@ class _Flattened:
 
     def _barrier(self, value: Value) -> Value:
         """The same memory under another name, which nothing is fused across."""
-        operation = Operation("optimization_barrier", [value])
+        operation = Operation("optimization_barrier", [value], order=len(self.operations))
         operation.outputs = [Value(value.size, value.shape, value.dtype, maker=operation, source=value)]
         self.operations.append(operation)
         return operation.outputs[0]
@@ -237,7 +242,7 @@ def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[
         cones[id(operation)] = sources
         again = sum(source.size for source in sources)
         for value in operation.outputs:
-            if operation.name == "dot_general" and value not in forced and _has_epilogue(value, readers[value]):
+            if operation.name == "dot_general" and value not in forced and _has_epilogue(operation, readers[value]):
                 continue
             always = operation.name in IN_MEMORY | REDUCTIONS or value in forced
             if not always and (operation.name == "gather" or (roots & looked_up and all(_given(root) for root in roots - looked_up))):
@@ -261,11 +266,27 @@ def _widened(value: Value) -> bool:
     return maker is not None and maker.name == "convert_element_type" and maker.inputs[0].size < value.size
 
 
-def _has_epilogue(value: Value, readers: list[Operation]) -> bool:
+def _has_epilogue(dot: Operation, readers: list[Operation]) -> bool:
     """Whether a dot's result is read by one element-wise operation alone, which is then done as it is written."""
-    if len(value.shape) > MERGED_AXES:
+    value = dot.outputs[0]
+    if len(value.shape) > MERGED_AXES or len(readers) != 1 or readers[0].name in IN_MEMORY | REDUCTIONS:
         return False
-    return len(readers) == 1 and readers[0].name not in IN_MEMORY | REDUCTIONS and readers[0].outputs[0].shape == value.shape
+    others = [one for one in readers[0].inputs if one.root is not value]
+    return readers[0].outputs[0].shape == value.shape and _there_before(others, dot.order)
+
+
+def _there_before(values: list[Value], order: int) -> bool:
+    """Whether all that the values are computed from in memory is made before the operation with that number."""
+    seen: set[int] = set()
+    while values:
+        maker = values.pop().root.maker
+        if maker is None or maker.order < order or maker.order in seen:
+            continue
+        if maker.name in IN_MEMORY | REDUCTIONS:
+            return False
+        seen.add(maker.order)
+        values += maker.inputs
+    return True
 
 
 def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carried: list[Value] | None, outputs: Sequence[Value]) -> Peak:
@@ -275,13 +296,14 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
     results = {value.root for value in outputs}
     mine = {value for operation in made for value in operation.outputs if value.material}
     counted = mine if carried is not None else mine - results
-    replaceable = counted | set(carried or ())
+    given = set(carried or ())
     ending: dict[int, list[Value]] = defaultdict(list)
     for value, position in last.items():
-        if value in replaceable and value not in results:
+        if (value in counted or value in given) and value not in results:
             ending[position].append(value)
     now = most = 0
     live: dict[Value, None] = {}
+    freed: list[Value] = []
     fullest: tuple[Value, ...] = ()
     for position, operation in enumerate(made):
         dying = ending[position]
@@ -291,6 +313,11 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
                 continue
             free = dying if reusable and len(value.shape) <= MERGED_AXES else ()
             place = next((one for one in free if one.size == value.size), None)
+            if place is None and value in results:  # of a loop's turn: goes where an argument was read for the last time before
+                place = next((one for one in freed if one.size == value.size), None)
+                if place is not None:
+                    freed.remove(place)
+                    continue
             if place is None:
                 now += value.size
                 live[value] = None
@@ -305,4 +332,6 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
             if value in live:
                 del live[value]
                 now -= value.size
+            elif value in given:
+                freed.append(value)
     return Peak(most, tuple(sorted(fullest, key=lambda value: -value.size)))

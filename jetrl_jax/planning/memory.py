@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jetrl_jax.config import RunConfig
+from jetrl_jax.config import RolloutSection, RunConfig
 from jetrl_jax.config_io import override_config
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
@@ -65,7 +65,8 @@ class MemoryPlan:
         self.config, self.sizes, self.device_bytes = config, sizes, device_bytes
         self.run = AbstractRun(config, sizes)
         self.shallow = shallow_runs(config, sizes)
-        self.phases = phases(self.run, self.shallow, device_bytes)
+        self._rollout: dict[RolloutSection, dict[str, int]] = {}  # found before: a batch does not change them
+        self.phases = self._phases(self.run, self.shallow)
 
     @property
     def fullest(self) -> Phase:
@@ -97,7 +98,13 @@ class MemoryPlan:
     def _fits(self, changes: list[str], budget: int) -> bool:
         config = override_config(self.config, changes)
         run = AbstractRun(config, self.sizes) if config.rollout != self.config.rollout else self.run.with_config(config)
-        return all(phase.total <= budget for phase in phases(run, shallow_runs(config, self.sizes), self.device_bytes))
+        return all(phase.total <= budget for phase in self._phases(run, shallow_runs(config, self.sizes)))
+
+    def _phases(self, run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Phase]:
+        section = run.config.rollout
+        if section not in self._rollout:
+            self._rollout[section] = _rollout(run, shallow)
+        return phases(run, shallow, self.device_bytes, self._rollout[section])
 
 
 def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ...]:
@@ -117,8 +124,8 @@ def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dic
     return {kind: max(size, 0) for kind, size in drawn.items()}
 
 
-def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int) -> list[Phase]:
-    """The phases of a step, in its order."""
+def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int, rollout: Mapping[str, int]) -> list[Phase]:
+    """The phases of a step, in its order; `rollout` is what that phase adds."""
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
     held |= {"published codes": on_one_device(state.published)}
@@ -130,7 +137,7 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
     def used(program: str) -> dict[str, int]:
         return temporaries(shallow, layers, program)
 
-    found = [Phase("rollout", held | _rollout(run, used))]
+    found = [Phase("rollout", held | dict(rollout))]
     if run.algorithm.needs_old or run.algorithm.needs_reference:
         own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
         found.append(Phase("scoring", held | own | used("logprobs")))
@@ -152,7 +159,7 @@ def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
     return weights | {"KV cache": on_one_device(run.slots())}
 
 
-def _rollout(run: AbstractRun, used: Callable[[str], dict[str, int]]) -> dict[str, int]:
+def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, int]:
     """What a rollout adds: prefilled prompts, a cache of half the length while it grows, the fuller program's temporaries."""
     if run.engine is None:
         return {}
@@ -160,7 +167,7 @@ def _rollout(run: AbstractRun, used: Callable[[str], dict[str, int]]) -> dict[st
     prompts = on_one_device(empty(shapes.prefill_rows, shapes.prompt_buckets[-1])) + 4 * shapes.prefill_rows * run.sizes.vocab_size
     before = shapes.cache_buckets[-2:-1]
     smaller = on_one_device(empty(shapes.batch_sizes[-1], before[0])) if before else 0
-    temporary = max(sum(used(program).values()) for program in ("prefill", "decode"))
+    temporary = max(sum(temporaries(shallow, run.sizes.num_layers, program).values()) for program in ("prefill", "decode"))
     return {"prefilled prompts": prompts, "cache that grows": smaller, "temporaries": temporary}
 
 
