@@ -193,9 +193,11 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
-    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's to the byte, but for its tuples."""
+    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a batch apart that the
+    algorithm does not read and XLA does not take."""
     config = load_config(ROOT / f"configs/qwen3_{name}_8xh100.yaml", [])
     sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=2)
+    fields = 12 * 4 * config.batch.microbatch_tokens
     for program, plan, xla in check(config, sizes, None):
         for what in ("arguments", "outputs", "alias"):
-            assert getattr(plan, what) == pytest.approx(getattr(xla, what), abs=4096), (program, what)
+            assert getattr(plan, what) == pytest.approx(getattr(xla, what), abs=fields), (program, what)
