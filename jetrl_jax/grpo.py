@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
 from bridge.engine.certificate import CertifiedEngine
@@ -27,20 +26,19 @@ from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
-from jetrl_jax.precision import PrecisionPlan
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
+from jetrl_jax.training.build_programs import build_programs, total_updates
 from jetrl_jax.training.checkpoint import CheckpointStore, compare_for_resume
 from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator
-from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.metrics import MetricsWriter
-from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
+from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.prompts import PromptStream
 from jetrl_jax.training.run_directory import RunDirectory, collect_environment
 from jetrl_jax.training.step import PolicyPrograms, TrainState
@@ -48,26 +46,6 @@ from jetrl_jax.training.trainer import Trainer
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 EXPORT_DIRECTORY = "export"
-
-
-def total_updates(config: RunConfig) -> int:
-    """Optimiser steps of a run."""
-    return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
-
-
-def build_programs(
-    config: RunConfig, model: Decoder, plan: PrecisionPlan, layout: Layout | None, optimizer: optax.GradientTransformation | None = None
-) -> PolicyPrograms:
-    """The training programs of a config; the model's parameters may be abstract.  `optimizer` None is that of the RL phase."""
-    return PolicyPrograms(
-        model,
-        plan,
-        optimizer or build_optimizer(config.optimizer, total_updates(config)),
-        temperature=config.rollout.temperature if optimizer is None else 1.0,
-        chunk_tokens=config.batch.logprob_chunk_tokens,
-        loss_scale=LossScale.start(config.loss_scale) if config.precision.preset == "fp16" else None,
-        layout=layout,
-    )
 
 
 class GRPOTrainer:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.config import RunConfig
-from jetrl_jax.grpo import build_programs
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import build_numerics, build_plan, named_params
@@ -26,6 +25,7 @@ from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.rollout.sampling import Controls
 from jetrl_jax.sharding import Layout
+from jetrl_jax.training.build_programs import build_programs
 
 
 class AbstractRun:
