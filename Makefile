@@ -112,6 +112,11 @@ WHAT ?= gemm
 bench-kernels: $(VENV)/.installed-train  ## The Pallas GEMMs against their rivals on a Hopper GPU with torch; WHAT=gemm, decode or linear
 	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) --rivals tests/benchmarks/kernel_rivals.py $(ARGS)
 
+.PHONY: plan-check
+plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time; XLA's bytes beside the planner's (half an hour)
+	for size in 8b 32b; do $(RUN_PYTHON) -m jetrl_jax.plan --config configs/qwen3_$${size}_8xh100.yaml \
+		--model configs/models/qwen3_$$size --devices 8xH100 --check $(ARGS) || exit 1; done
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
 	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)

@@ -37,13 +37,13 @@ from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
+from jetrl_jax.training.build_programs import build_programs, total_updates
 from jetrl_jax.training.checkpoint import CheckpointStore, compare_for_resume
 from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator
-from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.metrics import MetricsWriter
-from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
+from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.prompts import PromptStream, data_fingerprint
 from jetrl_jax.training.run_directory import RunDirectory, collect_environment
 from jetrl_jax.training.step import PolicyPrograms, TrainState
@@ -94,7 +94,6 @@ class GRPOTrainer:
         self.layout = Layout(section, self.policy.plan, self.policy.model) if many else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
         self.reward_functions = reward_functions
-        self.total_updates = self.config.run.steps * self.config.algorithm.epochs * self.config.algorithm.minibatches
         self.stop_signals = StopSignals(self.console.warn)
         self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()
@@ -176,15 +175,7 @@ class GRPOTrainer:
 
     def new_programs(self, optimizer: Any = None) -> PolicyPrograms:
         """The compiled programs of this run's policy; `optimizer` None is that of the RL phase."""
-        return PolicyPrograms(
-            self.policy.model,
-            self.policy.plan,
-            optimizer or build_optimizer(self.config.optimizer, self.total_updates),
-            temperature=self.config.rollout.temperature if optimizer is None else 1.0,
-            chunk_tokens=self.config.batch.logprob_chunk_tokens,
-            loss_scale=LossScale.start(self.config.loss_scale) if self.config.precision.preset == "fp16" else None,
-            layout=self.layout,
-        )
+        return build_programs(self.config, self.policy.model, self.policy.plan, self.layout, optimizer)
 
     def new_trainer(
         self, programs: PolicyPrograms, state: TrainState, reference: nnx.State | None, rewards: RewardFunctions, run: RunDirectory | None
@@ -277,7 +268,7 @@ class _Run:
         self.owner, self.config, self.console = owner, owner.config, owner.console
         self.run, self.store, self.writer = run, store, writer
         self.programs = owner.new_programs()
-        self.schedule = learning_rate_schedule(self.config.optimizer, owner.total_updates)
+        self.schedule = learning_rate_schedule(self.config.optimizer, total_updates(self.config))
         state = self.programs.init(owner.policy.params)
         restored = store.restore_latest(self._saved(state, owner.reference(self.programs, state))) if run.resumed else None
         self.before: dict[str, float] | None = None

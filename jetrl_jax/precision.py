@@ -55,6 +55,7 @@ class Numerics:
     exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
     promotion_order, scale_format: see `pallas_kernels`.
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.fp8_linear`.
+    stored_dtype: dtype of a key/value cache; None is what suits the backend (`models.ops.cache_dtype`).
     """
 
     compute_dtype: str = "bfloat16"
@@ -63,6 +64,7 @@ class Numerics:
     promotion_order: str = "deepgemm"
     wgrad_operand: str = "requantize"
     scale_format: str = "float32"
+    stored_dtype: str | None = None
 
     @property
     def dtype(self) -> Any:

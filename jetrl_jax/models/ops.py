@@ -214,6 +214,8 @@ def cache_dtype(numerics: Numerics) -> Any:
     XLA's CPU backend multiplies only what stands in memory in the type of the product, so there the cache is kept
     in that type instead of being converted for every token.
     """
+    if numerics.stored_dtype is not None:
+        return jnp.dtype(numerics.stored_dtype)
     if jax.default_backend() != "cpu":
         return numerics.dtype
     return np.dtype(np.float64 if numerics.exact else np.float32)

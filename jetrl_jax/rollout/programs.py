@@ -103,6 +103,10 @@ class EnginePrograms:
         """Idle slots."""
         return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
 
+    def abstract_state(self, slots: int, length: int) -> SlotState:
+        """As `empty_state`: shapes and dtypes, without any array."""
+        return jax.eval_shape(functools.partial(self._empty_program, slots, length))
+
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
         shapes, weights = self.shapes, list(self.published_spec.values())
@@ -155,6 +159,14 @@ class EnginePrograms:
         resized = functools.partial(self._resize_program, length=length)
         program = self._program(("resize", *state.shape, len(index), length), resized, args)
         return program(*args) if run else None
+
+    def trace_prefill(self, weights: list[Any], tokens: Any, lengths: Any) -> Any:
+        """`prefill` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
+        return jit(self._prefill_program).trace(weights, tokens, lengths)
+
+    def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
+        """`decode` traced; the arguments may be abstract."""
+        return jit(self._decode_program, donate_argnums=1).trace(weights, state, controls, idle_limit)
 
     def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
         """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""

@@ -124,20 +124,35 @@ class PolicyPrograms:
             return state
         weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
         placed = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
-        return jax.tree.map(
-            lambda sharding, part: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part),
-            placed,
-            state,
-        )
+        return _placed(placed, state)
+
+    def abstract_frozen(self, state: TrainState) -> nnx.State:
+        """As `frozen` of an abstract state."""
+        weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
+        shardings = None if self.layout is None else self.layout.shardings(state.params)
+        return weights if shardings is None else _placed(shardings, weights)
+
+    def trace_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
+        """`policy_gradient` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
+        return self._policy_gradient.trace(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+
+    def trace_logprobs(self, weights: nnx.State, batch: TrainBatch) -> Any:
+        """`logprobs` traced; the arguments may be abstract."""
+        return self._logprobs.trace(weights, batch.token_ids, batch.positions, batch.segment_ids)
+
+    def trace_update(self, state: TrainState) -> tuple[Any, Any]:
+        """`update`'s two programs, the check and the step, traced; the state may be abstract."""
+        finite = jax.eval_shape(self._check_program, state, state.params)[1]
+        return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
 
     def lower_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
         """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
-        return self._policy_gradient.lower(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+        return self.trace_gradient(state, batch, denominators, algorithm).lower()
 
     def lower_update(self, state: TrainState) -> tuple[Any, Any]:
         """`update`'s two programs, the check and the step, lowered, not compiled; the state may be abstract."""
-        finite = jax.eval_shape(self._check_program, state, state.params)[1]
-        return self._check.lower(state, state.params), self._update.lower(state, state.params, finite)
+        check, step = self.trace_update(state)
+        return check.lower(), step.lower()
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The state's policy as weights of a forward without gradient (a reference policy)."""
@@ -242,6 +257,15 @@ class PolicyPrograms:
         new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
         kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
+
+
+def _placed(shardings: Any, tree: Any) -> Any:
+    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree, such as codes with their scales."""
+
+    def place(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, shardings, tree)
 
 
 def _factor(state: TrainState) -> Any:

@@ -1,0 +1,143 @@
+"""The programs and arrays of a run as shapes alone: what the planner counts and compiles, from the run's own parts.
+
+Nothing is allocated and no weights are read; of a checkpoint only `config.json` is.  Engine and trainer are those of
+`jetrl_jax.rollout` and `jetrl_jax.training`, their arguments abstract.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.precision import build_numerics, build_plan, named_params
+from jetrl_jax.rl.algorithm import resolve_algorithm
+from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.rollout.sampling import Controls
+from jetrl_jax.sharding import Layout
+from jetrl_jax.training.build_programs import build_programs
+
+
+class AbstractRun:
+    """A run's parts with abstract arrays.
+
+    Args:
+      config: the run's config.
+      sizes: the model's.
+      on_gpu: whether a key/value cache is stored as a GPU stores it; else as this process's backend does.
+      devices: to lay arrays out on; None takes this process's.
+
+    Attributes:
+      layout: None for one device.
+      programs, state, frozen: of the trainer; weights of a forward without gradient.
+      engine: the embedded engine of one device, or None.
+    """
+
+    def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
+        self.config, self.sizes = config, sizes
+        numerics = build_numerics(config.precision, config.numerics)
+        if on_gpu:
+            numerics = dataclasses.replace(numerics, stored_dtype=numerics.compute_dtype)
+        remat = config.batch.remat == "layer"
+        self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))
+        params = nnx.state(self.model, nnx.Param)
+        self.plan = build_plan([path for path, _ in named_params(params)], config.precision)
+        sharded = config.sharding.devices > 1
+        self.layout = Layout(config.sharding, self.plan, self.model, devices) if sharded else None
+        self.programs = build_programs(config, self.model, self.plan, self.layout)
+        self.state = self.programs.abstract(params)
+        self.frozen = self.programs.abstract_frozen(self.state)
+        self.algorithm = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction)
+        self.engine = self._engine() if config.rollout.engine == "jax" else None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch on one device."""
+        return self.config.microbatch_tokens // self.config.row_tokens // self.config.sharding.row_shards
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one optimiser step, where every sequence is so long that it takes a row."""
+        rollout = self.config.rollout
+        sequences = -(-rollout.prompts_per_step // self.config.algorithm.minibatches) * rollout.group_size
+        return -(-sequences // (self.rows * self.config.sharding.row_shards))
+
+    def batch(self) -> TrainBatch:
+        """One microbatch over all devices."""
+        shape = (self.rows * self.config.sharding.row_shards, self.config.row_tokens)
+        ids, number, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+        optional = {
+            "old_logprobs": number if self.algorithm.needs_old or self.algorithm.bypass else None,
+            "ref_logprobs": number if self.algorithm.needs_reference else None,
+            "correction": number if self.algorithm.recompute else None,
+        }
+        return TrainBatch(ids, ids, ids, mask, number, number, ids, number, **optional)
+
+    def trace(self, program: str) -> Any:
+        """One program traced (`jax.stages.Traced`): "gradient", "logprobs", "check", "step", "prefill" or "decode"."""
+        if program == "gradient":
+            count: Any = jax.ShapeDtypeStruct((), jnp.float32)
+            return self.programs.trace_gradient(self.state, self.batch(), Denominators(count, count, count), self.algorithm)
+        if program == "logprobs":
+            return self.programs.trace_logprobs(self.frozen, self.batch())
+        if program in ("check", "step"):
+            return self.programs.trace_update(self.state)[program == "step"]
+        engine = self.engine
+        assert engine is not None and program in ("prefill", "decode")
+        weights = list(engine.programs.published_spec.values())
+        if program == "prefill":
+            rows = engine.shapes.prefill_rows
+            tokens = jax.ShapeDtypeStruct((rows, engine.shapes.prompt_buckets[-1]), jnp.int32)
+            return engine.programs.trace_prefill(weights, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32))
+        scalars: list[Any] = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.uint32)]
+        stops: Any = jax.ShapeDtypeStruct((self.sizes.vocab_size,), jnp.bool_)
+        controls = Controls(scalars[0], scalars[1], scalars[2], stops)
+        return engine.programs.trace_decode(weights, self.slots(), controls, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def with_config(self, config: RunConfig) -> AbstractRun:
+        """The same arrays under a config that differs in the batch alone."""
+        changed = copy.copy(self)
+        changed.config = config
+        return changed
+
+    def slots(self) -> Any:
+        """The engine's slots at the longest sequences."""
+        assert self.engine is not None
+        shapes = self.engine.shapes
+        return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
+
+    def _engine(self) -> JaxEngine:
+        rollout = self.config.rollout
+        return JaxEngine(
+            self.model,
+            self.plan,
+            slots=rollout.slots,
+            prefill_rows=rollout.prefill_rows,
+            decode_chunk_tokens=rollout.decode_chunk_tokens,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_completion_tokens=rollout.max_completion_tokens,
+            pad_id=0,
+        )
+
+
+def on_one_device(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on one device; arrays without a sharding are whole."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size = leaf.dtype.itemsize
+        for length in shape:
+            size *= length
+        total += size
+    return total

@@ -1,0 +1,204 @@
+"""Bytes on one device in each phase of a run: what is held, what a program adds, what is left.
+
+    rollout    weights and cache of the embedded engine, prompts being inserted, the fuller of prefill and decode
+    scoring    weights without gradient, temporaries of the log-probabilities' program (where the algorithm needs them)
+    gradient   the gradient and, of several microbatches, their sum; activations, gathered weights, a chunk of logits
+    update     gradient, old and new state in one place, the largest master once more
+    sync       the engine's next weights beside those that it has (where they are a copy)
+
+Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing is freed in
+between.  Arrays are counted exactly, from the shardings that the run uses (`AbstractRun`); temporaries are those of
+`planning.liveness`, traced at two small depths and drawn on to the model's: beyond the first layers each adds the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from jetrl_jax.config import RolloutSection, RunConfig
+from jetrl_jax.config_io import override_config
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
+from jetrl_jax.planning.liveness import Value, peak
+
+DEPTHS = (2, 4)  # layers of the models that are traced
+CODES, WEIGHTS, LOGITS, VOCABULARY, ACTIVATIONS = (
+    "FP8 codes gathered",
+    "other weights gathered",
+    "logits of a chunk",
+    "head and embedding, whole",
+    "activations",
+)
+LENGTH_STEP = 128  # tokens between the completion lengths that are tried
+
+
+@dataclass(frozen=True)
+class Phase:
+    """name; bytes: of each item on one device, in the order of the table."""
+
+    name: str
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes on one device."""
+        return sum(self.bytes.values())
+
+
+class MemoryPlan:
+    """The phases of a config.
+
+    Args:
+      config, sizes: the run and its model.
+      device_bytes: memory of a device, for what vLLM takes of it.
+
+    Attributes:
+      run: the whole model's abstract run.
+      phases: in the order of a step.
+    """
+
+    def __init__(self, config: RunConfig, sizes: ModelConfig, device_bytes: int) -> None:
+        self.config, self.sizes, self.device_bytes = config, sizes, device_bytes
+        self.run = AbstractRun(config, sizes)
+        self.shallow = shallow_runs(config, sizes)
+        self._rollout: dict[RolloutSection, dict[str, int]] = {}  # found before: a batch does not change them
+        self.phases = self._phases(self.run, self.shallow)
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def gradient_temporaries(self, remat: str) -> int:
+        """Bytes of the gradient's temporaries with another `batch.remat`."""
+        runs = shallow_runs(override_config(self.config, [f"batch.remat={remat}"]), self.sizes)
+        return sum(temporaries(runs, self.sizes.num_layers, "gradient").values())
+
+    def largest_microbatch(self, budget: int) -> int:
+        """The largest `batch.microbatch_tokens` whose phases fit into `budget` bytes; 0: not even one row does."""
+        rows = _largest(lambda rows: self._fits([f"batch.microbatch_tokens={rows * self.config.row_tokens}"], budget), 1)
+        return rows * self.config.row_tokens
+
+    def longest_completion(self, budget: int) -> int:
+        """The longest `rollout.max_completion_tokens` with which one row a device, and the engine's slots, fit; 0: none does."""
+        prompt = self.config.rollout.max_prompt_tokens
+        most = self.sizes.max_position_embeddings - prompt
+
+        def fits(steps: int) -> bool:
+            length = steps * LENGTH_STEP
+            row = ["batch.row_tokens=null", f"batch.microbatch_tokens={prompt + length}"]
+            return length <= most and self._fits([f"rollout.max_completion_tokens={length}", *row], budget)
+
+        return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))
+
+    def _fits(self, changes: list[str], budget: int) -> bool:
+        config = override_config(self.config, changes)
+        run = AbstractRun(config, self.sizes) if config.rollout != self.config.rollout else self.run.with_config(config)
+        return all(phase.total <= budget for phase in self._phases(run, shallow_runs(config, self.sizes)))
+
+    def _phases(self, run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Phase]:
+        section = run.config.rollout
+        if section not in self._rollout:
+            self._rollout[section] = _rollout(run, shallow)
+        return phases(run, shallow, self.device_bytes, self._rollout[section])
+
+
+def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ...]:
+    """Runs of the model at `DEPTHS`; of a shallow one, or where layers are told apart by name, the model itself."""
+    if sizes.num_layers <= DEPTHS[-1] or config.precision.overrides:
+        return (AbstractRun(config, sizes),)
+    return tuple(AbstractRun(config, dataclasses.replace(sizes, num_layers=depth)) for depth in DEPTHS)
+
+
+def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dict[str, int]:
+    """Bytes of each kind at a program's fullest point, for a model of `layers` layers like those of `runs`."""
+    found = [_kinds(peak(run.trace(program).jaxpr).live, run.sizes.vocab_size) for run in runs]
+    if len(found) == 1:
+        return found[0]
+    (shallow, deep), (first, second) = found, (run.sizes.num_layers for run in runs)
+    drawn = {kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) // (second - first) for kind in deep}
+    return {kind: max(size, 0) for kind, size in drawn.items()}
+
+
+def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int, rollout: Mapping[str, int]) -> list[Phase]:
+    """The phases of a step, in its order; `rollout` is what that phase adds."""
+    state, layers = run.state, run.sizes.num_layers
+    held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
+    held |= {"published codes": on_one_device(state.published)}
+    if run.algorithm.needs_reference:
+        held["reference"] = on_one_device(run.frozen)
+    held |= _engine(run, device_bytes)
+    copy = held.get("engine's weights", 0)
+
+    def used(program: str) -> dict[str, int]:
+        return temporaries(shallow, layers, program)
+
+    found = [Phase("rollout", held | dict(rollout))]
+    if run.algorithm.needs_old or run.algorithm.needs_reference:
+        own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
+        found.append(Phase("scoring", held | own | used("logprobs")))
+    gradient = {"gradient": held["FP32 masters"]}
+    several = {"gradients' sum": held["FP32 masters"]} if run.microbatches > 1 else {}
+    found.append(Phase("gradient", held | gradient | several | used("gradient")))
+    found.append(Phase("update", held | gradient | {"temporaries": largest_master(run)}))
+    if copy:
+        found.append(Phase("sync", held | {"engine's next weights": copy}))
+    return found
+
+
+def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
+    """What the rollout engine holds all the time."""
+    if run.engine is None:
+        return {"vLLM": int(run.config.vllm.gpu_memory_utilization * device_bytes)}
+    split = run.layout is not None and any(axis is not None for axis in run.layout.axes.values())
+    weights = {"engine's weights": on_one_device(run.engine.programs.published)} if split else {}  # else the published ones
+    return weights | {"KV cache": on_one_device(run.slots())}
+
+
+def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, int]:
+    """What a rollout adds: prefilled prompts, a cache of half the length while it grows, the fuller program's temporaries."""
+    if run.engine is None:
+        return {}
+    shapes, empty = run.engine.shapes, run.engine.programs.abstract_state
+    prompts = on_one_device(empty(shapes.prefill_rows, shapes.prompt_buckets[-1])) + 4 * shapes.prefill_rows * run.sizes.vocab_size
+    before = shapes.cache_buckets[-2:-1]
+    smaller = on_one_device(empty(shapes.batch_sizes[-1], before[0])) if before else 0
+    temporary = max(sum(temporaries(shallow, run.sizes.num_layers, program).values()) for program in ("prefill", "decode"))
+    return {"prefilled prompts": prompts, "cache that grows": smaller, "temporaries": temporary}
+
+
+def largest_master(run: AbstractRun) -> int:
+    """Bytes of a device's largest shard of a master."""
+    return max(on_one_device(leaf) for leaf in jax.tree.leaves(run.state.params))
+
+
+def _kinds(live: tuple[Value, ...], vocabulary: int) -> dict[str, int]:
+    """Bytes of the values that live at once, by kind."""
+    sizes = dict.fromkeys((ACTIVATIONS, CODES, WEIGHTS, VOCABULARY, LOGITS), 0)
+    for value in live:
+        gathered = value.maker is not None and value.maker.name == "all_gather"
+        if value.shape[-1:] == (vocabulary,):
+            kind = LOGITS
+        elif vocabulary in value.shape:
+            kind = VOCABULARY
+        elif gathered:
+            kind = CODES if value.dtype.startswith("float8") else WEIGHTS
+        else:
+            kind = ACTIVATIONS
+        sizes[kind] += value.size
+    return sizes
+
+
+def _largest(fits: Callable[[int], bool], start: int) -> int:
+    """The largest number from 1 on that fits (0: none), when every smaller one does too; tried from `start` on by doubling."""
+    low, high = 0, start
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,117 @@
+"""Work and traffic of one step on one device, and the seconds that they would take at given rates: predictions, no measurement.
+
+Every sequence is taken to fill its row, every completion to be as long as it may; nothing overlaps.  The rates of FP8 and
+BF16 products are those of kernels measured one by one on an H100 (8,192 and 16,384 tokens, Qwen3-8B's shapes); the XLA forms
+that run without such kernels reach 84 TFLOP/s.  FP32 products are taken at the data sheet's peak.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
+from jetrl_jax.planning.liveness import collectives
+from jetrl_jax.precision import named_params
+
+MEASURED, SHEET = "kernel measured on an H100", "data sheet"
+RATES = {
+    "fprop": (1164e12, MEASURED),  # (1, 128) x (128, 128) in FP8
+    "wgrad": (900e12, MEASURED),  # (128, 1) x (128, 1)
+    "bf16": (688e12, MEASURED),
+    "fp32": (67e12, SHEET),
+    "memory": (3.0e12, MEASURED),  # bytes a second of a copy
+    "nvlink": (450e9, SHEET),  # bytes a second in one direction
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """name; amount: of `unit` ("FLOP" or "B"); rate: of the unit in a second, and where it is from."""
+
+    name: str
+    amount: float
+    unit: str
+    rate: float
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """Predicted."""
+        return self.amount / self.rate
+
+
+def work(run: AbstractRun) -> list[Row]:
+    """Products of a step's training and the bytes that its rollout reads, on one device."""
+    sizes, config = run.sizes, run.config
+    tokens = run.microbatches * run.rows * config.row_tokens
+    again = config.batch.remat == "layer"
+    forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
+    linear = {"fp8": 0.0, "other": 0.0}
+    for path, value in named_params(run.state.params):
+        if path.endswith("_proj.weight"):
+            linear["fp8" if "fp8" in run.plan.formats[path][1] else "other"] += 2.0 * math.prod(value.shape) * tokens
+    head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
+    attention = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens
+    rows = [
+        _row("FP8 FProp and DGrad", linear["fp8"] * (2 + again + forwards), "FLOP", "fprop"),
+        _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad"),
+        _row("other linear layers", linear["other"] * (3 + again + forwards), "FLOP", "bf16"),
+        _row("head, forward and recomputed", head * (2 + forwards), "FLOP", "bf16"),
+        _row("head, backward", 2 * head, "FLOP", "fp32"),
+        _row("attention, the whole square", attention * (3 + again + forwards), "FLOP", "fp32"),
+    ]
+    if run.engine is not None:
+        rows.append(_row("decode reads", _decode_bytes(run), "B", "memory"))
+    return [row for row in rows if row.amount]
+
+
+def traffic(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Row]:
+    """Bytes that one device sends in a step, by kind; rings over the axes of the mesh."""
+    if run.layout is None:
+        return []
+    layers, microbatches = run.sizes.num_layers, run.microbatches
+    sent = _drawn([_sent(one, "gradient") for one in shallow], shallow, layers)
+    rows = {f"gradient: {kind}": amount * microbatches for kind, amount in sent.items()}
+    forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
+    if forwards:
+        sent = _drawn([_sent(one, "logprobs") for one in shallow], shallow, layers)
+        rows |= {f"scoring: {kind}": amount * microbatches * forwards for kind, amount in sent.items()}
+    if run.engine is not None:
+        whole = on_one_device(run.engine.programs.published)
+        rows["sync: all_gather"] = whole - on_one_device(run.state.published)
+    return [_row(name, amount, "B", "nvlink") for name, amount in rows.items() if amount]
+
+
+def _row(name: str, amount: float, unit: str, rate: str) -> Row:
+    return Row(name, float(amount), unit, *RATES[rate])
+
+
+def _decode_bytes(run: AbstractRun) -> float:
+    """Weights and, on average, half the cache, read for every token of every turn of the slots."""
+    assert run.engine is not None
+    rollout = run.config.rollout
+    sequences = rollout.prompts_per_step * rollout.group_size / run.config.sharding.devices
+    turns = max(sequences / rollout.slots, 1.0)
+    weights, cache = on_one_device(run.engine.programs.published), on_one_device(run.slots())
+    return turns * rollout.max_completion_tokens * (weights + cache / 2)
+
+
+def _sent(run: AbstractRun, program: str) -> dict[str, float]:
+    """Kind -> bytes that a device sends in one call of a program."""
+    assert run.layout is not None
+    sent = {"all_gather": 0.0, "reduce_scatter": 0.0, "psum": 0.0}
+    for operation in collectives(run.trace(program).jaxpr):
+        degree = math.prod(run.layout.mesh.shape[axis] for axis in operation.axes)
+        share = {"all_gather": (degree - 1) / degree, "reduce_scatter": degree - 1, "psum": 2 * (degree - 1) / degree}
+        kind = "psum" if operation.name.startswith("psum") else operation.name
+        sent[kind] = sent.get(kind, 0.0) + share[kind] * sum(value.size for value in operation.outputs)
+    return sent
+
+
+def _drawn(found: list[dict[str, float]], runs: tuple[AbstractRun, ...], layers: int) -> dict[str, float]:
+    """The amounts of a model of `layers` layers from those at the depths of `runs`."""
+    if len(found) == 1:
+        return found[0]
+    (shallow, deep), (first, second) = found, (run.sizes.num_layers for run in runs)
+    return {kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) / (second - first) for kind in deep}

@@ -1,0 +1,203 @@
+"""The planner: its arithmetic against formulas written out by hand, its bytes against XLA's memory analysis."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import load_config
+from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.plan import main, planned_model
+from jetrl_jax.planning.abstract_run import AbstractRun
+from jetrl_jax.planning.check import check
+from jetrl_jax.planning.devices import parse_devices
+from jetrl_jax.planning.liveness import peak
+from jetrl_jax.planning.memory import MemoryPlan, shallow_runs, temporaries
+from jetrl_jax.planning.traffic import traffic, work
+
+ROOT = Path(__file__).resolve().parents[2]
+M, K, N = 256, 512, 1024
+D, F, HEADS, KV_HEADS, H, V, LAYERS = 512, 1024, 4, 2, 128, 640, 3
+SIZES = ModelConfig("qwen3", V, D, F, LAYERS, HEADS, KV_HEADS, H, 4096, 1e6, None, 1e-6, False, False, True, eos_token_ids=(1,))
+MATRICES = [(HEADS * H, D), (KV_HEADS * H, D), (KV_HEADS * H, D), (D, HEADS * H), (F, D), (F, D), (D, F)]
+VECTORS = 2 * D + 2 * H  # of a layer: two norms, those of query and key heads
+SMALL = [
+    "model.path=nowhere", "numerics.exact=false", "sharding.fsdp=2",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_prompt_tokens=128",
+    "rollout.max_completion_tokens=128", "rollout.slots=8", "rollout.prefill_rows=4", "batch.microbatch_tokens=512",
+    "batch.logprob_chunk_tokens=128",
+]  # fmt: skip
+
+
+def small(*changes: str) -> RunConfig:
+    return load_config(None, [*SMALL, *changes])
+
+
+def bytes_at_peak(function, *arguments) -> int:
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in arguments]
+    return peak(jax.make_jaxpr(function)(*shapes)).temporaries
+
+
+def test_peak_counts_what_lives_between_two_products() -> None:
+    def function(x, a, b):
+        return jnp.maximum(x @ a, 0.0) @ b
+
+    assert bytes_at_peak(function, (M, K), (K, N), (N, K)) == 4 * M * N
+
+
+def test_peak_fuses_element_wise_operations_and_drops_dead_code() -> None:
+    def function(x):
+        jnp.dot(x, x.T)  # read by nobody
+        return jnp.sin(x) * 2.0 + x
+
+    assert bytes_at_peak(function, (M, K)) == 0
+
+
+def test_peak_holds_a_value_until_its_last_reader() -> None:
+    def function(x, a, b, c):
+        first = x @ a
+        return (first @ b) @ c + first
+
+    assert bytes_at_peak(function, (M, K), (K, N), (N, N), (N, N)) == 2 * 4 * M * N  # `first`, and the product after it
+
+
+def test_peak_of_a_loop_is_its_state_and_its_body() -> None:
+    def function(x, a):
+        return jnp.sum(jax.lax.fori_loop(0, 4, lambda _, y: (y @ a) @ a, x))
+
+    # The loop's state, which turns in place, the product between the two of a turn, and the next value of the counter.
+    assert bytes_at_peak(function, (M, K), (K, K)) == 2 * 4 * M * K + 4
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_peak_holds_the_layers_inputs_alone_under_checkpoint(layers: int) -> None:
+    def layer(x, a):
+        return jnp.sin(jnp.sin(x @ a) @ a)
+
+    def total(remat, x, *weights):
+        for a in weights:
+            x = (jax.checkpoint(layer) if remat else layer)(x, a)
+        return jnp.sum(x)
+
+    def held(remat, layers):
+        gradient = jax.grad(lambda x, *weights: total(remat, x, *weights), argnums=tuple(range(1, layers + 1)))
+        return bytes_at_peak(gradient, (M, K), *[(K, K)] * layers)
+
+    one = 4 * M * K
+    assert held(True, layers + 1) - held(True, layers) == one  # a layer's input
+    assert held(False, layers + 1) - held(False, layers) == 4 * one  # both products and both sines
+
+
+def test_phases_match_formulas_by_hand() -> None:
+    config = small()
+    plan = MemoryPlan(config, SIZES, 0)
+    matrices = sum(rows * columns for rows, columns in MATRICES)
+    masters = 4 * (LAYERS * (matrices // 2 + VECTORS) + 2 * V * D // 2 + D)
+    codes = matrices // 2 + 4 * sum(rows // 128 * columns // 128 for rows, columns in MATRICES) // 2
+    published = LAYERS * (codes + 2 * VECTORS) + 2 * (2 * V * D // 2 + D)
+    whole = LAYERS * (2 * codes + 2 * VECTORS) + 2 * (2 * V * D + D)
+    slots = 8 * LAYERS * 2 * 256 * KV_HEADS * H * 2 + 8 * (2 + 1 + 1 + 1) * 4  # keys and values in BF16; keys, token, position, remaining
+    phases = {phase.name: phase.bytes for phase in plan.phases}
+    assert list(phases) == ["rollout", "gradient", "update", "sync"]
+    for bytes_of in phases.values():
+        assert bytes_of["FP32 masters"] == masters
+        assert bytes_of["moments"] == 2 * masters + 2 * 4  # and the steps that Adam and the schedule count
+        assert bytes_of["published codes"] == published
+        assert bytes_of["engine's weights"] == whole
+        assert bytes_of["KV cache"] == slots
+    assert phases["gradient"]["gradient"] == phases["gradient"]["gradients' sum"] == masters
+    assert phases["sync"]["engine's next weights"] == whole
+    assert phases["update"]["temporaries"] == 4 * max(F * D, V * D) // 2
+
+
+def test_one_microbatch_needs_no_sum_and_one_device_no_copy() -> None:
+    one = MemoryPlan(small("sharding.fsdp=1", "batch.microbatch_tokens=4096"), SIZES, 0)
+    assert {"gradients' sum", "engine's weights"}.isdisjoint({item for phase in one.phases for item in phase.bytes})
+    assert "sync" not in [phase.name for phase in one.phases]
+
+
+@pytest.mark.parametrize("changes", [["algorithm.minibatches=2"], ["algorithm.kl_coef=0.1"]])
+def test_scoring_is_there_where_the_loss_reads_it(changes: list[str]) -> None:
+    assert "scoring" in [phase.name for phase in MemoryPlan(small(*changes), SIZES, 0).phases]
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> None:
+    config, deep = small(f"batch.remat={remat}"), dataclasses.replace(SIZES, num_layers=6)
+    drawn = sum(temporaries(shallow_runs(config, deep), 6, "gradient").values())
+    traced = sum(temporaries((AbstractRun(config, deep),), 6, "gradient").values())
+    assert drawn == pytest.approx(traced, rel=0.01)
+
+
+def test_what_fits_is_the_largest_that_fits() -> None:
+    sizes = dataclasses.replace(SIZES, num_layers=1)
+    plan = MemoryPlan(small(), sizes, 0)
+    budget = plan.fullest.total
+    tokens, length = plan.largest_microbatch(budget), plan.longest_completion(budget)
+    assert tokens >= 512 and length >= 128
+    for change, size in ((f"batch.microbatch_tokens={tokens + 256}", "microbatch"), (f"batch.microbatch_tokens={tokens}", "fits")):
+        total = MemoryPlan(small(change), sizes, 0).fullest.total
+        assert (total > budget) == (size == "microbatch"), size
+    assert plan.largest_microbatch(1) == plan.longest_completion(1) == 0
+
+
+def test_work_and_traffic_match_formulas_by_hand() -> None:
+    config = small("batch.remat=layer")
+    run = AbstractRun(config, SIZES)
+    tokens = 4 * 4 * 256 / 2  # of one device: every sequence takes a row
+    linear = 2 * LAYERS * sum(rows * columns for rows, columns in MATRICES) * tokens
+    amounts = {row.name: row.amount for row in work(run)}
+    assert amounts["FP8 FProp and DGrad"] == 3 * linear  # forward, forward again, backward
+    assert amounts["FP8 WGrad"] == linear
+    assert amounts["head, backward"] == 2 * 2 * V * D * tokens
+    assert amounts["attention, the whole square"] == 4 * 4 * 256 * HEADS * H * LAYERS * tokens
+    codes = LAYERS * sum(rows * columns + 4 * (rows // 128) * (columns // 128) for rows, columns in MATRICES)
+    microbatches = 4
+    sent = {row.name: row.amount for row in traffic(run, (run,))}
+    assert sent["gradient: all_gather"] == microbatches * (2 * codes + 2 * 2 * V * D) / 2  # codes twice, the half that others hold
+    matrices = LAYERS * sum(rows * columns for rows, columns in MATRICES) + 2 * V * D
+    assert sent["gradient: reduce_scatter"] == microbatches * 4 * matrices / 2
+
+
+def test_devices_are_read_and_others_refused() -> None:
+    assert parse_devices("8xH100").memory_bytes == 84_942_979_072
+    assert parse_devices("2x0.5GiB").memory_bytes == 2**29
+    for text in ("H100", "0xH100", "8xV100", "8x0GiB", "8x80GB"):
+        with pytest.raises(UserError, match="--devices: not understood"):
+            parse_devices(text)
+
+
+def test_command_refuses_another_mesh_and_a_missing_config_json(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected the product of the degrees in sharding, 1"):
+        main(["--devices", "8xH100"])
+    with pytest.raises(UserError, match=r"no config\.json"):
+        main(["--devices", "1xH100", "--model", str(tmp_path)])
+
+
+def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 512}
+    words = ["--no-search", "--set", "sharding.fsdp=2"]
+    words += [word for name, size in sizes.items() for word in ("--set", f"model.{name}={size}")]
+    assert main([*words, "--set", "precision.preset=bf16", "--devices", "2x80GiB"]) == 0
+    assert "gradient" in capsys.readouterr().out
+    with pytest.raises(RunStopped, match="does not fit"):
+        main([*words, "--set", "precision.preset=bf16", "--devices", "2x0.01GiB"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8b", "32b"])
+def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
+    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a batch apart that the
+    algorithm does not read and XLA does not take."""
+    config = load_config(ROOT / f"configs/qwen3_{name}_8xh100.yaml", [])
+    sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=2)
+    fields = 12 * 4 * config.batch.microbatch_tokens
+    for program, plan, xla in check(config, sizes, None):
+        for what in ("arguments", "outputs", "alias"):
+            assert getattr(plan, what) == pytest.approx(getattr(xla, what), abs=fields), (program, what)
