@@ -108,8 +108,9 @@ def _use_fake_devices(count: int) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if jax.config.read("jax_num_cpu_devices") < count:
-        jax.config.update("jax_num_cpu_devices", count)
+    name = "jax_num_cpu_devices"
+    if getattr(jax.config, name) < count:
+        jax.config.update(name, count)
 
 
 def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool) -> int:

@@ -40,7 +40,7 @@ class AbstractRun:
     Attributes:
       layout: None for one device.
       programs, state, frozen: of the trainer; weights of a forward without gradient.
-      engine: the embedded engine of one device, or None.
+      engine: the embedded engine of one copy of the policy, or None.
     """
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
@@ -110,6 +110,11 @@ class AbstractRun:
         changed.config = config
         return changed
 
+    def engine_weights(self) -> Any:
+        """What the engine multiplies."""
+        assert self.engine is not None
+        return self.engine.programs.abstract_weights()
+
     def slots(self) -> Any:
         """The engine's slots at the longest sequences."""
         assert self.engine is not None
@@ -127,6 +132,7 @@ class AbstractRun:
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_completion_tokens=rollout.max_completion_tokens,
             pad_id=0,
+            layout=self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None,
         )
 
 

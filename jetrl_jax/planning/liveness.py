@@ -66,7 +66,8 @@ class Value:
 class Operation:
     """An operation of the flattened program.
 
-    name: of the primitive; order: its number; axes: of the mesh, for a collective.
+    name: of the primitive; order: its number; axes: of the mesh, for a collective; times: how often it runs.
+    body, turns: of a scan.
     inner, inner_live: bytes and values that a loop's body holds besides its operands and results.
     """
 
@@ -77,6 +78,9 @@ class Operation:
     inner_live: tuple[Value, ...] = ()
     axes: tuple[str, ...] = ()
     order: int = 0
+    times: int = 1
+    body: Any = None
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,18 @@ def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
 
 
 def collectives(jaxpr: Any) -> list[Operation]:
-    """The collectives of a program, in order; those inside loops are not there (no program of ours has any)."""
+    """The collectives of a program, in order, those of a loop of known length (`scan`) as often as it turns."""
     program = _Flattened()
     _, outputs = program.run(jaxpr)
-    return [operation for operation in _without_dead_code(program.operations, outputs) if operation.name in COLLECTIVES]
+    found = []
+    for operation in _without_dead_code(program.operations, outputs):
+        if operation.name in COLLECTIVES:
+            found.append(operation)
+        if operation.body is not None:
+            for inner in collectives(operation.body):
+                inner.times *= operation.turns
+                found.append(inner)
+    return found
 
 
 class _Flattened:
@@ -163,6 +175,8 @@ class _Flattened:
         if name in LOOPS:
             inner = max(_bodies(equation), key=lambda one: one.temporaries)
             operation.inner, operation.inner_live = inner.temporaries, inner.live
+            if name == "scan":
+                operation.body, operation.turns = equation.params["jaxpr"], equation.params["length"]
         self.operations.append(operation)
         if key is not None:
             self._seen[key] = operation.outputs

@@ -22,6 +22,7 @@ import jax
 from jetrl_jax.config import RolloutSection, RunConfig
 from jetrl_jax.config_io import override_config
 from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import Value, peak
 
@@ -116,7 +117,10 @@ def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ..
 
 def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dict[str, int]:
     """Bytes of each kind at a program's fullest point, for a model of `layers` layers like those of `runs`."""
-    found = [_kinds(peak(run.trace(program).jaxpr).live, run.sizes.vocab_size) for run in runs]
+    found = [
+        _kinds(peak(run.trace(program).jaxpr).live, {run.sizes.vocab_size, run.sizes.vocab_size // run.config.sharding.tensor})
+        for run in runs
+    ]
     if len(found) == 1:
         return found[0]
     (shallow, deep), (first, second) = found, (run.sizes.num_layers for run in runs)
@@ -155,7 +159,7 @@ def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
     if run.engine is None:
         return {"vLLM": int(run.config.vllm.gpu_memory_utilization * device_bytes)}
     split = run.layout is not None and any(axis is not None for axis in run.layout.axes.values())
-    weights = {"engine's weights": on_one_device(run.engine.programs.published)} if split else {}  # else the published ones
+    weights = {"engine's weights": on_one_device(run.engine_weights())} if split else {}  # else the published ones
     return weights | {"KV cache": on_one_device(run.slots())}
 
 
@@ -176,14 +180,14 @@ def largest_master(run: AbstractRun) -> int:
     return max(on_one_device(leaf) for leaf in jax.tree.leaves(run.state.params))
 
 
-def _kinds(live: tuple[Value, ...], vocabulary: int) -> dict[str, int]:
-    """Bytes of the values that live at once, by kind."""
+def _kinds(live: tuple[Value, ...], vocabulary: set[int]) -> dict[str, int]:
+    """Bytes of the values that live at once, by kind; `vocabulary` has its size and a device's part of it."""
     sizes = dict.fromkeys((ACTIVATIONS, CODES, WEIGHTS, VOCABULARY, LOGITS), 0)
     for value in live:
-        gathered = value.maker is not None and value.maker.name == "all_gather"
-        if value.shape[-1:] == (vocabulary,):
+        gathered = value.maker is not None and value.maker.name == "all_gather" and TENSOR not in value.maker.axes
+        if value.shape[-1:] and value.shape[-1] in vocabulary:
             kind = LOGITS
-        elif vocabulary in value.shape:
+        elif vocabulary & set(value.shape):
             kind = VOCABULARY
         elif gathered:
             kind = CODES if value.dtype.startswith("float8") else WEIGHTS

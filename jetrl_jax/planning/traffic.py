@@ -44,7 +44,7 @@ class Row:
 def work(run: AbstractRun) -> list[Row]:
     """Products of a step's training and the bytes that its rollout reads, on one device."""
     sizes, config = run.sizes, run.config
-    tokens = run.microbatches * run.rows * config.row_tokens
+    tokens = run.microbatches * run.rows * config.row_tokens / config.sharding.tensor  # a device's share of every product
     again = config.batch.remat == "layer"
     forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
     linear = {"fp8": 0.0, "other": 0.0}
@@ -78,7 +78,7 @@ def traffic(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Row]:
         sent = _drawn([_sent(one, "logprobs") for one in shallow], shallow, layers)
         rows |= {f"scoring: {kind}": amount * microbatches * forwards for kind, amount in sent.items()}
     if run.engine is not None:
-        whole = on_one_device(run.engine.programs.published)
+        whole = on_one_device(run.engine_weights())
         rows["sync: all_gather"] = whole - on_one_device(run.state.published)
     return [_row(name, amount, "B", "nvlink") for name, amount in rows.items() if amount]
 
@@ -91,9 +91,9 @@ def _decode_bytes(run: AbstractRun) -> float:
     """Weights and, on average, half the cache, read for every token of every turn of the slots."""
     assert run.engine is not None
     rollout = run.config.rollout
-    sequences = rollout.prompts_per_step * rollout.group_size / run.config.sharding.devices
+    sequences = rollout.prompts_per_step * rollout.group_size / run.config.sharding.row_shards
     turns = max(sequences / rollout.slots, 1.0)
-    weights, cache = on_one_device(run.engine.programs.published), on_one_device(run.slots())
+    weights, cache = on_one_device(run.engine_weights()), on_one_device(run.slots())
     return turns * rollout.max_completion_tokens * (weights + cache / 2)
 
 
@@ -104,8 +104,8 @@ def _sent(run: AbstractRun, program: str) -> dict[str, float]:
     for operation in collectives(run.trace(program).jaxpr):
         degree = math.prod(run.layout.mesh.shape[axis] for axis in operation.axes)
         share = {"all_gather": (degree - 1) / degree, "reduce_scatter": degree - 1, "psum": 2 * (degree - 1) / degree}
-        kind = "psum" if operation.name.startswith("psum") else operation.name
-        sent[kind] = sent.get(kind, 0.0) + share[kind] * sum(value.size for value in operation.outputs)
+        kind = operation.name if operation.name in share else "psum"  # or a maximum, in the same two turns of a ring
+        sent[kind] = sent.get(kind, 0.0) + share[kind] * operation.times * sum(value.size for value in operation.outputs)
     return sent
 
 

@@ -104,8 +104,13 @@ class EnginePrograms:
         return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
 
     def abstract_state(self, slots: int, length: int) -> SlotState:
-        """As `empty_state`: shapes and dtypes, without any array."""
-        return jax.eval_shape(functools.partial(self._empty_program, slots, length))
+        """As `empty_state`: shapes, dtypes and, on split layers, shardings, without any array."""
+        empty = self._mapped("empty", functools.partial(self._empty_program, slots, length))
+        return self._placed(jax.eval_shape(empty), STATE_SPEC)
+
+    def abstract_weights(self) -> nnx.State:
+        """The weights that an engine holds: shapes, dtypes and, on split layers, shardings."""
+        return self.published if self.layout is None else self._placed(self.published, self.layout.specs(self.published))
 
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
@@ -162,23 +167,37 @@ class EnginePrograms:
 
     def trace_prefill(self, weights: list[Any], tokens: Any, lengths: Any) -> Any:
         """`prefill` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
-        return jit(self._prefill_program).trace(weights, tokens, lengths)
+        return jit(self._mapped("prefill", self._prefill_program)).trace(weights, tokens, lengths)
 
     def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
         """`decode` traced; the arguments may be abstract."""
-        return jit(self._decode_program, donate_argnums=1).trace(weights, state, controls, idle_limit)
+        return jit(self._mapped("decode", self._decode_program), donate_argnums=1).trace(weights, state, controls, idle_limit)
 
     def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
         """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
         if key not in self._compiled:
             options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
             if self.layout is not None:
-                mesh, (inputs, outputs) = self.layout.mesh, self._specs(key[0])
-                function = self.layout.map(function, inputs, outputs)
-                options["in_shardings"] = jax.tree.map(lambda spec: NamedSharding(mesh, spec), inputs)
-            self._compiled[key] = jit(function, **options).lower(*args).compile()
+                mesh = self.layout.mesh
+                options["in_shardings"] = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._specs(key[0])[0])
+            self._compiled[key] = jit(self._mapped(key[0], function), **options).lower(*args).compile()
             self.compilations += 1
         return self._compiled[key]
+
+    def _mapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as each device that holds a part of the layers runs it."""
+        return function if self.layout is None else self.layout.map(function, *self._specs(kind))
+
+    def _placed(self, tree: Any, specs: Any) -> Any:
+        """Abstract arrays with shardings; a spec may stand for a part of the tree."""
+        if self.layout is None:
+            return tree
+        mesh = self.layout.mesh
+
+        def place(spec: PartitionSpec, part: Any) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), part)
+
+        return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
     def _specs(self, kind: str) -> tuple[Any, Any]:
         """How a kind of program's arguments and results lie on the mesh."""
