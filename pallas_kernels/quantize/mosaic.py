@@ -16,8 +16,8 @@ padded with zeros, where it is no multiple of 64 the transposed codes are writte
 
 With two matrices, gate and up, the values are SiLU(gate) * up: the product is formed in shared memory, where gate was.
 
-Takes BF16 and FP16 [M, K] with K a multiple of 128. Speeds: `docs/benchmarks.md`, measured by `python -m
-pallas_kernels.bench quantize`.
+Takes BF16 and FP16 [M, K] with K a multiple of 128. Speed on a GPU: not measured yet, `python -m pallas_kernels.bench
+quantize` does.
 """
 
 from __future__ import annotations
