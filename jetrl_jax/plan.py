@@ -108,7 +108,7 @@ def _use_fake_devices(count: int) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices < count:
+    if jax.config.values["jax_num_cpu_devices"] < count:
         jax.config.update("jax_num_cpu_devices", count)
 
 
