@@ -108,9 +108,8 @@ def _use_fake_devices(count: int) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    name = "jax_num_cpu_devices"
-    if getattr(jax.config, name) < count:
-        jax.config.update(name, count)
+    if jax.config.values["jax_num_cpu_devices"] < count:
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool) -> int:
