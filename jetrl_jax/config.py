@@ -122,6 +122,11 @@ class NumericsSection(Section):
     engine_variant: Literal["native", "cuda"] = Field(
         "native", description="Whose rounding points the model mirrors: those of vLLM's native operations or of its CUDA kernels."
     )
+    kernels: Literal["auto", "xla", "xla_fast", "mosaic_gpu", "mosaic_interpret"] = Field(
+        "auto",
+        description="What forms the FP8 products: Pallas kernels on a Hopper GPU (mosaic_gpu; mosaic_interpret on a CPU, slowly), XLA "
+        "exactly or with FP32 sums. auto: the kernels where they run, else xla for the forward of an exact run and xla_fast elsewhere.",
+    )
 
 
 class TaskSection(Section):

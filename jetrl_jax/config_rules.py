@@ -45,6 +45,12 @@ RULES: tuple[Rule, ...] = (
     *SHARDING_RULES,
     *DISTRIBUTED_RULES,
     Rule(
+        ("numerics.kernels", "numerics.exact"),
+        lambda c: not (c.numerics.exact and c.numerics.kernels == "xla_fast"),
+        "bits of xla_fast depend on the number of rows",
+        lambda c: "auto, xla or a mosaic kernel, or numerics.exact: false",
+    ),
+    Rule(
         ("model.num_kv_heads", "model.num_heads", "model.path"),
         lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
         "query heads cannot be shared evenly among key/value heads",
@@ -231,6 +237,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         lambda c: not c.tokenizer.chat_template,
         "tokenizer.chat_template is false",
     ),
+    NoEffect(("numerics.kernels",), ("precision.preset",), lambda c: not any_fp8(c), "no layer is in FP8"),
     NoEffect(
         ("precision.overrides",),
         ("precision.preset",),

@@ -13,6 +13,7 @@ Order of a run: policy (new or read) -> warm start -> evaluation -> steps (check
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import tempfile
@@ -30,6 +31,7 @@ from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
@@ -250,7 +252,10 @@ class GRPOTrainer:
                 "engine": self.config.rollout.engine,
                 "sharding": None if self.layout is None else self.layout.record(),
                 "processes": processes.count(),
-                "gemm": "xla" if self.config.numerics.exact else "xla_fast",
+                "fp8_products": {
+                    name: dataclasses.asdict(product_implementation(self.policy.model.numerics, forward=name == "forward"))
+                    for name in ("forward", "backward")
+                },
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),
             }

@@ -24,6 +24,7 @@ from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
 from jetrl_jax.config_io import config_from_dict, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
 from jetrl_jax.rollout.data_parallel import DataParallelEngine
@@ -89,12 +90,13 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
       tokenizer: in place of the config's.
 
     Raises:
-      UserError: a checkpoint that cannot be read, sequences longer than the model's positions, or a tokenizer whose
-        ids the model does not have.
+      UserError: kernels that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
+        or a tokenizer whose ids the model does not have.
     """
     path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
     numerics = build_numerics(config.precision, config.numerics)
+    product_implementation(numerics, forward=True)  # raises where it cannot run
     if isinstance(model, Decoder):
         built = Decoder(model.config, numerics, rngs=nnx.Rngs(config.seed))
         nnx.update(built, nnx.state(model, nnx.Param))

@@ -55,6 +55,7 @@ class Numerics:
     exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
     promotion_order, scale_format: see `pallas_kernels`.
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.fp8_linear`.
+    kernels: implementation of the FP8 products; see `jetrl_jax.models.fp8_linear.product_implementation`.
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`models.ops.cache_dtype`).
     """
 
@@ -64,6 +65,7 @@ class Numerics:
     promotion_order: str = "deepgemm"
     wgrad_operand: str = "requantize"
     scale_format: str = "float32"
+    kernels: str = "auto"
     stored_dtype: str | None = None
 
     @property
@@ -256,4 +258,5 @@ def build_numerics(precision: Any, numerics: Any) -> Numerics:
         promotion_order=precision.promotion_order,
         wgrad_operand=precision.wgrad_operand,
         scale_format=precision.scale_format,
+        kernels=numerics.kernels,
     )

@@ -16,8 +16,8 @@ FP8 flow (Jet-RL): X is quantised in 1x128 groups and only these codes are saved
         block       X quantised in 128x128 blocks from BF16 in the forward, and that copy saved
 
 Gradients between operations are BF16, the weight's gradient is FP32.  The quantisers are straight-through.
-With `numerics.exact` FProp uses the reference GEMM, whose bits do not depend on the number of rows; the
-backward needs no such property and always uses the fast form.
+With `numerics.exact` FProp uses a GEMM whose bits do not depend on the number of rows: Hopper's kernel, or the
+reference where there is none; the backward needs no such property (`product_implementation`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.errors import UserError
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import dense, round_parameter, round_to
 from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, wgrad
+from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
 
 Weight = jax.Array | ScaledArray | TrainableFp8Weight
 
@@ -56,8 +58,29 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None, numerics: Numer
     return out.reshape(*x.shape[:-1], -1)
 
 
+def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
+    """What forms the products of the forward, or of the backward: a name that `pallas_kernels` knows, and why.
+
+    "auto": Hopper's kernels where they can run; else "xla" for the forward of an exact run, else "xla_fast".
+
+    Raises:
+      UserError: an implementation that was asked for by name cannot run here.
+    """
+    if numerics.kernels == "auto":
+        problem = gpu_problem()
+        if problem is None:
+            return Choice("mosaic_gpu", "auto: a GPU that the kernels are written for")
+        return Choice("xla" if forward and numerics.exact else "xla_fast", f"auto: mosaic_gpu cannot run: {problem}")
+    try:
+        return resolve("numerics.kernels", numerics.kernels, IMPLEMENTATIONS)
+    except NotImplementedError as error:
+        raise UserError(str(error)) from error
+
+
 def _quantize(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> ScaledArray:
-    return quantize(x, block, scale_format=numerics.scale_format)
+    """Every implementation gives the same bits, so the kernel is taken wherever it can run, unless XLA was asked for."""
+    implementation = "xla" if numerics.kernels.startswith("xla") else "auto"
+    return quantize(x, block, scale_format=numerics.scale_format, implementation=implementation)
 
 
 def _fprop(x: ScaledArray, weight: ScaledArray, numerics: Numerics) -> jax.Array:
@@ -66,7 +89,7 @@ def _fprop(x: ScaledArray, weight: ScaledArray, numerics: Numerics) -> jax.Array
         weight,
         out_dtype=numerics.dtype,
         promotion_order=numerics.promotion_order,
-        implementation="xla" if numerics.exact else "xla_fast",
+        implementation=product_implementation(numerics, forward=True).name,
     )
 
 
@@ -101,7 +124,7 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
         )
         dx, dw = pullback(dy)
     else:
-        fast = {"promotion_order": numerics.promotion_order, "implementation": "xla_fast"}
+        fast = {"promotion_order": numerics.promotion_order, "implementation": product_implementation(numerics, forward=False).name}
         dx = dgrad(_quantize(dy, ACTIVATION_BLOCK, numerics), weight, out_dtype=dx_dtype, **fast)
         operand = saved
         if numerics.wgrad_operand == "requantize":

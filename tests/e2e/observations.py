@@ -27,7 +27,7 @@ from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.grpo import GRPOTrainer
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.fp8_linear import linear
+from jetrl_jax.models.fp8_linear import linear, product_implementation
 from jetrl_jax.policy import build_engine, build_policy, published_weights
 from jetrl_jax.precision import TrainableFp8Weight, jit, named_params
 from jetrl_jax.rl.batching import TrainBatch
@@ -133,6 +133,12 @@ def recomputation(config: RunConfig) -> Any:
     """How many parts of the forward the backward computes again."""
     ids = np.ones((1, 4), np.int32)
     return str(jax.make_jaxpr(build_policy(config).model)(ids, ids, ids)).count("= remat")
+
+
+def kernels(config: RunConfig) -> Any:
+    """What forms the FP8 products."""
+    numerics = build_policy(config).model.numerics
+    return [product_implementation(numerics, forward=forward).name for forward in (True, False)]
 
 
 def losses(config: RunConfig) -> Any:

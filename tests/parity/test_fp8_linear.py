@@ -15,9 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetrl_jax.models.fp8_linear import linear
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.fp8_linear import linear, product_implementation
 from jetrl_jax.precision import Numerics, TrainableFp8Weight, jit
 from pallas_kernels import ScaledArray, quantize
+from pallas_kernels.implementations import gpu_problem
+from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle, tolerances
 
 SIZES = [(5, 64, 43), (130, 192, 43), (200, 300, 200)]  # M, K, N: one block, partial edges, two blocks of everything
@@ -109,19 +112,31 @@ def test_forward_has_the_oracles_bits(sizes: tuple[int, int, int], options: dict
             assert np.asarray(y).tobytes() == case.forward().tobytes()
 
 
-def test_forward_without_exact_is_within_the_bound_of_an_fp32_sum() -> None:
-    case = Case(SIZES[2], Numerics(exact=False))
+@pytest.mark.parametrize("kernels", runnable("xla_fast", "mosaic_interpret"))
+def test_forward_without_exact_is_within_the_bound_of_an_fp32_sum(kernels: str) -> None:
+    case = Case(SIZES[2], Numerics(exact=False, kernels=kernels))
     y = jit(lambda x, w: linear(x, w, None, case.numerics))(jnp.asarray(case.x), case.codes)
     check_gemm(y, values(case.quantized(case.x, (1, 128))), values(case.w), tolerances.U_BF16)
 
 
 @pytest.mark.parametrize(("sizes", "operand"), [(SIZES[0], "requantize"), *((SIZES[2], name) for name in OPERANDS)], ids=str)
-def test_fp8_backward_matches_the_oracle_on_its_operands(sizes: tuple[int, int, int], operand: str) -> None:
-    case = Case(sizes, Numerics(wgrad_operand=operand))
+@pytest.mark.parametrize("kernels", runnable("auto", "mosaic_interpret"))
+def test_fp8_backward_matches_the_oracle_on_its_operands(sizes: tuple[int, int, int], operand: str, kernels: str) -> None:
+    case = Case(sizes, Numerics(wgrad_operand=operand, kernels=kernels))
     _, dx, dw = case.run(case.trainable())
     assert dx.dtype == jnp.bfloat16 and dw.master.dtype == jnp.float32
     check_gemm(dx, values(case.quantized(case.dy, (1, 128))), values(case.w).T, tolerances.U_BF16)
     check_gemm(dw.master, values(case.quantized(case.dy, (128, 1))).T, values(case.wgrad_operand()).T, 0.0)
+
+
+def test_products_run_on_what_was_asked_for_or_say_why_not() -> None:
+    found = [product_implementation(Numerics(exact=exact), forward=forward).name for exact in (True, False) for forward in (True, False)]
+    on_gpu = gpu_problem() is None
+    assert found == (["mosaic_gpu"] * 4 if on_gpu else ["xla", "xla_fast", "xla_fast", "xla_fast"])
+    assert product_implementation(Numerics(kernels="xla"), forward=False).name == "xla"
+    if not on_gpu:
+        with pytest.raises(UserError, match=r"numerics\.kernels: cannot run: got implementation='mosaic_gpu', but the platform is 'cpu'"):
+            product_implementation(Numerics(kernels="mosaic_gpu"), forward=True)
 
 
 def test_wgrad_operands_differ() -> None:

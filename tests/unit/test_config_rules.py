@@ -45,6 +45,7 @@ BROKEN = [
         "model: {hidden_size: 128}, precision: {preset: bf16}, sharding: {fsdp: 3}",
         "model: {hidden_size: 126}, precision: {preset: bf16}, sharding: {fsdp: 3}",
     ),
+    ("numerics.kernels", "numerics: {kernels: xla_fast}", "numerics: {kernels: xla_fast, exact: false}"),
     (
         "sharding.tensor",
         "model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 2}, sharding: {tensor: 2}",
@@ -102,6 +103,7 @@ BROKEN = [
 
 # Fields without an effect: the path, a config that sets it in vain (equal to the default or not), a config where it works.
 IDLE = [
+    ("numerics.kernels", "precision: {preset: bf16}, numerics: {kernels: xla}", "numerics: {kernels: xla}"),
     ("model.hidden_size", "model: {path: a, hidden_size: 64}", "model: {hidden_size: 64}"),
     ("model.hidden_size", "model: {path: a, hidden_size: 128}", "model: {hidden_size: 128}"),
     ("model.tie_word_embeddings", "model: {path: a, tie_word_embeddings: false}", "model: {tie_word_embeddings: false}"),
