@@ -91,6 +91,8 @@ class GRPOTrainer:
         self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
+        processes.check_same("task or tokenizer", f"{data_fingerprint(self.task)}\n{self.policy.tokenizer.fingerprint()}")
+        processes.check_same("start policy", processes.fingerprint(self.policy.params))
         section = self.config.sharding
         many = section.devices > 1 or processes.count() > 1
         self.layout = Layout(section, self.policy.plan, self.policy.model) if many else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
 from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import override_config
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.planning.devices import GIB, Devices, parse_devices
 
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> int:
     """Parses the command line and prints the plan; returns the exit status."""
     arguments = _parser().parse_args(argv)
     config, devices = config_from_arguments(arguments), parse_devices(arguments.devices)
+    if arguments.model is not None:  # so that nothing is judged by the sizes of a new model
+        config = override_config(config, [f"model={{path: {json.dumps(str(arguments.model))}}}"])
     if not 0 <= arguments.reserve < 1:
         raise UserError(f"--reserve: not a share: got {arguments.reserve}, expected 0 up to, not including, 1.")
     if devices.count != config.sharding.devices:

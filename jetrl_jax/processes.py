@@ -10,10 +10,12 @@ With one process every function here does nothing, or returns what it was given.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +45,8 @@ def start(section: DistributedSection) -> None:
         return
     address = section.coordinator or os.environ.get(ENVIRONMENT["coordinator"])
     number, process_id = _number(section, "processes"), _number(section, "process_id")
+    if process_id == 0 and address is not None:
+        _check_free(address)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
     try:
         jax.distributed.initialize(
@@ -69,6 +73,21 @@ def _number(section: DistributedSection, name: str) -> int | None:
     if not text.isdecimal():
         raise UserError(f"distributed: no number: got {ENVIRONMENT[name]}={text!r} in the environment, expected an integer.")
     return int(text)
+
+
+def _check_free(address: str) -> None:
+    """Raises UserError where somebody listens at the coordinator's port; gRPC would share it with another run's coordinator."""
+    port = address.rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"distributed: not an address: got coordinator={address}, expected HOST:PORT of process 0, such as node1:8476.")
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError as error:
+        raise UserError(
+            f"distributed: the coordinator's port is taken: got {address} ({error.strerror}), expected a free port of this machine; "
+            "another run may have it."
+        ) from error
 
 
 def count() -> int:
@@ -169,6 +188,32 @@ def barrier() -> None:
     """Waits until every process is here."""
     if count() > 1:
         multihost_utils.process_allgather(np.int32(0))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """`jax.device_put` onto the devices of all processes, each of which has the same whole arrays.
+
+    With several processes by way of the host: straight from a device jax (0.10 to 0.12) makes replicated arrays whose
+    shards cannot be read, and numpy arrays it would send around to compare them.
+    """
+    if count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def put(sharding: Any, part: Any) -> Any:
+        whole = jax.tree.map(np.asarray, part)
+        return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), whole)
+
+    return jax.tree.map(put, shardings, tree)
+
+
+def fingerprint(tree: Any) -> str:
+    """Of the bits of all arrays, for `check_same`; empty where there is one process."""
+    if count() == 1:
+        return ""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def settle(tree: Any) -> Any:

@@ -30,6 +30,7 @@ WHOLE = PartitionSpec()
 ROWS = PartitionSpec(ROW_AXES)  # of a batch
 HEADS = ("q_proj", "k_proj", "v_proj")  # matrices whose output features are heads
 OF_HEADS = ("q_norm", "k_norm")  # whole, but used on a device's own heads
+READERS = {"q_proj": "o_proj", "gate_proj": "down_proj", "up_proj": "down_proj"}  # of a matrix's outputs, as FP8 blocks where FP8
 VOCABULARY = ("embed_tokens", "lm_head")
 
 
@@ -66,7 +67,8 @@ class Layout:
         matrices = [path for path, shape in shapes.items() if len(shape) == 2]
         self._unsplit = {path for path in shapes if _is_norm(path)}
         self._unsplit |= {path for path in matrices if _kind(path) in VOCABULARY and shapes[path][0] % section.tensor}
-        units = {path: _tensor_unit(path, path in fp8, model.config.head_dim) for path in matrices if path not in self._unsplit}
+        blocks = {path for path in matrices if path in fp8 or _read_by(path) in fp8}
+        units = {path: _tensor_unit(path, path in blocks, model.config.head_dim) for path in matrices if path not in self._unsplit}
         _refuse(
             "tensor: shards would cut a head, a 128x128 block or a row",
             section.tensor,
@@ -155,6 +157,12 @@ class Layout:
 def _kind(path: str) -> str:
     """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
     return path.split(".")[-2]
+
+
+def _read_by(path: str) -> str:
+    """The matrix whose input features are this one's output features, split like them."""
+    kind = _kind(path)
+    return path.replace(kind, READERS.get(kind, kind))
 
 
 def _is_norm(path: str) -> bool:

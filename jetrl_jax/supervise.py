@@ -117,4 +117,4 @@ def _guarded(section: DistributedSection, work: Callable[[], int]) -> int:
     except Exception as error:
         if not processes.tells_of_a_lost_process(error):
             raise
-        raise ProcessLost(_lost(section)) from error
+        raise ProcessLost(f"{_lost(section)} ({str(error).strip().splitlines()[0]})") from error

@@ -91,7 +91,7 @@ class MemoryPlan:
 
         def fits(steps: int) -> bool:
             length = steps * LENGTH_STEP
-            row = ["batch.row_tokens=null", f"batch.microbatch_tokens={prompt + length}"]
+            row = ["batch.row_tokens=null", "algorithm.overlong_buffer_tokens=null", f"batch.microbatch_tokens={prompt + length}"]
             return length <= most and self._fits([f"rollout.max_completion_tokens={length}", *row], budget)
 
         return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))

@@ -24,7 +24,7 @@ from flax import nnx
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import ROW_AXES
 from jetrl_jax.precision import PrecisionPlan, named_params
-from jetrl_jax.processes import fetch, jit
+from jetrl_jax.processes import fetch, jit, place
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.logprobs import completion_logprobs
@@ -110,11 +110,12 @@ class PolicyPrograms:
     def init(self, params: nnx.State) -> TrainState:
         """The first state of a policy with these FP32 masters."""
         params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
-        shardings = None
+        shardings, scale = None, self.loss_scale
         if self.layout is not None:
-            params = jax.device_put(params, self.layout.shardings(params))
+            params = place(params, self.layout.shardings(params))
+            scale = place(scale, self.layout.replicated)
             shardings = self.layout.optimizer_shardings(self.optimizer, params)
-        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), self.loss_scale)
+        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale)
 
     def abstract(self, params: nnx.State) -> TrainState:
         """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array; to compile ahead of time."""

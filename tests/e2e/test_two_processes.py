@@ -220,7 +220,14 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
     assert exported(tmp_path / "run") == exported(single)
 
 
-@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_run_that_begins_without_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
+    """The start policy goes straight from the processes' own devices to those of all."""
+    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=0", "--set", "run.steps=1"))
+    assert [one.status for one in found] == [0, 0], found
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_lost_process_ends_the_other_in_time(
     victim: int, fault: signal.Signals, world: World, pair: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:
@@ -277,7 +284,7 @@ def test_processes_with_other_configs_or_too_few_devices_are_refused(world: Worl
     names["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
     few = world.start(tmp_path / "run", "--set", "sharding.data=1", by=lambda i: names | {"JAX_PROCESS_ID": str(i)})
     first, second = found = ended(few)
-    assert first.status == 2 and "devices are not shared evenly: got 1 of the mesh and 2 processes" in first.errors, found
+    assert first.status == 2 and "devices are not shared evenly: got 1 groups of 1 and 2 processes" in first.errors, found
     assert second.status in (2, 4), found  # 4 where the first one has left already
     assert not (tmp_path / "run").exists()
 

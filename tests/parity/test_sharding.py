@@ -16,17 +16,18 @@ import optax
 import pytest
 from flax import nnx
 
-from jetrl_jax.config import RunConfig
+from jetrl_jax.config import LossScaleSection, RunConfig
 from jetrl_jax.config_algorithm import AlgorithmSection
 from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision import map_params, named_params
+from jetrl_jax.precision import PrecisionPlan, map_params, named_params
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
 from jetrl_jax.rollout.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.engine import Request, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.sharding import Layout
+from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.step import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
@@ -168,6 +169,15 @@ def check_codes(one: SmallPolicy, state: TrainState) -> None:
                 np.testing.assert_array_equal(np.asarray(shard.data).view(np.uint8), np.ascontiguousarray(slices).view(np.uint8), path)
 
 
+def test_loss_scale_lies_on_every_device():
+    one = policy("fp16", "small")
+    layout = Layout(section((2, 1, 1)), one.plan, one.model)
+    scale = LossScale.start(LossScaleSection())
+    many = PolicyPrograms(one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, loss_scale=scale, layout=layout)
+    leaves = jax.tree.leaves(many.init(one.params).loss_scale)
+    assert leaves and all(leaf.sharding.device_set == set(layout.mesh.devices.flat) for leaf in leaves)
+
+
 def test_state_lies_where_the_layout_says():
     many = programs("fp8_unified", (2, 4))
     state = many.init(policy("fp8_unified").params)
@@ -262,5 +272,8 @@ def test_degrees_that_cut_a_block_are_refused():
         Layout(ShardingSection(data=3, fsdp=4), one.plan, one.model)
     assert fitting_tensor_degrees(1024, 128, 9) == [1, 2, 4, 8]
     wide = policy("fp8_unified")
+    mixed = PrecisionPlan(wide.paths, "fp8_unified", [("*gate_proj*", "bf16"), ("*up_proj*", "bf16")])
+    with pytest.raises(UserError, match=r"mlp.gate_proj.weight \(512, 512\): 1, 2, 4\n"):  # down_proj reads them in blocks
+        Layout(ShardingSection(tensor=8), mixed, wide.model)
     with pytest.raises(UserError, match=r"tensor: shards would cut .*: got 8, .*\n  layers.0.mlp.down_proj.weight \(512, 512\): 1, 2, 4\n"):
         Layout(ShardingSection(tensor=8), wide.plan, wide.model)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from jetrl_jax import processes
+from jetrl_jax.config_distributed import DistributedSection
+from jetrl_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -84,3 +89,13 @@ def test_worker_ends_with_its_parent() -> None:
     while time.monotonic() < deadline and worker.exists() and " Z " not in (worker / "stat").read_text():
         time.sleep(0.01)
     assert not worker.exists() or " Z " in (worker / "stat").read_text()
+
+
+def test_coordinators_port_of_another_run_is_refused() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as other:  # as gRPC listens: the port may be shared
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        section = DistributedSection(processes=2, process_id=0, coordinator=f"127.0.0.1:{other.getsockname()[1]}", timeout_s=5)
+        with pytest.raises(UserError, match="the coordinator's port is taken"):
+            processes.start(section)
