@@ -80,9 +80,16 @@ def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:
         return str(_compile(function, arguments).as_text())
 
 
+def h100_mesh(devices: int = 1) -> jax.sharding.Mesh:
+    """A mesh of described devices, one axis "device"."""
+    text = DESCRIPTION.read_text(encoding="utf-8")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x{devices}x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("device",))
+
+
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The executable for the described device."""
-    sharding = jax.sharding.NamedSharding(_h100_mesh(), jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(_one_h100(), jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
     return jax.jit(function).lower(*shapes).compile()
 
@@ -99,10 +106,8 @@ def parse(text: str, ptx: str = "") -> KernelReport:
 
 
 @functools.cache
-def _h100_mesh() -> jax.sharding.Mesh:
-    """A mesh of the one described device."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=DESCRIPTION.read_text(encoding="utf-8"), topology="1x1x1")
-    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
+def _one_h100() -> jax.sharding.Mesh:
+    return h100_mesh()
 
 
 @contextmanager

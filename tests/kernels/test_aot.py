@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import ScaledArray
 from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS, TuningConfig, load_table
+from pallas_kernels.gemm.mosaic import matmul
 from pallas_kernels.scaled_array import grid_shape
 from pallas_kernels.tune import candidates
 from tests.kernels import aot
@@ -139,3 +141,20 @@ def test_parse_reads_every_kind_of_trouble() -> None:
     assert aot.parse(clean + warning).serialized
     with pytest.raises(ValueError, match="parse: unknown report"):
         aot.parse("ptxas info    : nothing")
+
+
+def test_kernel_compiles_inside_shard_map_behind_gathered_codes() -> None:
+    """Two H100: each has half of W's codes and scales, gathers the rest as FP8, and multiplies its own rows of X."""
+    mesh, split = aot.h100_mesh(2), PartitionSpec("device")
+
+    def layer(x: ScaledArray, w: ScaledArray) -> jax.Array:
+        codes, scales = (jax.lax.all_gather(part, "device", axis=0, tiled=True) for part in (w.qvalue, w.scale))
+        return matmul(x, ScaledArray(codes, scales, w.block_shape), jnp.bfloat16, "deepgemm")
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=False)
+    operands = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, split)),
+        (scaled(512, 256, ROWS), scaled(512, 256, SQUARE)),
+    )
+    text = jax.jit(mapped).lower(*operands).compile().as_text()
+    assert "mosaic_gpu" in text and "all-gather" in text and "f8e4m3fn[512,256]" in text, text[:3000]
