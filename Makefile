@@ -66,9 +66,13 @@ train: $(VENV)/.installed-train  ## Make .venv where missing, run the main job o
 	$(RUN_PYTHON) -m jetrl_jax.report $(RUN)
 
 .PHONY: test
-test: $(VENV)/.installed-test  ## Make .venv where missing, run every test; each skip prints its reason
+test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each skip prints its reason
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
-	$(RUN_PYTHON) -m pytest $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS)
+
+.PHONY: test-long
+test-long: $(VENV)/.installed-test  ## The tests that `make test` leaves out: more meshes and flows, more ways for a process to end
+	$(RUN_PYTHON) -m pytest -m long $(PYTEST_ARGS)
 
 .PHONY: test-py312
 # With the plugin that compiles for GPUs: only here, because outside the tests it complains of a missing cuDNN when JAX starts.

@@ -25,6 +25,7 @@ def compilation_cache() -> Path:
     return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
+@pytest.mark.long
 def test_full_disk_stops_the_run_and_loses_nothing(tmp_path, compilation_cache):
     if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode != 0:
         pytest.skip("a disk of the test's own needs `unshare -Urm` (user namespaces), which this machine refuses")

@@ -38,6 +38,7 @@ def test_run_on_a_mesh_is_exact_and_goes_on_on_another_mesh(tmp_path: Path, comp
     assert after[3]["policy_version"] == first[2]["policy_version"] + 1
 
 
+@pytest.mark.long
 def test_stopped_run_on_a_mesh_resumes_to_the_same_bits(tmp_path: Path, compilation_cache: Path) -> None:
     config = write_config(tiny_config(tmp_path / "run", sharding=MESH, **WIDE), tmp_path / "config.yaml")
     found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "1", cache=compilation_cache)

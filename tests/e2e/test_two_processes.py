@@ -177,6 +177,7 @@ def test_each_process_scores_its_own_groups(world: World, pair: tuple[Path, list
         assert all(part[group] == part[group + 3] for part in parts for group in (0, 4)), "a group is not whole"
 
 
+@pytest.mark.long
 def test_checkpoint_goes_on_with_another_number_of_processes(
     world: World, pair: tuple[Path, list[Ended]], single: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ def test_checkpoint_goes_on_with_another_number_of_processes(
     assert exported(tmp_path / "to_one_device") == exported(pair[0])
 
 
+@pytest.mark.long
 def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: World, single: Path, tmp_path: Path) -> None:
     """The processes learn who they are from the environment: from JAX's variables, then from SLURM's."""
     address = f"127.0.0.1:{free_port()}"
@@ -227,7 +229,7 @@ def test_run_that_begins_without_warm_start_saves_its_checkpoints(world: World, 
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long)])
 def test_lost_process_ends_the_other_in_time(
     victim: int, fault: signal.Signals, world: World, pair: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:
@@ -289,6 +291,7 @@ def test_processes_with_other_configs_or_too_few_devices_are_refused(world: Worl
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, tmp_path: Path) -> None:
     """Data parallel over the processes, fully sharded within them: the same but for the order of sums; and what is sampled where."""
     section = {"precision": {"preset": "fp32"}, "numerics": {"exact": False}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None}

@@ -22,6 +22,7 @@ STEPS = 12
 MODEL = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
 
 
+@pytest.mark.long
 def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, compilation_cache: Path) -> None:
     sections: dict[str, Any] = {
         "model": MODEL,

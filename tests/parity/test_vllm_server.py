@@ -66,6 +66,7 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[Smal
     engine.load_weights(policy.published, 7)
 
 
+@pytest.mark.long
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
     before = server_processes(engine)

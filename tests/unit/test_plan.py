@@ -190,7 +190,7 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
         main([*words, "--set", "precision.preset=bf16", "--devices", "2x0.01GiB"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
     """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a batch apart that the
