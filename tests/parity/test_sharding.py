@@ -197,7 +197,12 @@ def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
 
 
 @pytest.mark.parametrize(
-    ("name", "aggregation"), [("grpo", "token_mean"), ("grpo", "sequence_mean"), ("grpo", "constant"), ("gspo", "sequence_mean")]
+    ("name", "aggregation"),
+    [
+        ("grpo", "token_mean"),
+        ("gspo", "sequence_mean"),
+        *(pytest.param("grpo", name, marks=LONG) for name in ("sequence_mean", "constant")),
+    ],
 )
 def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):
     one = policy("fp32", "small")
