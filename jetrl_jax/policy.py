@@ -172,18 +172,8 @@ def build_engine(policy: Policy, rollout: RolloutSection, layout: Layout | None 
     """The engine that `rollout.engine` names for a policy, without weights yet; end it with `close_engine`."""
     if rollout.engine == "vllm":
         return build_vllm_engine(policy.model, policy.plan, policy.config)
-    build = functools.partial(
-        JaxEngine,
-        policy.model,
-        policy.plan,
-        slots=rollout.slots,
-        prefill_rows=rollout.prefill_rows,
-        decode_chunk_tokens=rollout.decode_chunk_tokens,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_completion_tokens=rollout.max_completion_tokens,
-        pad_id=policy.tokenizer.pad_id,
-    )
-    return build() if layout is None else DataParallelEngine(lambda copy: build(layout=copy), layout.copies(), layout.replicate)
+    build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
+    return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)
 
 
 def close_engine(engine: RolloutEngine) -> None:

@@ -154,6 +154,15 @@ class Layout:
         return PartitionSpec((tensor, FSDP) if tensor else FSDP) if axis == 0 else PartitionSpec(tensor, FSDP)
 
 
+def placed(shardings: Any, tree: Any) -> Any:
+    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree, such as codes with their scales."""
+
+    def place(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, shardings, tree)
+
+
 def _kind(path: str) -> str:
     """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
     return path.split(".")[-2]

@@ -122,18 +122,8 @@ class AbstractRun:
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
 
     def _engine(self) -> JaxEngine:
-        rollout = self.config.rollout
-        return JaxEngine(
-            self.model,
-            self.plan,
-            slots=rollout.slots,
-            prefill_rows=rollout.prefill_rows,
-            decode_chunk_tokens=rollout.decode_chunk_tokens,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            max_completion_tokens=rollout.max_completion_tokens,
-            pad_id=0,
-            layout=self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None,
-        )
+        layout = self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
+        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout)
 
 
 def on_one_device(tree: Any) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetrl_jax.config import RolloutSection
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision import PrecisionPlan, named_params
 from jetrl_jax.rollout.continuous_batching import EngineStatistics, Generation
@@ -94,6 +95,23 @@ class JaxEngine:
         self._idle_state: SlotState | None = None  # of the last call, to be used again
         self._weights: list[Any] | None = None
         self._version = -1
+
+    @classmethod
+    def from_section(
+        cls, model: Decoder, plan: PrecisionPlan, section: RolloutSection, pad_id: int, layout: Layout | None = None
+    ) -> JaxEngine:
+        """The engine with the sizes of a config's `rollout`; arguments and errors as the class."""
+        return cls(
+            model,
+            plan,
+            slots=section.slots,
+            prefill_rows=section.prefill_rows,
+            decode_chunk_tokens=section.decode_chunk_tokens,
+            max_prompt_tokens=section.max_prompt_tokens,
+            max_completion_tokens=section.max_completion_tokens,
+            pad_id=pad_id,
+            layout=layout,
+        )
 
     @property
     def policy_version(self) -> int:

@@ -30,7 +30,7 @@ from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.precision import PrecisionPlan, jit, map_params, named_params
 from jetrl_jax.rollout.sampling import Controls, request_keys, sample
 from jetrl_jax.rollout.shapes import EngineShapes
-from jetrl_jax.sharding import WHOLE, Layout
+from jetrl_jax.sharding import WHOLE, Layout, placed
 
 
 @jax.tree_util.register_dataclass
@@ -106,11 +106,12 @@ class EnginePrograms:
     def abstract_state(self, slots: int, length: int) -> SlotState:
         """As `empty_state`: shapes, dtypes and, on split layers, shardings, without any array."""
         empty = self._mapped("empty", functools.partial(self._empty_program, slots, length))
-        return self._placed(jax.eval_shape(empty), STATE_SPEC)
+        state = jax.eval_shape(empty)
+        return state if self.layout is None else placed(self._shardings(STATE_SPEC), state)
 
     def abstract_weights(self) -> nnx.State:
         """The weights that an engine holds: shapes, dtypes and, on split layers, shardings."""
-        return self.published if self.layout is None else self._placed(self.published, self.layout.specs(self.published))
+        return self.published if self.layout is None else placed(self.layout.shardings(self.published), self.published)
 
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
@@ -178,8 +179,7 @@ class EnginePrograms:
         if key not in self._compiled:
             options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
             if self.layout is not None:
-                mesh = self.layout.mesh
-                options["in_shardings"] = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._specs(key[0])[0])
+                options["in_shardings"] = self._shardings(self._specs(key[0])[0])
             self._compiled[key] = jit(self._mapped(key[0], function), **options).lower(*args).compile()
             self.compilations += 1
         return self._compiled[key]
@@ -188,16 +188,11 @@ class EnginePrograms:
         """`function` as each device that holds a part of the layers runs it."""
         return function if self.layout is None else self.layout.map(function, *self._specs(kind))
 
-    def _placed(self, tree: Any, specs: Any) -> Any:
-        """Abstract arrays with shardings; a spec may stand for a part of the tree."""
-        if self.layout is None:
-            return tree
+    def _shardings(self, specs: Any) -> Any:
+        """Partition specs with the mesh."""
+        assert self.layout is not None
         mesh = self.layout.mesh
-
-        def place(spec: PartitionSpec, part: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), part)
-
-        return jax.tree.map(place, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def _specs(self, kind: str) -> tuple[Any, Any]:
         """How a kind of program's arguments and results lie on the mesh."""

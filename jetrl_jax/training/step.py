@@ -29,7 +29,7 @@ from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rl.losses import Denominators
-from jetrl_jax.sharding import ROWS, WHOLE, Layout
+from jetrl_jax.sharding import ROWS, WHOLE, Layout, placed
 from jetrl_jax.training.loss_scale import SMALLEST, LossScale
 from pallas_kernels import ScaledArray, nonfinite_blocks
 
@@ -124,14 +124,14 @@ class PolicyPrograms:
         if layout is None:
             return state
         weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
-        placed = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
-        return _placed(placed, state)
+        shardings = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
+        return placed(shardings, state)
 
     def abstract_frozen(self, state: TrainState) -> nnx.State:
         """As `frozen` of an abstract state."""
         weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
         shardings = None if self.layout is None else self.layout.shardings(state.params)
-        return weights if shardings is None else _placed(shardings, weights)
+        return weights if shardings is None else placed(shardings, weights)
 
     def trace_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
         """`policy_gradient` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
@@ -258,15 +258,6 @@ class PolicyPrograms:
         new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
         kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
-
-
-def _placed(shardings: Any, tree: Any) -> Any:
-    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree, such as codes with their scales."""
-
-    def place(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
-
-    return jax.tree.map(place, shardings, tree)
 
 
 def _factor(state: TrainState) -> Any:
