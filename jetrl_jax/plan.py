@@ -164,7 +164,7 @@ def _print_step(console: Console, rows: list[Any], title: str) -> None:
 def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: str | None) -> None:
     from jetrl_jax.planning.check import check, target_devices
 
-    where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"the GPU of {target}"
+    where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"GPUs as {target} describes them"
     console.print(f"XLA's memory analysis for {devices.count} {where}; GiB on one device: plan / XLA, error of the total")
     table = Table("program", "arguments", "outputs", "temporaries", "given back", "total", "error")
     layout_devices = None if target is None else target_devices(target, devices.count)
