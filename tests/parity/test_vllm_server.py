@@ -69,6 +69,7 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[Smal
 @pytest.mark.long
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
+    engine.load_weights(policy.published, 7)
     before = server_processes(engine)
     for pid in before[1:]:
         os.kill(pid, signal.SIGKILL)
@@ -94,6 +95,7 @@ def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, Ser
         return post(route, body, timeout_s)
 
     monkeypatch.setattr(engine, "_post", flip)
+    monkeypatch.setattr(engine, "restarts_left", 0)
     monkeypatch.setattr(engine, "_stop", lambda: None)  # the server is to be looked at, not ended
     with pytest.raises(EngineFailed):
         engine.load_weights(policy.published, 9)
