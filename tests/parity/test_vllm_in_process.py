@@ -111,6 +111,17 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         engine.close()
 
 
+def test_trainer_and_vllm_agree_on_qwen2_in_bf16() -> None:
+    """A bias joins the FP32 sums before the one rounding here, and the rounded product in FP8."""
+    policy = SmallPolicy("bf16", QWEN2)
+    engine = make_engine(policy)
+    trajectories = engine.generate(requests(24), SAMPLING)
+    engine.close()
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    print(f"\nqwen2 in BF16: {gap}")
+    assert gap.exact
+
+
 def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_roundings() -> None:
     policy = SmallPolicy("fp8_unified", QWEN3)
     engine = make_engine(policy, exact=False)
