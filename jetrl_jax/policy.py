@@ -23,6 +23,7 @@ from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
 from jetrl_jax.config_io import config_from_dict, load_config
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.hf_config import ModelConfig
@@ -140,7 +141,7 @@ def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: st
     """
     path = Path(directory)
     if is_run(path):
-        policy = build_policy(load_config(config or path / "config.yaml", overrides))
+        policy = _build(load_config(config or path / "config.yaml", overrides))
         with CheckpointStore(path / "checkpoints", read_only=True) as store:
             restored = store.restore_latest({"params": policy.params}, subset=True) if store.steps() else None
         if restored is None:
@@ -152,9 +153,14 @@ def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: st
             f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
         )
     if config is not None:
-        return build_policy(load_config(config, overrides), model=path)
+        return _build(load_config(config, overrides), model=path)
     fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
-    return build_policy(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+    return _build(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+
+
+def _build(config: RunConfig, model: Path | None = None) -> Policy:
+    share_gpu(config)  # before the first array
+    return build_policy(config, model=model)
 
 
 def is_run(directory: str | Path) -> bool:
