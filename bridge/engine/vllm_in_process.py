@@ -22,7 +22,7 @@ from vllm import LLM
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 
-from bridge.engine import plugin, vllm_transfer
+from bridge.engine import plugin, vllm_operators, vllm_transfer
 from bridge.engine.common import (
     SLEEP_LEVEL,
     EngineFailed,
@@ -159,6 +159,22 @@ class InProcessEngine:
             np.array([0.0] + [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
             for out, ids in zip(outputs, sequences, strict=True)
         ]
+
+    def operators(self, token_ids: Sequence[int]) -> vllm_operators.Outputs:
+        """What each operator of the model makes of one sequence, as `bridge.engine.vllm_operators` has it.
+
+        Raises:
+          EngineFailed: vLLM failed, or ran something else than one forward over it.
+        """
+        events: list[tuple[str, np.ndarray]] = []
+
+        def score(model: torch.nn.Module) -> None:
+            with vllm_operators.recorded(model) as seen:
+                self.score([token_ids])
+            events.extend(seen)
+
+        self.llm.apply_model(score)
+        return vllm_operators.by_layer(events, self.model.num_layers)
 
     def close(self) -> None:
         """Ends the engine and frees its memory."""

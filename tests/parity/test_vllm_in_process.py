@@ -18,8 +18,11 @@ from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths
 from bridge.engine.certificate import CertifiedEngine
 from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.factory import probe_tokens, trainer_scorer
+from bridge.parity import operator_differences, where_they_part
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.mismatch import first_difference
 from jetrl_jax.models import ops
+from jetrl_jax.models.operators import _LAYER, Difference
 from jetrl_jax.precision import Numerics, map_params
 from jetrl_jax.training.step import PolicyPrograms
 from pallas_kernels import ScaledArray
@@ -277,3 +280,25 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(q
         np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
     with pytest.raises(EngineFailed, match="Sleep mode is not supported on current platform"):
         make_engine(policy, sleep=True)
+
+
+def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no earlier one."""
+    policy, engine = qwen3
+    sequences = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in engine.generate(requests(3), SAMPLING)]
+    graphdef = nnx.graphdef(policy.rollout_model())
+
+    def differences(published: nnx.State) -> list[Difference]:
+        return operator_differences(nnx.merge(graphdef, published), engine, sequences)
+
+    equal = differences(policy.published)
+    assert first_difference(equal) == "they never part: every operator's output is the same bits"
+    assert [d.operator for d in equal[:10]] == [*_LAYER] and len(equal) == 2 * 10 + 1 and equal[-1].operator == "norm"
+    for wrong, place in ((map_params(dropped_scale, policy.published), "layer 1 down"), (swapped_heads(policy.published), "layer 0 qkv")):
+        found = differences(wrong)
+        said = first_difference(found)
+        print(f"\n{said}")
+        assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
+    spoiled = Stale(engine)
+    spoiled.description = {"mode": "server"}
+    assert "vllm.mode=in_process" in where_they_part(policy.rollout_model(), spoiled, sequences)["first_difference"]
