@@ -30,6 +30,7 @@ from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
@@ -84,6 +85,7 @@ class GRPOTrainer:
         console: Console | None = None,
     ) -> None:
         config = config if isinstance(config, RunConfig) else load_config(config)
+        share_gpu(config)
         processes.start(config.distributed)
         self.config = config.model_copy(update={"distributed": config.distributed.model_copy(update={"process_id": None})})
         processes.check_same("config", dump_config(self.config))

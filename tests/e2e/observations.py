@@ -25,6 +25,7 @@ from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.grpo import GRPOTrainer
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import linear, product_implementation
@@ -66,6 +67,15 @@ def loss_scale(config: RunConfig) -> Any:
     """The loss scale of the first update, and how often it may grow."""
     scale = GRPOTrainer(config).new_programs().loss_scale
     return None if scale is None else (float(scale.factor), scale.growth_interval)
+
+
+def shared_gpu(config: RunConfig) -> Any:
+    """What a process that has not started JAX is told of the GPU's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+        patch.setattr(os, "environ", {})
+        share_gpu(config)
+        return dict(os.environ)
 
 
 def vllm_engine(config: RunConfig) -> Any:
