@@ -32,6 +32,7 @@ from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
@@ -260,6 +261,7 @@ class GRPOTrainer:
                     name: dataclasses.asdict(product_implementation(self.policy.model.numerics, forward=name == "forward"))
                     for name in ("forward", "backward")
                 },
+                "attention": dataclasses.asdict(attention_implementation(self.policy.model.numerics, self.policy.model.config.head_dim)),
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),
             }

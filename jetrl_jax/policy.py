@@ -27,6 +27,7 @@ from jetrl_jax.config_io import config_from_dict, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
@@ -98,20 +99,24 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
       tokenizer: in place of the config's.
 
     Raises:
-      UserError: kernels that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
+      UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
         or a tokenizer whose ids the model does not have.
     """
     path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
     numerics = build_numerics(config.precision, config.numerics)
-    product_implementation(numerics, forward=True)  # raises where it cannot run
     if isinstance(model, Decoder):
-        built = Decoder(model.config, numerics, rngs=nnx.Rngs(config.seed))
-        nnx.update(built, nnx.state(model, nnx.Param))
-    elif path is not None:
-        built = _read_model(path, numerics)
+        sizes = model.config
     else:
-        built = Decoder(new_model_config(config.model, tokenizer), numerics, rngs=nnx.Rngs(config.seed))
+        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+    product_implementation(numerics, forward=True)  # both raise where they cannot run
+    attention_implementation(numerics, sizes.head_dim)
+    if isinstance(model, Decoder) or path is None:
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        if isinstance(model, Decoder):
+            nnx.update(built, nnx.state(model, nnx.Param))
+    else:
+        built = _read_model(path, sizes, numerics)
     built.remat = config.batch.remat == "layer"
     if config.max_sequence_tokens > built.config.max_position_embeddings:
         raise UserError(
@@ -127,10 +132,9 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     return Policy(built, tokenizer, plan, config)
 
 
-def _read_model(path: str | Path, numerics: Any) -> Decoder:
+def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
     """A decoder with the weights of a Hugging Face directory; never initialised twice."""
-    model_config = read_config(path)
-    model = nnx.eval_shape(lambda: Decoder(model_config, numerics, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
     read_into(model, path)
     return model
 

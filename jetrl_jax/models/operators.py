@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
@@ -105,12 +104,9 @@ def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndar
 
 
 def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Values:
-    length = token_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    mask = jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
     cos, sin = jit(ops.rope_table, static_argnums=(1, 2))(positions, model.config, model.numerics)
     embedding = model.embed_tokens.weight.get_value()
-    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": mask, "cos": cos, "sin": sin}
+    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": ops.packed_mask(segment_ids), "cos": cos, "sin": sin}
 
 
 def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Values]]]:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, flash_attention, flash_cached_attention
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics
 
@@ -195,16 +196,30 @@ def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Arra
     return (out / total).astype(jnp.float32).reshape(B, T, N * H)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, numerics: Numerics) -> jax.Array:
-    """Softmax attention; scores, weights and sums in FP32 (float64 with `exact`), one rounding at the end.
+def packed_mask(segment_ids: jax.Array) -> jax.Array:
+    """What a token of a packed row sees, bool [B, T, T] of int32 [B, T]: its segment up to itself; nothing from padding (0)."""
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:
+    """Causal softmax attention; scores and sums in FP32 (float64 with `exact`), one rounding at the end.
 
     Args:
-      q: [B, T, N, H]; k, v: [B, S, K, H], N a multiple of K (grouped-query attention).
-      mask: bool [B, T, S], true where a key is visible; a row without any visible key gives the mean of all values.
+      q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: all that is causal.  What a row
+        without any visible key gives is finite and meaningless.
 
     Returns:
-      [B, T, N * H] in `numerics.dtype`.
+      [B, T, N * H] in `numerics.dtype`, by what `attention_implementation` says.
     """
+    B, T, N, H = q.shape
+    chosen = attention_implementation(numerics, H).name
+    if chosen != "xla":
+        return flash_attention(q, k, v, mask, planned=chosen == PLANNED).reshape(B, T, N * H)
+    if mask is None:
+        mask = jnp.tril(jnp.ones((T, T), bool))[None]
     return round_to(_attention(q.shape[-1] ** -0.5, numerics.exact, q, k, v, mask), numerics.dtype)
 
 
@@ -248,6 +263,9 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     """
     B, N, H = q.shape
     K, S = k.shape[1:3]
+    chosen = attention_implementation(numerics, H).name
+    if chosen != "xla":
+        return flash_cached_attention(q, k, v, positions, planned=chosen == PLANNED).reshape(B, N * H)
     queries = q.astype(jnp.float32) * np.float32(H**-0.5)
     hidden = jnp.arange(S, dtype=jnp.int32)[None, :] > positions[:, None]
     precision = jax.lax.Precision.HIGHEST

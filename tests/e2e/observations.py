@@ -27,6 +27,7 @@ from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import linear, product_implementation
 from jetrl_jax.policy import build_engine, build_policy, published_weights
@@ -149,6 +150,14 @@ def kernels(config: RunConfig) -> Any:
     """What forms the FP8 products."""
     numerics = build_policy(config).model.numerics
     return [product_implementation(numerics, forward=forward).name for forward in (True, False)]
+
+
+def attention(config: RunConfig) -> Any:
+    """What computes attention, on a GPU that takes everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "_device_problem", lambda dtype, head_dim: None)
+        policy = build_policy(config)
+        return flash_attention.attention_implementation(policy.model.numerics, policy.model.config.head_dim).name
 
 
 def losses(config: RunConfig) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import pytest
 from observations import (
+    attention,
     batch_shapes,
     engine,
     evaluation,
@@ -215,6 +216,7 @@ CHANGES = (
     Change("numerics.exact", True, logprobs, BF16),
     Change("numerics.engine_variant", "cuda", logprobs, BF16),
     Change("numerics.kernels", "xla", kernels, {"numerics.exact": False}),
+    Change("numerics.attention", "xla", attention, {"numerics.exact": False}),
     Change("task.kind", "gsm8k", examples, {"task": {}}),
     Change("task.name", "chain", examples, {"task": {}}),
     Change("task.path", "FILES/b.jsonl", examples, FILE_TASK),

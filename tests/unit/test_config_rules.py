@@ -46,6 +46,12 @@ BROKEN = [
         "model: {hidden_size: 126}, precision: {preset: bf16}, sharding: {fsdp: 3}",
     ),
     ("numerics.kernels", "numerics: {kernels: xla_fast}", "numerics: {kernels: xla_fast, exact: false}"),
+    ("numerics.attention", "numerics: {attention: cudnn}", "numerics: {attention: cudnn, exact: false}"),
+    (
+        "numerics.attention",
+        "precision: {preset: fp32}, numerics: {attention: cudnn, exact: false}",
+        "precision: {preset: fp16}, numerics: {attention: cudnn, exact: false}",
+    ),
     (
         "sharding.tensor",
         "model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 2}, sharding: {tensor: 2}",
