@@ -36,10 +36,8 @@ ENVIRONMENT = {
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
 }
 CPU_ENVIRONMENT = {
-    # Threads of OpenMP and of JAX share the cores, and compiling small helpers costs more than it saves.
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
     # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
     "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
 }
@@ -106,9 +104,12 @@ class EngineSettings:
         return arguments
 
 
-def environment(on_cpu: bool) -> dict[str, str]:
-    """Environment variables of a process that runs vLLM."""
-    return ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
+    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`."""
+    if not on_cpu:
+        return ENVIRONMENT
+    # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
+    return ENVIRONMENT | CPU_ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1" if eager else "0"}
 
 
 def check_version(version: str) -> None:
@@ -220,7 +221,7 @@ def require_awake(asleep: bool, what: str) -> None:
         raise RuntimeError(f"{what}: the engine sleeps and has no weights: got no load_weights(...) since sleep(), expected one before.")
 
 
-def set_environment(on_cpu: bool) -> None:
+def set_environment(on_cpu: bool, eager: bool = True) -> None:
     """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported."""
-    for name, value in environment(on_cpu).items():
+    for name, value in environment(on_cpu, eager).items():
         os.environ.setdefault(name, value)

@@ -38,7 +38,7 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     engine: VllmEngine
     if section.mode == "in_process":
         require_vllm()
-        set_environment(jax.default_backend() == "cpu")
+        set_environment(jax.default_backend() == "cpu", config.vllm.enforce_eager)
         from bridge.engine.vllm_in_process import InProcessEngine
 
         engine = InProcessEngine(model.config, fp8_paths, settings)

@@ -290,7 +290,7 @@ class ServerEngine:
         self.url = f"http://127.0.0.1:{port}"
         flags = as_flags(self.settings.arguments(self._directory / "model", self.model))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = os.environ | environment(jax.default_backend() == "cpu") | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = os.environ | environment(jax.default_backend() == "cpu", self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(

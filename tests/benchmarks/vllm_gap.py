@@ -41,12 +41,12 @@ def asked(config: ModelConfig, seed: int, count: int, context: int | None) -> tu
     return config, (settings, [Request(i, prompt, i) for i, prompt in enumerate(ids)])
 
 
-def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], config: ModelConfig, what: Asked, exact: bool) -> dict[str, Gap]:
+def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], config: ModelConfig, what: Asked, how: dict[str, bool]) -> dict[str, Gap]:
     """The gap of each trainer to vLLM, which samples `policy`."""
     from bridge.engine.vllm_in_process import InProcessEngine
 
     settings, prompts = what
-    engine = InProcessEngine(config, fp8_paths(policy), dataclasses.replace(settings, exact=exact))
+    engine = InProcessEngine(config, fp8_paths(policy), dataclasses.replace(settings, **how))
     engine.load_weights(policy.published, 0)
     trajectories = engine.generate(prompts, SAMPLING)
     engine.close()
@@ -61,9 +61,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
     parser.add_argument("--vllm-operations", action="store_true", help="keep vLLM's own attention and norms (numerics.exact: false)")
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile (vllm.enforce_eager: false)")
     options = parser.parse_args()
-    set_environment(True)
-    exact = not options.vllm_operations
+    set_environment(True, eager=not options.compiled)
+    how = {"exact": not options.vllm_operations, "enforce_eager": not options.compiled}
     print(f"{platform.processor() or platform.machine()}\n\n| policy | seed | pair | tokens | within 1e-5 | mean | largest | k3 |")
     print("|---|---|---|---|---|---|---|---|")
     for architecture in (QWEN3, QWEN2):
@@ -71,8 +72,8 @@ def main() -> None:
             config, what = asked(architecture, seed, options.requests, options.context)
             fp8, bf16 = (SmallPolicy(preset, config, seed=seed) for preset in ("fp8_unified", "bf16"))
             formula = SmallPolicy("fp8_unified", config, seed=seed, exact=False, engine_variant="cuda")
-            found = gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, config, what, exact)
-            found |= gaps(bf16, {"BF16 floor": bf16}, config, what, exact)
+            found = gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, config, what, how)
+            found |= gaps(bf16, {"BF16 floor": bf16}, config, what, how)
             for name, gap in found.items():
                 figures = f"{gap.tokens} | {gap.equal:.1%} | {gap.mean:.1e} | {gap.largest:.1e} | {gap.k3:.1e}"
                 print(f"| {config.architecture} | {seed} | {name} | {figures} |", flush=True)

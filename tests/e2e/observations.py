@@ -97,7 +97,7 @@ def vllm_engine(config: RunConfig) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.engine.factory.require_vllm", lambda: None)
         patch.setitem(sys.modules, "bridge.engine.vllm_in_process", SimpleNamespace(InProcessEngine=InProcess))
-        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu: None)
+        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
     if not isinstance(engine, CertifiedEngine):
         return type(engine).__name__
