@@ -32,6 +32,7 @@ from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import product_implementation
+from jetrl_jax.models.fp8_producers import input_implementations
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
@@ -257,6 +258,10 @@ class GRPOTrainer:
                 "fp8_products": {
                     name: dataclasses.asdict(product_implementation(self.policy.model.numerics, forward=name == "forward"))
                     for name in ("forward", "backward")
+                },
+                "fp8_inputs": {
+                    name: dataclasses.asdict(choice)
+                    for name, choice in input_implementations(self.policy.model.config, self.policy.model.numerics).items()
                 },
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),
