@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         x: jax.Array,  # [B, T, D]
         codes: InputCodes | None,  # of x
         rope_table: KeysValues,
-        mask: jax.Array | None,  # bool [B, T, T], None with a cache
+        mask: jax.Array | None,  # bool [B, T, T]; None: all that is causal, or all in the cache
         cache: KeysValues | None = None,
         positions: jax.Array | None = None,  # int32 [B], where a decoded token goes
     ) -> tuple[jax.Array, KeysValues]:
@@ -90,7 +90,6 @@ class Attention(nnx.Module):
             k = ops.rms_norm(k, whole(self.k_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
         q, k = ops.rope(q, rope_table, numerics), ops.rope(k, rope_table, numerics)
         if cache is None or positions is None:
-            assert mask is not None
             return self._output(ops.attention(q, k, v, mask, numerics)), (k, v)
         k, v = (ops.write_to_cache(old, new[:, 0], positions, numerics) for old, new in zip(cache, (k, v), strict=True))
         attended = ops.cached_attention(q[:, 0], k, v, positions, numerics)
@@ -191,13 +190,11 @@ class Decoder(nnx.Module):
         """
         return self.prefill(token_ids, positions, segment_ids)[0]
 
-    def prefill(self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, list[KeysValues]]:
-        """As `__call__`, and each layer's keys and values [B, T, K, H]."""
-        length = token_ids.shape[1]
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        same = segment_ids[:, :, None] == segment_ids[:, None, :]
-        mask = causal[None] & same & (segment_ids[:, :, None] > 0)
-        return self._run(token_ids, positions, mask, None)
+    def prefill(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, list[KeysValues]]:
+        """As `__call__`, and each layer's keys and values [B, T, K, H]; without segment ids padding may be at the right alone."""
+        return self._run(token_ids, positions, None if segment_ids is None else ops.packed_mask(segment_ids), None)
 
     def decode(self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]) -> tuple[jax.Array, list[KeysValues]]:
         """One token of each row, against a cache that holds the row's tokens 0 .. position - 1.

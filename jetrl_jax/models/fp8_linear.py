@@ -71,7 +71,8 @@ def linear(
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
     An FP8 weight reads `codes`, those of x's values, and never x, which takes the gradient; None: quantised here.
-    The bias [N] is added after the product is rounded in FP8 (as vLLM's block-FP8 layer does) and rounded again.
+    The bias [N] is added to the FP32 sums, which are rounded once; in FP8, to the rounded product, and the sum is rounded
+    again.  Both as vLLM's layers do.
     Under tensor parallelism N counts this device's output features; x is whole, as `tensor_parallel.enter` gives it, or
     with `split_input` this device's K / degree features, whose codes (not in FP8: values) are gathered here.
     """
@@ -84,7 +85,7 @@ def linear(
         assert codes is not None
         out = _fprop(_whole_input(codes.rows, split_input), weight, numerics)
     else:
-        out = dense(tensor_parallel.gather_input(flat) if split_input else flat, weight, numerics.dtype, numerics)
+        out, bias = dense(tensor_parallel.gather_input(flat) if split_input else flat, weight, numerics.dtype, numerics, bias), None
     if bias is not None:
         total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
