@@ -127,6 +127,11 @@ class NumericsSection(Section):
         description="What forms the FP8 products: Pallas kernels on a Hopper GPU (mosaic_gpu; mosaic_interpret on a CPU, slowly), XLA "
         "exactly or with FP32 sums. auto: the kernels where they run, else xla for the forward of an exact run and xla_fast elsewhere.",
     )
+    attention: Literal["auto", "xla", "cudnn"] = Field(
+        "auto",
+        description="What computes attention, in training and in the embedded engine: cuDNN's flash kernels, which keep no scores and "
+        "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
+    )
 
 
 class TaskSection(Section):

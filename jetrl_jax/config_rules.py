@@ -51,6 +51,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: "auto, xla or a mosaic kernel, or numerics.exact: false",
     ),
     Rule(
+        ("numerics.attention", "numerics.exact"),
+        lambda c: not (c.numerics.exact and c.numerics.attention == "cudnn"),
+        "bits of cuDNN's attention depend on shapes",
+        lambda c: "auto or xla, or numerics.exact: false",
+    ),
+    Rule(
+        ("numerics.attention", "precision.preset"),
+        lambda c: not (c.precision.preset == "fp32" and c.numerics.attention == "cudnn"),
+        "cuDNN's attention takes BF16 and FP16 alone",
+        lambda c: "auto or xla, or another preset than fp32",
+    ),
+    Rule(
         ("model.num_kv_heads", "model.num_heads", "model.path"),
         lambda c: c.model.path is not None or c.model.num_heads % c.model.num_kv_heads == 0,
         "query heads cannot be shared evenly among key/value heads",

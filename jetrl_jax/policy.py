@@ -6,11 +6,13 @@ The one module of `jetrl_jax` beside the entry points that reads and writes Hugg
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
 from jetrl_jax.config_io import config_from_dict, load_config
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
@@ -32,18 +36,23 @@ from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.tokenizer import Tokenizer, build_tokenizer
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
+from jetrl_jax.training.metrics import read_metrics
 from jetrl_jax.training.prompts import derived_seeds
+from jetrl_jax.training.run_directory import METRICS_FILE
+
+ACCURACY = "eval/accuracy"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, its tokenizer, the plan of its precision, and the config that said so."""
+    """A model, its tokenizer, the plan of its precision, the config that said so, and the step of the checkpoint it was read from."""
 
     model: Decoder
     tokenizer: Tokenizer
     plan: PrecisionPlan
     config: RunConfig
+    step: int | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -90,20 +99,24 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
       tokenizer: in place of the config's.
 
     Raises:
-      UserError: kernels that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
+      UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
         or a tokenizer whose ids the model does not have.
     """
     path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
     numerics = build_numerics(config.precision, config.numerics)
-    product_implementation(numerics, forward=True)  # raises where it cannot run
     if isinstance(model, Decoder):
-        built = Decoder(model.config, numerics, rngs=nnx.Rngs(config.seed))
-        nnx.update(built, nnx.state(model, nnx.Param))
-    elif path is not None:
-        built = _read_model(path, numerics)
+        sizes = model.config
     else:
-        built = Decoder(new_model_config(config.model, tokenizer), numerics, rngs=nnx.Rngs(config.seed))
+        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+    product_implementation(numerics, forward=True)  # both raise where they cannot run
+    attention_implementation(numerics, sizes.head_dim)
+    if isinstance(model, Decoder) or path is None:
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        if isinstance(model, Decoder):
+            nnx.update(built, nnx.state(model, nnx.Param))
+    else:
+        built = _read_model(path, sizes, numerics)
     built.remat = config.batch.remat == "layer"
     if config.max_sequence_tokens > built.config.max_position_embeddings:
         raise UserError(
@@ -119,42 +132,81 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     return Policy(built, tokenizer, plan, config)
 
 
-def _read_model(path: str | Path, numerics: Any) -> Decoder:
+def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
     """A decoder with the weights of a Hugging Face directory; never initialised twice."""
-    model_config = read_config(path)
-    model = nnx.eval_shape(lambda: Decoder(model_config, numerics, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
     read_into(model, path)
     return model
 
 
-def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None) -> Policy:
-    """A trained policy: a run directory (its latest checkpoint), or a Hugging Face directory with tokenizer files.
+def load_policy(
+    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, step: int | Literal["last", "best"] = "last"
+) -> Policy:
+    """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
       directory: either of the two.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
+      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest held-out accuracy on
+        record (the later of equals).
 
     Raises:
-      UserError: neither, or unreadable.
+      UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
     """
     path = Path(directory)
     if is_run(path):
-        policy = build_policy(load_config(config or path / "config.yaml", overrides))
-        with CheckpointStore(path / "checkpoints", read_only=True) as store:
-            restored = store.restore_latest({"params": policy.params}, subset=True) if store.steps() else None
-        if restored is None:
-            raise UserError(f"load_policy: no checkpoint: got the run {path}, expected one in {path / 'checkpoints'}.")
+        policy = _build(load_config(config or path / "config.yaml", overrides))
+        restored = _restore(path, step, {"params": policy.params})
         nnx.update(policy.model, restored.state["params"])
-        return policy
+        return dataclasses.replace(policy, step=restored.step)
+    if step != "last":
+        raise UserError(f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory (config.yaml).")
     if not (path / "config.json").is_file():
         raise UserError(
             f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
         )
     if config is not None:
-        return build_policy(load_config(config, overrides), model=path)
+        return _build(load_config(config, overrides), model=path)
     fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
-    return build_policy(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+    return _build(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+
+
+def _build(config: RunConfig, model: Path | None = None) -> Policy:
+    share_gpu(config)  # before the first array
+    return build_policy(config, model=model)
+
+
+def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:
+    """A checkpoint of a run, in the structure of `template`."""
+    with CheckpointStore(run / "checkpoints", read_only=True) as store:
+        steps = store.steps()
+        if not steps:
+            raise UserError(f"load_policy: no checkpoint: got the run {run}, expected one in {run / 'checkpoints'}.")
+        if step == "last":
+            restored = store.restore_latest(template, subset=True)
+            assert restored is not None  # of steps it gives one, or raises
+            return restored
+        number = _best_step(run, steps) if step == "best" else step
+        if number not in steps:
+            raise UserError(f"load_policy: no checkpoint of that step: got step={number} of {run}, expected one of {steps}.")
+        try:
+            return store.restore(number, template, subset=True)
+        except CorruptCheckpoint as error:
+            raise UserError(f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There are {steps}.") from error
+
+
+def _best_step(run: Path, steps: Sequence[int]) -> int:
+    """The step among `steps` with the highest `eval/accuracy` on record, the last of equals."""
+    rows = read_metrics(run / METRICS_FILE)
+    accuracy = {int(row["step"]): row[ACCURACY] for row in rows if math.isfinite(row.get(ACCURACY, math.nan))}
+    recorded = [step for step in steps if step in accuracy]
+    if not recorded:
+        raise UserError(
+            f"load_policy: no best checkpoint: got none of the steps {list(steps)} of {run} with {ACCURACY} on record, expected one. "
+            f"It is on record for {sorted(accuracy)} (eval.every_steps); give a step."
+        )
+    return max(recorded, key=lambda step: (accuracy[step], step))
 
 
 def is_run(directory: str | Path) -> bool:

@@ -56,6 +56,7 @@ class Numerics:
     promotion_order, scale_format: see `pallas_kernels`.
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.fp8_linear`.
     kernels: implementation of the FP8 products; see `jetrl_jax.models.fp8_linear.product_implementation`.
+    attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`models.ops.cache_dtype`).
     """
 
@@ -66,6 +67,7 @@ class Numerics:
     wgrad_operand: str = "requantize"
     scale_format: str = "float32"
     kernels: str = "auto"
+    attention: str = "auto"
     stored_dtype: str | None = None
 
     @property
@@ -259,4 +261,5 @@ def build_numerics(precision: Any, numerics: Any) -> Numerics:
         wgrad_operand=precision.wgrad_operand,
         scale_format=precision.scale_format,
         kernels=numerics.kernels,
+        attention=numerics.attention,
     )

@@ -2,6 +2,7 @@
 
     start     loopback only, a free port, its output in vllm.log of the run; ready when /health answers
     sync      safetensors on tmpfs with a manifest beside it; staged and verified by the worker, then applied
+    sleep     weights and cache are dropped until the next sync, which wakes the weights, then the cache
     generate  token ids in, token ids and logprobs out, one request a completion; every answer names its weights' version
     end       with the trainer, however that ends (`server_process`)
 
@@ -35,12 +36,14 @@ from safetensors.numpy import save_file
 
 from bridge.engine import server_process
 from bridge.engine.common import (
+    SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
     as_flags,
     check_requests,
     check_version,
     environment,
+    require_awake,
     sampling_fields,
     scoring_fields,
     trajectory,
@@ -83,7 +86,7 @@ class ServerEngine:
         self._version, self._vllm = -1, ""
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
-        self._ready = False
+        self._ready = self._asleep = False
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # tmpfs: the disk never sees the weights
         self._directory = Path(tempfile.mkdtemp(prefix="jetrl-vllm-", dir=root))
         if self.owned:
@@ -98,7 +101,7 @@ class ServerEngine:
     @property
     def description(self) -> dict[str, Any]:
         """What ran, for the run's record."""
-        return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url}
+        return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url, "sleep": self.settings.sleep}
 
     def load_weights(self, published: Any, version: int) -> Manifest:
         """Sends a policy version; returns its manifest.
@@ -118,8 +121,19 @@ class ServerEngine:
                 file.unlink(missing_ok=True)
         return manifest
 
+    def sleep(self) -> None:
+        """Lets the server drop weights and cache until the next `load_weights`, where the settings say so.
+
+        Raises:
+          EngineFailed: it cannot, or died.
+        """
+        if self.settings.sleep and not self._asleep:
+            self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self.settings.sync_timeout_s))
+            self._asleep = True
+
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as the server holds them."""
+        require_awake(self._asleep, "held")
         body = {"method": "jetrl_held_manifest", "args": [list(names), self._version], "timeout": self.settings.sync_timeout_s}
         answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self.settings.sync_timeout_s))
         return Manifest.from_json(answer["results"][0])
@@ -128,7 +142,7 @@ class ServerEngine:
         """One trajectory per request, in the order of the requests.
 
         Raises:
-          ValueError: a request that does not fit; EngineFailed: the server failed, or sampled from other weights.
+          ValueError: a request that does not fit; RuntimeError: it sleeps; EngineFailed: the server failed, or sampled from other weights.
         """
         check_requests(requests, sampling, self.settings, self.model.vocab_size)
         bodies = [(list(request.prompt_ids), sampling_fields(sampling, request)) for request in requests]
@@ -176,6 +190,7 @@ class ServerEngine:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
 
+        require_awake(self._asleep, "generate")
         if not bodies:
             return []
         answers = self._with_restarts(all_at_once)
@@ -190,6 +205,8 @@ class ServerEngine:
         assert self._weights is not None
         path, version = self._weights
         limit = self.settings.sync_timeout_s
+        if self._asleep:
+            self._post("/wake_up?tags=weights", {}, limit)
         try:
             self._post("/start_weight_update", {}, limit)
         except EngineFailed:  # a trainer that was killed left an update open: this update, of nothing, ends it
@@ -200,10 +217,12 @@ class ServerEngine:
         self._post("/pause?mode=abort&clear_cache=true", {}, limit)  # no request may see both versions
         try:
             self._post("/finish_weight_update", {"weight_version": str(version)}, limit)
+            if self._asleep:
+                self._post("/wake_up?tags=kv_cache", {}, limit)
             self._post("/reset_prefix_cache", {}, limit)
         finally:
             self._post("/resume", {}, limit)
-        self._version = version
+        self._version, self._asleep = version, False
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
         """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
@@ -271,7 +290,7 @@ class ServerEngine:
         self.url = f"http://127.0.0.1:{port}"
         flags = as_flags(self.settings.arguments(self._directory / "model", self.model))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = os.environ | environment(jax.default_backend() == "cpu") | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = os.environ | environment(jax.default_backend() == "cpu", self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -298,6 +317,7 @@ class ServerEngine:
     def _stop(self) -> None:
         """Ends a server of ours, by force where it must be."""
         self._ready = not self.owned and self._ready
+        self._asleep = False  # so is a new one
         process, self._process = self._process, None
         if process is None:
             return

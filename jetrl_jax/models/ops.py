@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, flash_attention, flash_cached_attention
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics
 
@@ -195,16 +196,30 @@ def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Arra
     return (out / total).astype(jnp.float32).reshape(B, T, N * H)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, numerics: Numerics) -> jax.Array:
-    """Softmax attention; scores, weights and sums in FP32 (float64 with `exact`), one rounding at the end.
+def packed_mask(segment_ids: jax.Array) -> jax.Array:
+    """What a token of a packed row sees, bool [B, T, T] of int32 [B, T]: its segment up to itself; nothing from padding (0)."""
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:
+    """Causal softmax attention; scores and sums in FP32 (float64 with `exact`), one rounding at the end.
 
     Args:
-      q: [B, T, N, H]; k, v: [B, S, K, H], N a multiple of K (grouped-query attention).
-      mask: bool [B, T, S], true where a key is visible; a row without any visible key gives the mean of all values.
+      q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: all that is causal.  What a row
+        without any visible key gives is finite and meaningless.
 
     Returns:
-      [B, T, N * H] in `numerics.dtype`.
+      [B, T, N * H] in `numerics.dtype`, by what `attention_implementation` says.
     """
+    B, T, N, H = q.shape
+    chosen = attention_implementation(numerics, H).name
+    if chosen != "xla":
+        return flash_attention(q, k, v, mask, planned=chosen == PLANNED).reshape(B, T, N * H)
+    if mask is None:
+        mask = jnp.tril(jnp.ones((T, T), bool))[None]
     return round_to(_attention(q.shape[-1] ** -0.5, numerics.exact, q, k, v, mask), numerics.dtype)
 
 
@@ -248,6 +263,9 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     """
     B, N, H = q.shape
     K, S = k.shape[1:3]
+    chosen = attention_implementation(numerics, H).name
+    if chosen != "xla":
+        return flash_cached_attention(q, k, v, positions, planned=chosen == PLANNED).reshape(B, N * H)
     queries = q.astype(jnp.float32) * np.float32(H**-0.5)
     hidden = jnp.arange(S, dtype=jnp.int32)[None, :] > positions[:, None]
     precision = jax.lax.Precision.HIGHEST
@@ -263,30 +281,33 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> jax.Array:
-    """x [M, K] . weight[N, K]^T with operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
+def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
+    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
 
-    The gradient of the weight is FP32 (its master's dtype) and is not rounded between; that of x has x's dtype.
+    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
     """
     rows = x.shape[0]
     if numerics.exact and rows < MIN_ROWS:
         x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
-    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)
-    return round_to(out[:rows], out_dtype)
+    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
+    if bias is not None:
+        out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
+    return round_to(out, out_dtype)
 
 
-def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> Any:
-    return dense(x, weight, out_dtype, numerics), (x, weight)
+def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None) -> Any:
+    return dense(x, weight, out_dtype, numerics, bias), (x, weight, bias)
 
 
 def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
-    x, weight = saved
+    x, weight, bias = saved
     if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
         dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
         dw = _dot(dy, x.astype(jnp.float32), 0, 0)
     else:
         dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
-    return round_to(dx, x.dtype), dw.astype(weight.dtype)
+    db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
+    return round_to(dx, x.dtype), dw.astype(weight.dtype), db
 
 
 dense.defvjp(_dense_forward, _dense_backward)

@@ -226,8 +226,7 @@ class EnginePrograms:
         model = self._bind(weights)
         rows, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-        segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, cache = model.prefill(tokens, positions, segments)
+        hidden, cache = model.prefill(tokens, positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         padding = ((0, 0), (0, 0), (0, self.prompt_length - length), (0, 0))
 

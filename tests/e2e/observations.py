@@ -25,7 +25,9 @@ from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.fp8_linear import linear, product_implementation
 from jetrl_jax.policy import build_engine, build_policy, published_weights
@@ -68,6 +70,15 @@ def loss_scale(config: RunConfig) -> Any:
     return None if scale is None else (float(scale.factor), scale.growth_interval)
 
 
+def shared_gpu(config: RunConfig) -> Any:
+    """What a process that has not started JAX is told of the GPU's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+        patch.setattr(os, "environ", {})
+        share_gpu(config)
+        return dict(os.environ)
+
+
 def vllm_engine(config: RunConfig) -> Any:
     """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe; nothing is started."""
 
@@ -86,7 +97,7 @@ def vllm_engine(config: RunConfig) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.engine.factory.require_vllm", lambda: None)
         patch.setitem(sys.modules, "bridge.engine.vllm_in_process", SimpleNamespace(InProcessEngine=InProcess))
-        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu: None)
+        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
     if not isinstance(engine, CertifiedEngine):
         return type(engine).__name__
@@ -139,6 +150,14 @@ def kernels(config: RunConfig) -> Any:
     """What forms the FP8 products."""
     numerics = build_policy(config).model.numerics
     return [product_implementation(numerics, forward=forward).name for forward in (True, False)]
+
+
+def attention(config: RunConfig) -> Any:
+    """What computes attention, on a GPU that takes everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "_device_problem", lambda dtype, head_dim: None)
+        policy = build_policy(config)
+        return flash_attention.attention_implementation(policy.model.numerics, policy.model.config.head_dim).name
 
 
 def losses(config: RunConfig) -> Any:

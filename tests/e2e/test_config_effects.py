@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import pytest
 from observations import (
+    attention,
     batch_shapes,
     engine,
     evaluation,
@@ -43,6 +44,7 @@ from observations import (
     run,
     sampling,
     shapes,
+    shared_gpu,
     templated_tokens,
     tokens,
     updated_weights,
@@ -214,6 +216,7 @@ CHANGES = (
     Change("numerics.exact", True, logprobs, BF16),
     Change("numerics.engine_variant", "cuda", logprobs, BF16),
     Change("numerics.kernels", "xla", kernels, {"numerics.exact": False}),
+    Change("numerics.attention", "xla", attention, {"numerics.exact": False}),
     Change("task.kind", "gsm8k", examples, {"task": {}}),
     Change("task.name", "chain", examples, {"task": {}}),
     Change("task.path", "FILES/b.jsonl", examples, FILE_TASK),
@@ -249,6 +252,7 @@ CHANGES = (
     Change("numerics.exact", False, vllm_engine, VLLM),
     Change("vllm.max_num_seqs", 7, vllm_engine, VLLM),
     Change("vllm.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
+    Change("vllm.sleep", False, shared_gpu, VLLM),
     Change("vllm.kv_cache_memory_mb", 7, vllm_engine, VLLM),
     Change("vllm.enforce_eager", False, vllm_engine, VLLM),
     Change("vllm.probe_tokens", 7, vllm_engine, VLLM),

@@ -68,13 +68,18 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a kernel once in a
     process, so ask for each once (`functools.cache`).
     """
+    return program_and_reports(function, *arguments)[1]
+
+
+def program_and_reports(function: Callable[..., Any], *arguments: Any) -> tuple[str, list[KernelReport]]:
+    """The optimised HLO of `jit(function)` and what `compile_for_h100` gives."""
     with _dump() as directory:
-        _compile(function, arguments)
+        program = str(_compile(function, arguments).as_text())
         paths = sorted(directory.glob("*.ptxas"))
         reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
     if not reports:
         raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
-    return reports
+    return program, reports
 
 
 def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:

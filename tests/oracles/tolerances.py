@@ -61,3 +61,14 @@ def hopper_gemm(blocks: int, magnitude: np.ndarray) -> np.ndarray:
 def output_rounding(value: np.ndarray, error: np.ndarray, u: float) -> np.ndarray:
     """`error` of an accumulator near `value`, and then one rounding to a type of unit roundoff `u`."""
     return error + u * (np.abs(value) + error)
+
+
+def attention(keys: int, width: int, spread: float, weights: float = 0.0) -> float:
+    """FP32 attention and its gradients against float64, relative to sums of magnitudes (tests/oracles/attention_oracle.py).
+
+    A score, `width` products and a scale, is off by at most gamma(width + 2) * `spread`, and the exponential turns that into a
+    relative error of each weight and of their sum.  `weights`: unit roundoff of the type that weights are rounded to, once in
+    each of the three sums that the gradients go through.  Then three sums over up to `keys` terms and two over `width`.
+    """
+    scores = np.expm1(4 * gamma(width + 2) * spread)
+    return float(scores + gamma(3, weights) + gamma(3 * keys + 2 * width + 16))

@@ -46,6 +46,12 @@ BROKEN = [
         "model: {hidden_size: 126}, precision: {preset: bf16}, sharding: {fsdp: 3}",
     ),
     ("numerics.kernels", "numerics: {kernels: xla_fast}", "numerics: {kernels: xla_fast, exact: false}"),
+    ("numerics.attention", "numerics: {attention: cudnn}", "numerics: {attention: cudnn, exact: false}"),
+    (
+        "numerics.attention",
+        "precision: {preset: fp32}, numerics: {attention: cudnn, exact: false}",
+        "precision: {preset: fp16}, numerics: {attention: cudnn, exact: false}",
+    ),
     (
         "sharding.tensor",
         "model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 2}, sharding: {tensor: 2}",
@@ -157,6 +163,7 @@ IDLE = [
         "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1', max_num_seqs: 4}",
         "rollout: {engine: vllm}, vllm: {mode: server, max_num_seqs: 4}",
     ),
+    ("vllm.sleep", "vllm: {sleep: true}", "rollout: {engine: vllm}, vllm: {sleep: true}"),
     ("vllm.restarts", "rollout: {engine: vllm}, vllm: {restarts: 1}", "rollout: {engine: vllm}, vllm: {mode: server, restarts: 1}"),
     (
         "vllm.probe_logprob_tolerance",

@@ -1,0 +1,150 @@
+"""Attention by cuDNN's flash kernels: forward and backward without the scores [B, N, T, S] in memory.
+
+    out = softmax(q k^T / sqrt(H) + mask) v,    q, k, v in BF16 or FP16
+
+Scores, maxima and sums are FP32; the weights, not yet divided by their sum, are rounded to the operands' dtype before they
+meet the values, since tensor cores take no FP32 there, and the result is rounded once, as `ops.attention` rounds it.  cuDNN is
+called by `jax.nn.dot_product_attention` alone.  What hides tokens from one another, and what it costs:
+
+    causal       prompts, one to a row (prefill): nothing; what is above the diagonal is not computed
+    packed rows  causal, and a mask in the operands' dtype, [B, 1, T, T], shared by all heads: JAX's public call takes no
+                 segment ids.  cuDNN's packed layout, in a private call of JAX, would keep the sums of the softmax once for
+                 each segment that a row might have, [B * segments, N, T] in FP32 for every layer
+    a cache      the number of keys of each row (decode).  The query heads of one key/value head are the tokens of a query of
+                 one head, so that keys and values are read once, in place, in the cache's own layout
+
+Neither the reductions' order nor that of the backward's sums is promised by cuDNN, so `numerics.exact` keeps the XLA form.
+Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.errors import UserError
+from jetrl_jax.precision import Numerics
+from pallas_kernels.implementations import Choice
+
+PLANNED = "planned"  # the operands and results of cudnn, to be counted by `jetrl_jax.planning` and never run
+HEAD_UNIT, LARGEST_HEAD = 8, 256
+FIRST_JAX = (0, 11, 2)  # 0.10.2 also computes and writes the mask's gradient, which nobody reads
+
+
+def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bool = False) -> Choice:
+    """What computes attention, in training, prefill and decode: "cudnn" or "xla" (`ops`), and why.
+
+    Args:
+      numerics: "auto" takes cudnn where it can run.
+      head_dim: H.
+      elsewhere: for a GPU that is not here, which JAX is not asked about.
+
+    Raises:
+      UserError: cudnn was asked for by name and cannot run.
+    """
+    asked = numerics.attention
+    if asked not in ("auto", "cudnn"):
+        return Choice(asked, "asked for by name")
+    problem = _operand_problem(numerics, head_dim) or (None if elsewhere else _device_problem(numerics.dtype, head_dim))
+    if problem is None:
+        return Choice("cudnn", "asked for by name" if asked == "cudnn" else "auto: a GPU and operands that cuDNN takes")
+    if asked == "cudnn":
+        raise UserError(f"numerics.attention: cannot run: got 'cudnn', but {problem}. 'auto' takes what can run, 'xla' runs everywhere.")
+    return Choice("xla", f"auto: cudnn cannot run: {problem}")
+
+
+def _operand_problem(numerics: Numerics, head_dim: int) -> str | None:
+    if numerics.exact:
+        return "numerics.exact is true, and cuDNN's sums depend on shapes"
+    if numerics.compute_dtype == "float32":
+        return "activations are float32, expected bfloat16 or float16"
+    if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
+        return f"head_dim is {head_dim}, expected a multiple of {HEAD_UNIT} up to {LARGEST_HEAD}"
+    return None
+
+
+def _device_problem(dtype: Any, head_dim: int) -> str | None:
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return f"the platform is {platform!r}, expected 'gpu'"
+    if jax.__version_info__ < FIRST_JAX:
+        return f"JAX is {jax.__version__}, expected {'.'.join(map(str, FIRST_JAX))} or newer"
+    heads = jax.ShapeDtypeStruct((1, 2, 1, head_dim), dtype)
+
+    def total(x: jax.Array) -> jax.Array:
+        return flash_attention(x, x, x, jnp.ones((1, 2, 2), bool)).astype(jnp.float32).sum()
+
+    try:  # cuDNN's presence and version, this GPU and the head's width are JAX's to judge
+        jax.eval_shape(jax.grad(total), heads)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return f"JAX refuses it: {error}"
+    return None
+
+
+def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, *, planned: bool = False) -> jax.Array:
+    """Causal attention; differentiable in q, k and v.
+
+    Args:
+      q: [B, T, N, H]; k, v: [B, T, K, H], all BF16 or FP16.
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: wherever it is causal.
+      planned: see `PLANNED`.
+
+    Returns:
+      [B, T, N, H] in q's dtype; a row of the mask without any visible key gives its own token's values.
+    """
+    length = q.shape[1]
+    if mask is not None:
+        # cuDNN adds -2^41 to what is hidden: a row with nothing visible would be a difference of such numbers.
+        mask = (mask | jnp.eye(length, dtype=bool)[None])[:, None]
+    if length % 2:  # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+        mask = mask if mask is None else jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
+    if planned:
+        return _planned(q, k, v, mask)[:, :length]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :length]
+
+
+def flash_cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, planned: bool = False) -> jax.Array:
+    """Attention of one token per row against a cache; no gradient.
+
+    Args:
+      q: [B, N, H]; k, v: [B, K, S, H], all of one dtype, BF16 or FP16.
+      positions: int32 [B]; keys at or below are visible.
+      planned: see `PLANNED`.
+
+    Returns:
+      [B, N, H] in q's dtype.
+    """
+    B, N, H = q.shape
+    K, S = k.shape[1:3]
+    queries = q.reshape(B * K, N // K, 1, H)
+    keys, values = (x.reshape(B * K, S, 1, H) for x in (k, v))
+    if planned:
+        return _planned(queries, keys, values, None).reshape(B, N, H)
+    lengths = jnp.repeat(positions + 1, K, total_repeat_length=B * K)
+    out = jax.nn.dot_product_attention(queries, keys, values, key_value_seq_lengths=lengths, implementation="cudnn")
+    return out.reshape(B, N, H)
+
+
+@jax.custom_vjp
+def _planned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return _planned_forward(q, k, v, mask)[0]
+
+
+def _planned_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> Any:
+    bias = () if mask is None else (jnp.where(mask, jnp.zeros((), q.dtype), jnp.full((), -1.0, q.dtype)),)
+    B, T, N, _ = q.shape
+    results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    out, sums = jax.ffi.ffi_call(PLANNED, results)(q, k, v, *bias)
+    return out, (q, k, v, bias, out, sums)
+
+
+def _planned_backward(saved: Any, cotangent: jax.Array) -> Any:
+    q, k, v, bias, out, sums = saved
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+    return (*jax.ffi.ffi_call(PLANNED, results)(q, k, v, *bias, out, sums, cotangent), None)
+
+
+_planned.defvjp(_planned_forward, _planned_backward)
