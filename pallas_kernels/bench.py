@@ -7,7 +7,8 @@
     layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
 Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals, vLLM's
-Triton kernel where it can run; others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which needs torch) that defines
+Triton kernel where it can run; others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py,
+which needs torch) that defines
 
     gemm(m, n, k) -> {name: contender}        decode(m, n, k) -> {name: pallas_kernels.measure.Timing}
 
@@ -16,7 +17,7 @@ or, for `layer`, whose model this package does not know (tests/benchmarks/kernel
     layer(tokens) -> {name: contender}
 
 and run in the same process. The figures go to a JSON file with card, clocks, versions and command, and as a table to the
-terminal. Without a GPU that the kernels run on it ends with status 2.
+terminal. Without a GPU that the kernels run on it ends with status 2. Goals and protocols: docs/benchmarks.md.
 """
 
 from __future__ import annotations
