@@ -207,7 +207,10 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
         )
         dx, dw = pullback(dy)
     else:
-        fast = {"promotion_order": numerics.promotion_order, "implementation": product_implementation(numerics, forward=False).name}
+        fast: dict[str, Any] = {
+            "promotion_order": numerics.promotion_order,
+            "implementation": product_implementation(numerics, forward=False).name,
+        }
         rows, tokens = _quantize_dual(dy, TOKEN_BLOCK, numerics)
         dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
         operand = saved

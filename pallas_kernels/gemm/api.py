@@ -19,6 +19,8 @@ zeros and cut, exactly. They read both operands along the contraction. FProp's l
 both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds turned copies already (of
 weights that serve many microbatches, or from a quantiser that writes both ways) calls `matmul` with them instead.
 Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.
+With `accumulator` the finished product is added to it by one FP32 addition (as DeepGEMM's += does); the Pallas kernels do
+so on their way out, in the accumulator's buffer where XLA may take it.
 None of these functions is meant to be differentiated: they are called from custom differentiation rules.
 """
 
@@ -45,6 +47,7 @@ def matmul(
     out_dtype: Any = jnp.bfloat16,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of 128 along it.
 
@@ -54,6 +57,7 @@ def matmul(
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
       implementation: one of `IMPLEMENTATIONS`.
+      accumulator: float32 [M, N], to which the product is added; `out_dtype` must be float32 then. None: nothing is added.
     Returns:
       [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
     Raises:
@@ -61,7 +65,7 @@ def matmul(
       NotImplementedError: a kernel asked for by name cannot run here; the message says why.
     """
     _check("matmul", ("a", a, ((1, BLOCK),)), ("b", b, ((BLOCK, BLOCK), (1, BLOCK))), 1, 1, out_dtype, promotion_order, implementation)
-    return _run("matmul", a, b, out_dtype, promotion_order, implementation)
+    return _run("matmul", a, b, out_dtype, promotion_order, implementation, accumulator)
 
 
 def fprop(
@@ -119,6 +123,7 @@ def wgrad(
     out_dtype: Any = jnp.float32,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """dW = dyᵀ x, contracted over tokens in blocks of 128 (the last one may be partial).
 
@@ -126,6 +131,7 @@ def wgrad(
       dy: [M, N], block shape (128, 1).
       x: [M, K], block shape (128, 1) or (128, 128).
       out_dtype, promotion_order, implementation: as in `fprop`; gradients of masters are float32.
+      accumulator: float32 [N, K], to which the product is added; `out_dtype` must be float32 then. None: nothing is added.
     Returns:
       [N, K] in `out_dtype`.
     Raises:
@@ -133,24 +139,42 @@ def wgrad(
     """
     blocks = ((BLOCK, 1), (BLOCK, BLOCK))
     _check("wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation)
-    return _run("wgrad", dy.transpose(), x.transpose(), out_dtype, promotion_order, implementation)
+    return _run("wgrad", dy.transpose(), x.transpose(), out_dtype, promotion_order, implementation, accumulator)
 
 
-def _run(function: str, a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str, implementation: str) -> jax.Array:
-    """A Bᵀ by the implementation that was asked for, or an error that says why it cannot run."""
+def _run(
+    function: str,
+    a: ScaledArray,
+    b: ScaledArray,
+    out_dtype: Any,
+    promotion_order: str,
+    implementation: str,
+    accumulator: jax.Array | None = None,
+) -> jax.Array:
+    """A Bᵀ, added to the accumulator if there is one, by the implementation that was asked for, or an error that says why it cannot run."""
     problem = "an operand is empty" if 0 in a.shape + b.shape else None
     if implementation == "triton":
         problem = problem or vllm_triton.call_problem(a, b, promotion_order)
     name = resolve(function, implementation, IMPLEMENTATIONS, problem).name
     dtype = jnp.dtype(out_dtype)
-    if name == "triton":
-        return vllm_triton.matmul(a, b, dtype)
+    if accumulator is not None:
+        _check_accumulator(function, accumulator, (a.shape[0], b.shape[0]), dtype)
     if name.startswith("mosaic"):
         from pallas_kernels.gemm import mosaic  # here, because Pallas for GPUs is not there on every platform
 
-        return mosaic.matmul(a, b, dtype, promotion_order, name == "mosaic_interpret")
-    matmul_xla = reference.matmul_exact if name == "xla" else reference.matmul_fast
-    return matmul_xla(a, b, dtype, promotion_order)
+        return mosaic.matmul(a, b, dtype, promotion_order, name == "mosaic_interpret", accumulator=accumulator)
+    if name == "triton":
+        product = vllm_triton.matmul(a, b, dtype)
+    else:
+        product = (reference.matmul_exact if name == "xla" else reference.matmul_fast)(a, b, dtype, promotion_order)
+    return product if accumulator is None else accumulator + product
+
+
+def _check_accumulator(function: str, accumulator: jax.Array, shape: tuple[int, int], out_dtype: Any) -> None:
+    """Raises ValueError unless the accumulator and the result are both FP32, of this shape."""
+    if (accumulator.shape, accumulator.dtype, out_dtype) != (shape, jnp.float32, jnp.float32):
+        got = f"got accumulator {accumulator.dtype}{list(accumulator.shape)} and out_dtype={out_dtype}"
+        raise ValueError(f"{function}: wrong accumulator: {got}, expected float32 {list(shape)} and out_dtype=float32.")
 
 
 _Operand = tuple[str, ScaledArray, tuple[tuple[int, int], ...]]

@@ -36,6 +36,7 @@ def matmul(
     promotion_order: str,
     interpret: bool = False,
     config: TuningConfig | None = None,
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """a [M, K] times b [N, K] transposed: [M, N] in `out_dtype`; row-invariant by construction.
 
@@ -46,6 +47,7 @@ def matmul(
       promotion_order: "deepgemm" or "triton".
       interpret: run on the CPU with race detection instead of on a GPU.
       config: tiles; the table's choice for this shape where None.
+      accumulator: float32 [M, N] to add to, or None; in the kernel, but for the swapped one, behind which XLA adds.
     Raises:
       NotImplementedError: `interpret` without an interpreter. ValueError: `config` does not fit the operands.
     """
@@ -59,8 +61,13 @@ def matmul(
     b_scale = _turn(b.scale, b_codes.shape[0]) if per_column else b.scale
     sizes = {"m": a_codes.shape[0], "n": b_codes.shape[0], "blocks": a.scale.shape[1]}
     common: dict[str, Any] = {**sizes, "promotion_order": promotion_order, "out_dtype": jnp.dtype(out_dtype), "config": config}
-    kernel = SwappedGemm(**common) if config.swap else TiledGemm(**common, per_column=per_column)
-    return kernel(a_codes, b_codes, a_scale, b_scale, interpret=interpret)[:m, :n]
+    operands = (a_codes, b_codes, a_scale, b_scale)
+    if config.swap:
+        product = SwappedGemm(**common)(*operands, interpret=interpret)[:m, :n]
+        return product if accumulator is None else accumulator + product
+    if accumulator is not None:
+        accumulator = jnp.pad(accumulator, ((0, sizes["m"] - m), (0, sizes["n"] - n)))
+    return TiledGemm(**common, per_column=per_column)(*operands, accumulator, interpret=interpret)[:m, :n]
 
 
 def _fill(codes: jax.Array, rows: int) -> jax.Array:

@@ -9,6 +9,8 @@ and one to three consumer warpgroups, which take 64 or 128 rows of the tile each
 landed, `empty[slot]` that every consumer is done with them. A persistent program walks over tiles of the result, and
 its producer runs ahead into the next tile. In a cluster two programs share their blocks of A or of B by multicast.
 
+With `accumulator` the product is added to it in place, each element once and after its last block (`_store`).
+
 Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so tiles need not divide M
 and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
 """
@@ -50,6 +52,7 @@ class _Refs(NamedTuple):
     full_barrier: Any
     empty_barrier: Any
     b_scale_smem: Any = None
+    accumulator_barrier: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +75,46 @@ class TiledGemm:
     out_dtype: Any
     config: TuningConfig
 
-    def __call__(self, a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, *, interpret: bool = False) -> jax.Array:
+    def __call__(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        a_scale: jax.Array,
+        b_scale: jax.Array,
+        accumulator: jax.Array | None = None,
+        *,
+        interpret: bool = False,
+    ) -> jax.Array:
         """[m, n] in `out_dtype`.
 
         Args:
           a, b: codes [m, k] and [n, k].
           a_scale: float32 [blocks, m].
           b_scale: float32 [ceil(n / 128), blocks], or [blocks, n] where `per_column`.
+          accumulator: float32 [m, n], whose buffer becomes the result's where XLA may take it, or None; float32 `out_dtype` alone.
           interpret: run on the CPU, slowly, with race detection.
         """
         config, pair_axes = self.config, {"cluster": (2,), "cluster_names": ("pair",)}
         programs = self._grid[0] * self._grid[1]
         if config.persistent:
             programs = min(programs, H100_SMS // (2 if config.cluster else 1))
-        return launch(
+        kernel = launch(
             self._body,
             interpret=interpret,
-            out_type=jax.ShapeDtypeStruct((self.m, self.n), self.out_dtype),
+            out_type=jax.ShapeDtypeStruct((self.m, self.n), self.out_dtype) if accumulator is None else (),
             grid=(programs,),
             grid_names=("program",),
             num_threads=config.warpgroups + 1,
             thread_name="warpgroup",
-            scratch_types=self._scratch(),
+            scratch_types=self._scratch(accumulator is not None),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
             **(pair_axes if config.cluster else {}),
-        )(a, b, a_scale, b_scale)
+        )
+        if accumulator is None:
+            return kernel(a, b, a_scale, b_scale)
+        total = jax.new_ref(accumulator)
+        kernel(a, b, a_scale, b_scale, total)
+        return jax.freeze(total)
 
     # ------------------------------------------------------------------------------------------------------------ sizes
 
@@ -123,7 +141,7 @@ class TiledGemm:
         """Columns that leave together: one swizzled row of shared memory."""
         return min(SWIZZLE_BYTES // jnp.dtype(self.out_dtype).itemsize, self._group)
 
-    def _scratch(self) -> dict[str, Any]:
+    def _scratch(self, accumulate: bool) -> dict[str, Any]:
         config = self.config
         empty: Any = plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages)
         if config.cluster:
@@ -138,6 +156,8 @@ class TiledGemm:
         }
         if self.per_column:
             scratch["b_scale_smem"] = plgpu.SMEM((config.stages, config.tile_n), jnp.float32)
+        if accumulate:
+            scratch["accumulator_barrier"] = plgpu.Barrier(num_barriers=config.warpgroups)
         return scratch
 
     # ----------------------------------------------------------------------------------------------------------- kernel
@@ -343,7 +363,7 @@ class TiledGemm:
         return tuple(new_sums)
 
     def _store(self, refs: _Refs, warpgroup: jax.Array, sums: _Sums, row: jax.Array, column: jax.Array) -> None:
-        """Rounds once and writes this warpgroup's rows, some columns at a time, through shared memory."""
+        """Adds what the accumulator holds, rounds once and writes this warpgroup's rows, some columns at a time, through shared memory."""
         width = self._out_columns
         for subtile, groups in enumerate(sums):
             first_row = row + (warpgroup * self.config.subtiles + subtile) * WGMMA_ROWS
@@ -351,7 +371,12 @@ class TiledGemm:
                 total, offset = groups[start // self._group], start % self._group
                 part = total if width == self._group else total[:, offset : offset + width]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out = refs.out_gmem.at[pl.ds(first_row, WGMMA_ROWS), pl.ds(column + start, width)]
+                if refs.accumulator_barrier is not None:
+                    barrier = refs.accumulator_barrier.at[warpgroup]
+                    plgpu.copy_gmem_to_smem(out, refs.out_smem.at[warpgroup], barrier)
+                    plgpu.barrier_wait(barrier)
+                    part = plgpu.load(refs.out_smem.at[warpgroup], layout=plgpu.Layout.WGMMA) + part
                 refs.out_smem[warpgroup] = part.astype(self.out_dtype)
                 plgpu.commit_smem()
-                out = refs.out_gmem.at[pl.ds(first_row, WGMMA_ROWS), pl.ds(column + start, width)]
                 plgpu.copy_smem_to_gmem(refs.out_smem.at[warpgroup], out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,29 @@ def test_fprop_and_dgrad_kernels_compile_cleanly(name: str, order: str) -> None:
 def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
     report = compile_gemm(WGRAD_ROWS if block == ROWS else TRAINING, order, "float32", block)
     assert report.clean, report.text
+
+
+@pytest.mark.parametrize("order", ["deepgemm", "triton"])
+@pytest.mark.parametrize("block", [ROWS, SQUARE])
+def test_accumulating_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
+    tuning, shape = WGRAD_ROWS if block == ROWS else TRAINING, (1024, 4096)
+    operands = scaled(1024, 4096, ROWS), scaled(4096, 4096, block), jax.ShapeDtypeStruct(shape, jnp.float32)
+    (report,) = aot.compile_for_h100(lambda a, b, c: matmul(a, b, jnp.dtype("float32"), order, False, tuning, c), *operands)
+    assert report.clean, report.text
+
+
+def test_an_accumulator_of_many_microbatches_is_copied_once_at_most() -> None:
+    """Each product goes into the buffer of the sum before it; the first one's is an argument that its owner may still read."""
+    operands = scaled(512, 256, ROWS), scaled(256, 256, ROWS), jax.ShapeDtypeStruct((512, 256), jnp.float32)
+
+    def three(a: ScaledArray, b: ScaledArray, total: jax.Array) -> jax.Array:
+        for _ in range(3):
+            total = matmul(a, b, jnp.dtype("float32"), "deepgemm", accumulator=total)
+        return total
+
+    text = aot.program_for_h100(three, *operands)
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", text)) == 3
+    assert len(re.findall(r"= f32\[512,256\]\S* (?:copy|fusion|add)\(", text)) <= 1, text
 
 
 @pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 64)])
