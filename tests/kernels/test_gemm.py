@@ -164,35 +164,36 @@ def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, 
     assert np.asarray(out)[0, 0] == {"deepgemm": np.inf, "triton": 2.0**122}[order]
 
 
+ACCUMULATED = [("wgrad", (300, 264, 136)), ("wgrad", (5, 264, 136)), ("wgrad_block", (130, 264, 136)), ("fprop", (5, 72, 256))]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "site"), [(300, "wgrad"), (130, "wgrad_block"), (5, "wgrad")])
-def test_accumulator_takes_the_finished_product_by_one_addition(site: str, rows: int, implementation: str) -> None:
-    """Bit for bit accumulator + product, of the same implementation; products whose own bits are exact in FP32 in any order."""
-    options = {"promotion_order": orders(implementation)[0], "implementation": implementation}
-    left, right = exact_operands(site, (rows, 264, 136))
-    accumulator = jnp.asarray(np.random.default_rng(2).normal(size=(264, 136)) * 1e3, jnp.float32)
-    out = jax.jit(lambda accumulator: wgrad(left, right, accumulator=accumulator, **options))(accumulator)
+@pytest.mark.parametrize(("site", "sizes"), ACCUMULATED)
+def test_accumulator_takes_the_finished_product_by_one_addition(site: str, sizes: tuple[int, int, int], implementation: str) -> None:
+    """Bit for bit accumulator + product, on operands whose dots are exact in FP32 in any order; edges, and few rows."""
+    options = {"out_dtype": jnp.float32, "promotion_order": orders(implementation)[0], "implementation": implementation}
+    left, right = exact_operands(site, sizes)
     product = fp8_oracle.matmul(*(x for operand in oracle_operands(site, left, right) for x in operand), options["promotion_order"])
+    accumulator = jnp.asarray(np.random.default_rng(2).normal(size=product.shape) * 1e3, jnp.float32)
+    gemm = matmul if site == "fprop" else wgrad
+    out = jax.jit(lambda accumulator: gemm(left, right, accumulator=accumulator, **options))(accumulator)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(accumulator) + product)
 
 
 def exact_operands(site: str, sizes: tuple[int, int, int]) -> tuple[ScaledArray, ScaledArray]:
-    """Small whole numbers as codes, so that every FP32 dot is exact in any order, and scales that are powers of two."""
+    """As `operands` with small whole numbers as codes and powers of two as scales."""
     rng = np.random.default_rng(0)
-    m, n, k = sizes
     arrays = []
-    for columns, block in zip((n, k), BLOCKS[site], strict=True):
-        codes = jnp.asarray(rng.integers(-8, 9, (m, columns)), jnp.float32).astype(jnp.float8_e4m3fn)
-        scale = jnp.asarray(np.exp2(rng.integers(-3, 3, grid_shape((m, columns), block))), jnp.float32)
-        arrays.append(ScaledArray.create(codes, scale, block))
+    for array in operands(site, sizes):
+        codes = jnp.asarray(rng.integers(-8, 9, array.shape), jnp.float32).astype(jnp.float8_e4m3fn)
+        scale = jnp.asarray(np.exp2(rng.integers(-3, 3, array.scale.shape)), jnp.float32)
+        arrays.append(ScaledArray.create(codes, scale, array.block_shape))
     return arrays[0], arrays[1]
 
 
-def test_matmul_adds_to_an_accumulator_and_refuses_others() -> None:
+def test_accumulator_of_another_shape_or_dtype_is_refused() -> None:
     x, w = operands("fprop", (16, 256, 384))
-    accumulator = jnp.asarray(np.random.default_rng(1).normal(size=(16, 256)), jnp.float32)
-    out = matmul(x, w, out_dtype=jnp.float32, accumulator=accumulator)
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(accumulator) + np.asarray(matmul(x, w, out_dtype=jnp.float32)))
+    accumulator = jnp.zeros((16, 256), jnp.float32)
     with pytest.raises(ValueError, match=r"matmul: wrong accumulator: got accumulator float32\[256, 16\] and out_dtype=float32, expected"):
         matmul(x, w, out_dtype=jnp.float32, accumulator=accumulator.T)
     with pytest.raises(ValueError, match=r"wrong accumulator: got .* and out_dtype=bfloat16"):
