@@ -194,7 +194,8 @@ class Decoder(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
         """As `__call__`, and each layer's keys and values [B, T, K, H]; without segment ids padding may be at the right alone."""
-        return self._run(token_ids, positions, None if segment_ids is None else ops.packed_mask(segment_ids), None)
+        mask = None if segment_ids is None else ops.packed_mask(segment_ids, self.config, self.numerics)
+        return self._run(token_ids, positions, mask, None)
 
     def decode(self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]) -> tuple[jax.Array, list[KeysValues]]:
         """One token of each row, against a cache that holds the row's tokens 0 .. position - 1.

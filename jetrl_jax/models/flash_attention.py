@@ -88,16 +88,16 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | 
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], all BF16 or FP16.
-      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: wherever it is causal.
+      mask: bool [B, T, T], true where a key is visible, somewhere in each row and nowhere above the diagonal; None: wherever
+        it is causal.  cuDNN adds -2^41 to what is hidden, so a row with nothing visible would be differences of such numbers.
       planned: see `PLANNED`.
 
     Returns:
-      [B, T, N, H] in q's dtype; a row of the mask without any visible key gives its own token's values.
+      [B, T, N, H] in q's dtype.
     """
     length = q.shape[1]
     if mask is not None:
-        # cuDNN adds -2^41 to what is hidden: a row with nothing visible would be a difference of such numbers.
-        mask = (mask | jnp.eye(length, dtype=bool)[None])[:, None]
+        mask = mask[:, None]
     if length % 2:  # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         mask = mask if mask is None else jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
@@ -134,7 +134,7 @@ def _planned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -
 
 
 def _planned_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> Any:
-    bias = () if mask is None else (jnp.where(mask, jnp.zeros((), q.dtype), jnp.full((), -1.0, q.dtype)),)
+    bias = () if mask is None else (mask.astype(q.dtype),)  # cuDNN's has other values in as many bytes
     B, T, N, _ = q.shape
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     out, sums = jax.ffi.ffi_call(PLANNED, results)(q, k, v, *bias)

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 DESCRIPTION = Path(__file__).with_name("h100.txtpb")
 
@@ -108,6 +111,12 @@ def parse(text: str, ptx: str = "") -> KernelReport:
     stack, stores, loads = map(int, memory.groups())
     serialized = re.search(r"C75\d\d|wgmma[^\n]*seriali[sz]", text) is not None
     return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text, ptx)
+
+
+def scaled(rows: int, k: int, block: tuple[int, int]) -> ScaledArray:
+    """The shapes of a quantised matrix."""
+    scale = jax.ShapeDtypeStruct(grid_shape((rows, k), block), jnp.float32)
+    return ScaledArray(jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), scale, block)
 
 
 @functools.cache
