@@ -115,10 +115,11 @@ bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training s
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
 WHAT ?= gemm
+RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 
 .PHONY: bench-kernels
-bench-kernels: $(VENV)/.installed-train  ## The Pallas GEMMs against their rivals on a Hopper GPU with torch; WHAT=gemm, decode or linear
-	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) --rivals tests/benchmarks/kernel_rivals.py $(ARGS)
+bench-kernels: $(VENV)/.installed-train  ## The Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
+	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
 
 .PHONY: plan-check
 plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time; XLA's bytes beside the planner's (half an hour)

@@ -1,17 +1,23 @@
-"""`python -m pallas_kernels.bench gemm|decode|linear|quantize`: the kernels against their rivals, on the GPU of this machine.
+"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: the kernels against their rivals, on the GPU of this machine.
 
     gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady state
     decode    1, 64 and 256 rows: microseconds on the device, weights cold
     linear    a linear layer forward and backward with all quantisation from BF16: milliseconds, steady state
     quantize  the quantisers and the operations fused with them, on inputs of the layers: GB/s, steady state
+    layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
-Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals; others
-come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which needs torch) that defines
+Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals, vLLM's
+Triton kernel where it can run; others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py,
+which needs torch) that defines
 
     gemm(m, n, k) -> {name: contender}        decode(m, n, k) -> {name: pallas_kernels.measure.Timing}
 
+or, for `layer`, whose model this package does not know (tests/benchmarks/kernel_layer.py),
+
+    layer(tokens) -> {name: contender}
+
 and run in the same process. The figures go to a JSON file with card, clocks, versions and command, and as a table to the
-terminal. Without a GPU that the kernels run on it ends with status 2.
+terminal. Without a GPU that the kernels run on it ends with status 2. Goals and protocols: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ScaledArray, fprop, matmul, quantize, quantize_dual, quantize_weight, wgrad
+from pallas_kernels.implementations import cannot_run
 from pallas_kernels.measure import (
     Contender,
     Timing,
@@ -58,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rivals need memory, too
     command = "python -m pallas_kernels.bench " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     require_gpu("python -m pallas_kernels.bench")
-    benchmark = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear, "quantize": bench_quantizers}[options.what]
+    benchmark = BENCHMARKS[options.what]
     rivals = load_rivals(options.rivals) if options.rivals else None
     rows = []
     for row in benchmark(options.layers, options.rows, rivals):
@@ -71,12 +78,14 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, complete: rows of the benchmark's kind where none are given."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("what", choices=["gemm", "decode", "linear", "quantize"])
+    parser.add_argument("what", choices=list(BENCHMARKS))
     parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), metavar="LAYER", help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, help=f"M, default {TRAINING_ROWS}, decode {DECODE_ROWS}")
     parser.add_argument("--rivals", type=Path, help="a Python file with rivals")
     parser.add_argument("--out", type=Path, help="JSON file, default runs/benchmarks/WHAT.json")
     options = parser.parse_args(arguments)
+    if options.what == "layer" and options.rivals is None:
+        parser.error("layer: no model: got no --rivals, expected a file with layer(tokens), such as tests/benchmarks/kernel_layer.py")
     options.rows = options.rows or list(DECODE_ROWS if options.what == "decode" else TRAINING_ROWS)
     return options
 
@@ -115,6 +124,8 @@ def _gemm_rows(
     contenders: dict[str, Contender] = {
         f"mosaic {order}": jax_contender(_product(out, order), left, right) for order in ("deepgemm", "triton")
     }
+    if cannot_run("triton") is None:
+        contenders["vLLM triton"] = jax_contender(_product(out, "triton", "triton"), left, right)
     contenders["jax bf16"] = jax_contender(lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=out), a, b)
     if rivals:
         contenders |= rivals.gemm(*sizes)
@@ -133,6 +144,8 @@ def bench_decode(layers: list[str], rows: list[int], rivals: ModuleType | None) 
         for m in rows:
             x = random_matrix(m, k, 100)
             timings: dict[str, Timing] = {"mosaic": cold_kernels(_product(jnp.bfloat16, "deepgemm"), quantize(x, ROWS), weights)}
+            if cannot_run("triton") is None:
+                timings["vLLM triton"] = cold_kernels(_product(jnp.bfloat16, "triton", "triton"), quantize(x, ROWS), weights)
             timings["jax bf16"] = cold_kernels(lambda x, w: jnp.einsum("mk,nk->mn", x, w), x, half)
             if rivals:
                 timings |= rivals.decode(m, n, k)
@@ -165,6 +178,19 @@ def bench_quantizers(layers: list[str], rows: list[int], rivals: ModuleType | No
     yield from bench_quantize({layer: width for width, layer in {LAYERS[layer][1]: layer for layer in layers}.items()}, rows)
 
 
+def bench_layer(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
+    """Milliseconds of a whole decoder layer, forward and backward, by every contender of the file."""
+    del layers
+    assert rivals is not None, "`parse` demands the file"
+    for m in rows:
+        for name, timing in steady_state(rivals.layer(m)).items():
+            yield _row("layer", "decoder layer", m, name, timing, f"{timing.median * 1e3:.3f}", ms=timing.median * 1e3)
+
+
+BENCHMARKS = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear, "quantize": bench_quantizers, "layer": bench_layer}
+"""What is measured, by the name on the command line."""
+
+
 def _fp8_layer(x_block: tuple[int, int]) -> Callable[..., Any]:
     """The three products of a layer on operands quantised inside; X reaches WGrad in blocks of `x_block`."""
 
@@ -193,8 +219,8 @@ def random_matrix(rows: int, columns: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (rows, columns), jnp.bfloat16)
 
 
-def _product(out_dtype: Any, order: str) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
-    return lambda a, b: matmul(a, b, out_dtype=out_dtype, promotion_order=order, implementation=IMPLEMENTATION)
+def _product(out_dtype: Any, order: str, implementation: str | None = None) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
+    return lambda a, b: matmul(a, b, out_dtype=out_dtype, promotion_order=order, implementation=implementation or IMPLEMENTATION)
 
 
 def _row(site: str, layer: str, m: int, name: str, timing: Timing, figure: str, **figures: float) -> Row:

@@ -39,8 +39,8 @@ from pallas_kernels.quantize.api import COLUMN, IMPLEMENTATIONS, ROW, SQUARE, ke
 from pallas_kernels.scaled_array import ScaledArray
 
 ENGINE_VARIANTS = ("native", "cuda")
-KERNEL_WIDTHS = (1024, 2048, 4096, 8192)
-"""Widths D that the RMSNorm kernel takes: the D / 128 blocks of a token must divide the 64 rows of a tile, eight at least."""
+KERNEL_WIDTHS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 8192)
+"""Widths D that the RMSNorm kernel takes (`mosaic_norm.tokens_per_half`): those of Qwen3, Qwen2 and Llama 3."""
 
 
 def silu_multiply_quantize(

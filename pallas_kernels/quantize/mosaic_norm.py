@@ -1,7 +1,9 @@
 """RMSNorm and the quantiser behind it as one Pallas Mosaic GPU kernel: each value is read once and written as FP8.
 
-A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A program takes 128 of these rows, that is
-16384 / D tokens, one warpgroup 64 of them. It goes over its rows twice, in shared memory:
+A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A warpgroup takes up to 64 of these rows, as
+many whole tokens as fit and make a multiple of eight rows: all 64 where D / 128 is a power of two, 40 for D = 2560 and
+5120, 56 for 3584. Rows behind them are computed, too, and go nowhere. Two warpgroups make a program. It goes over its
+rows twice, in shared memory:
 
     1. h = x (+ residual); the float64 sum of h^2 of each row, then of the D / 128 rows of each token, in order
     2. the new residual over the old one, the normalised value over x; then scales and codes as in `mosaic`
@@ -13,6 +15,7 @@ Arithmetic and rounding points are those of `fused`.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,11 +26,24 @@ from jax import lax
 
 from pallas_kernels.formats import BLOCK, E4M3
 from pallas_kernels.mosaic_common import launch, tile
-from pallas_kernels.quantize.mosaic import CHUNK, HALF, quantize_half, store_half, wide_tile
+from pallas_kernels.quantize.mosaic import CHUNK, HALF, quantize_half, wide_tile
 from pallas_kernels.quantize.producers import round_to_bfloat16
 from pallas_kernels.scaled_array import ScaledArray
 
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_ALIGNED = 8
+"""Rows that TMA and the layout of shared memory take together."""
+
+
+def tokens_per_half(blocks: int) -> int:
+    """Tokens of `blocks` rows each that a warpgroup takes: the most whose rows fit into 64 and are a multiple of eight.
+
+    Raises ValueError where one token does not fit, or no number of them is such a multiple.
+    """
+    fitting = [tokens for tokens in range(1, HALF // blocks + 1) if tokens * blocks % _ALIGNED == 0]
+    if not fitting:
+        raise ValueError(f"tokens_per_half: no tile: got {blocks} blocks a token, expected some of them to make 8, 16, ... or {HALF}.")
+    return fitting[-1]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=True)
@@ -37,8 +53,11 @@ def rms_norm_quantize(
     """(quantised RMSNorm, new residual) of bfloat16 x, residual [M, D] and weight [D]; D of `fused.KERNEL_WIDTHS`."""
     tokens, width = x.shape
     blocks = width // BLOCK
-    rows = tokens * blocks
-    inputs = [x.reshape(rows, BLOCK), weight.reshape(blocks, BLOCK)]
+    missing = -tokens % (_ALIGNED // math.gcd(blocks, _ALIGNED))  # tokens that make the rows a multiple of eight
+    used = tokens_per_half(blocks) * blocks
+    rows = (tokens + missing) * blocks
+    weight = weight.reshape(blocks, BLOCK)
+    inputs = [_rows(x, missing), weight if blocks % _ALIGNED == 0 else jnp.tile(weight, (used // blocks, 1))]
     out_type = [jax.ShapeDtypeStruct((rows, BLOCK), E4M3), jax.ShapeDtypeStruct((rows,), jnp.float32)]
     scratch = {
         "x_smem": wide_tile(BLOCK, jnp.bfloat16),
@@ -48,57 +67,63 @@ def rms_norm_quantize(
         "sums_smem": plgpu.SMEM((2, BLOCK), jnp.float32),
     }
     if residual is not None:
-        inputs.append(residual.reshape(rows, BLOCK))
+        inputs.append(_rows(residual, missing))
         out_type.append(jax.ShapeDtypeStruct((rows, BLOCK), jnp.bfloat16))
         scratch["residual_smem"] = wide_tile(BLOCK, jnp.bfloat16)
-    scratch["loaded"] = plgpu.Barrier(num_arrivals=len(inputs) - 1 + HALF // blocks)
+    scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * (len(inputs) - 1) + used // inputs[1].shape[0])
     kernel = launch(
-        functools.partial(_body, blocks=blocks, eps=eps, variant=variant, scale_format=scale_format),
+        functools.partial(_body, blocks=blocks, used=used, eps=eps, variant=variant, scale_format=scale_format),
         interpret=interpret,
         out_type=tuple(out_type),
-        grid=(-(-rows // BLOCK),),
+        grid=(-(-rows // (2 * used)),),
         grid_names=("tile",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
     )
-    codes, scale, *total = kernel(*inputs)
-    quantized = ScaledArray(codes.reshape(tokens, width), scale.reshape(tokens, blocks), (1, BLOCK))
-    return quantized, total[0].reshape(tokens, width) if total else x
+    codes, scale, *total = (out.reshape(tokens + missing, -1)[:tokens] for out in kernel(*inputs))
+    return ScaledArray(codes, scale, (1, BLOCK)), total[0] if total else x
 
 
-def _body(*refs: Any, blocks: int, eps: float, variant: str, scale_format: str, **scratch: Any) -> None:
-    """128 rows of blocks: load, sum squares, normalise, quantise, store."""
+def _rows(x: jax.Array, missing: int) -> jax.Array:
+    """[M, D] as its blocks [(M + missing) D / 128, 128]; a copy only where a token of zeros is missing."""
+    return (jnp.pad(x, ((0, missing), (0, 0))) if missing else x).reshape(-1, BLOCK)
+
+
+def _body(*refs: Any, blocks: int, used: int, eps: float, variant: str, scale_format: str, **scratch: Any) -> None:
+    """`used` rows of blocks in each warpgroup: load, sum squares, normalise, quantise, store."""
     has_residual = "residual_smem" in scratch
     x_gmem, weight_gmem, *rest = refs
     residual_gmem: Any = rest.pop(0) if has_residual else None
     codes_gmem, scale_gmem, *total_gmem = rest
-    loaded, weight_smem = scratch["loaded"], scratch["weight_smem"]
+    loaded, weight_smem, codes_smem = scratch["loaded"], scratch["weight_smem"], scratch["codes_smem"]
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("tile")
-    half = pl.ds(warpgroup * HALF, HALF)
-    half_rows = pl.ds(program * BLOCK + warpgroup * HALF, HALF)
+    half, used_half = pl.ds(warpgroup * HALF, HALF), pl.ds(warpgroup * HALF, used)
+    rows = pl.ds((program * 2 + warpgroup) * used, used)
     x_smem = scratch["x_smem"].at[half]
     residual_smem = scratch["residual_smem"].at[half] if has_residual else None
 
     @pl.when(warpgroup == 0)
     def _load() -> None:
-        rows = pl.ds(program * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(x_gmem.at[rows], scratch["x_smem"], loaded)
-        if has_residual:
-            plgpu.copy_gmem_to_smem(residual_gmem.at[rows], scratch["residual_smem"], loaded)
-        for token in range(HALF // blocks):
-            plgpu.copy_gmem_to_smem(weight_gmem, weight_smem.at[pl.ds(token * blocks, blocks)], loaded)
+        for part in range(2):
+            theirs, here = pl.ds((program * 2 + part) * used, used), pl.ds(part * HALF, used)
+            plgpu.copy_gmem_to_smem(x_gmem.at[theirs], scratch["x_smem"].at[here], loaded)
+            if has_residual:
+                plgpu.copy_gmem_to_smem(residual_gmem.at[theirs], scratch["residual_smem"].at[here], loaded)
+        for start in range(0, used, weight_gmem.shape[0]):
+            plgpu.copy_gmem_to_smem(weight_gmem, weight_smem.at[pl.ds(start, weight_gmem.shape[0])], loaded)
 
     plgpu.barrier_wait(loaded)
     sums = _sums_of_squares(x_smem, residual_smem, variant)
-    factors = _token_factors(sums, scratch["sums_smem"], warpgroup, blocks, eps)
+    factors = _token_factors(sums, scratch["sums_smem"], warpgroup, blocks, used // blocks, eps)
     _normalize(x_smem, residual_smem, weight_smem, factors, variant)
-    scratch["scale_smem"][half] = quantize_half(lambda columns: x_smem.at[:, columns], scratch["codes_smem"].at[:, half], scale_format)
+    scratch["scale_smem"][half] = quantize_half(lambda columns: x_smem.at[:, columns], codes_smem.at[:, half], scale_format)
     plgpu.commit_smem()
-    store_half(scratch["codes_smem"], codes_gmem, warpgroup, program, jnp.int32(0))
-    plgpu.copy_smem_to_gmem(scratch["scale_smem"].at[half], scale_gmem.at[half_rows])
+    for chunk in range(BLOCK // CHUNK):
+        plgpu.copy_smem_to_gmem(codes_smem.at[chunk, used_half], codes_gmem.at[rows, pl.ds(chunk * CHUNK, CHUNK)])
+    plgpu.copy_smem_to_gmem(scratch["scale_smem"].at[used_half], scale_gmem.at[rows])
     if has_residual:
-        plgpu.copy_smem_to_gmem(residual_smem, total_gmem[0].at[half_rows])
+        plgpu.copy_smem_to_gmem(scratch["residual_smem"].at[used_half], total_gmem[0].at[rows])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -126,8 +151,8 @@ def _sums_of_squares(x_smem: Any, residual_smem: Any, variant: str) -> jax.Array
         return lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // CHUNK), step, zeros)
 
 
-def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, eps: float) -> jax.Array:
-    """rsqrt(mean(h^2) + eps) of the token that each row belongs to: float64 [64]."""
+def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, tokens: int, eps: float) -> jax.Array:
+    """rsqrt(mean(h^2) + eps) of the token that each row belongs to, of the last one for rows behind it: float64 [64]."""
     with jax.enable_x64(True):
         _write_sums(sums, sums_smem, pl.ds(warpgroup * HALF, HALF))
         row = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=_PER_ROW)
@@ -141,7 +166,7 @@ def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks
             return jnp.where(row >= token * blocks, jnp.broadcast_to(factor, (HALF,)), factors)
 
         zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float64), _PER_ROW)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(HALF // blocks), token_factor, zeros)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(tokens), token_factor, zeros)
 
 
 def _write_sums(sums: jax.Array, sums_smem: Any, rows: Any) -> None:

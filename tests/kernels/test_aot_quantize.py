@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import SCALE_FORMATS, bench, implementations
+from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.kernels.aot import KernelReport, compile_for_h100, missing, program_for_h100
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -50,12 +51,13 @@ def test_silu_quantiser_compiles_without_spills(transposed: str | None) -> None:
     assert_clean(compile_for_h100(lambda *x: mosaic.quantize(x, mosaic.Plan("row", transposed), "float32", False), x, x), programs=2)
 
 
-@pytest.mark.parametrize("width", [1024, 4096, 8192])
+@pytest.mark.parametrize("width", KERNEL_WIDTHS)
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) -> None:
+    """With an odd number of tokens where no residual is added."""
     from pallas_kernels.quantize import mosaic_norm
 
-    x = jax.ShapeDtypeStruct((8192, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((8192 if has_residual else 1003, width), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((width,), jnp.bfloat16)
 
     def run(weight: jax.Array, x: jax.Array, residual: jax.Array | None = None) -> object:

@@ -105,6 +105,12 @@ def test_silu_multiply_quantize_flags_nonfinite_values(implementation: str) -> N
         ((9, 2048), "native", False),
         ((5, 4096), "cuda", False),
         ((2, 8192), "native", True),
+        ((19, 896), "native", True),
+        ((9, 1536), "cuda", True),
+        ((5, 2560), "native", True),
+        ((5, 3072), "cuda", False),
+        ((7, 3584), "cuda", True),
+        ((4, 5120), "native", False),
     ],
 )
 def test_rms_norm_quantize_matches_oracle(implementation: str, shape: tuple[int, int], variant: str, has_residual: bool) -> None:
@@ -166,7 +172,7 @@ def test_fused_operations_raise_on_bad_arguments() -> None:
         silu_multiply_quantize(x, x, token_block_shape=ROW)
     with pytest.raises(ValueError, match=r"rms_norm_quantize: wrong weight: got weight float32\[128\].*; unknown variant: .*'CUDA'"):
         rms_norm_quantize(x, jnp.zeros(128), eps=EPS, engine_variant="CUDA")
-    with pytest.raises(NotImplementedError, match=r"rms_norm_quantize: cannot run: .* x.shape is \(4, 256\), expected a width of \(1024,"):
+    with pytest.raises(NotImplementedError, match=r"rms_norm_quantize: cannot run: .* x.shape is \(4, 256\), expected a width of \(896,"):
         rms_norm_quantize(x, jnp.zeros(256), eps=EPS, implementation="mosaic_interpret")
     with pytest.raises(NotImplementedError, match=r"gate.shape is \(4, 100\), expected a second dimension that is a multiple of 128"):
         silu_multiply_quantize(x[:, :100], x[:, :100], implementation="mosaic_gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from pallas_kernels.gemm.config import TRAINING, choose, load_table
 from pallas_kernels.implementations import gpu_problem
 from pallas_kernels.measure import Timing, copies_beyond_cache, markdown, steady_state
 from pallas_kernels.quantize import bench as quantize_bench
+from tests.benchmarks import kernel_layer
 
 needs_no_gpu = pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU, and the command would run")
 
@@ -94,6 +96,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gemm", ["fprop", "dgrad", "wgrad 1x128 x 1x128", "wgrad 1x128 x 128x128"], ["mosaic deepgemm", "mosaic triton", "jax bf16"]),
         ("decode", ["fprop"], ["mosaic", "jax bf16", "rival"]),
         ("linear", ["linear"], ["fp8 1x128 x 1x128", "fp8 1x128 x 128x128", "jax bf16"]),
+        ("layer", ["layer"], ["rival", "other"]),
         ("quantize", ["row 1x128", "row + column", "weight 128x128 + transpose", "SiLU * up", "RMSNorm(x)"], ["mosaic", "xla"]),
     ],
 )
@@ -102,6 +105,7 @@ def test_benchmark_writes_every_site_and_contender(what: str, sites: list, conte
     rivals = tmp_path / "rivals.py"
     rivals.write_text(
         "from pallas_kernels.measure import Timing\ndef gemm(m, n, k): return {}\ndef decode(m, n, k): return {'rival': Timing((1e-6,))}\n"
+        "def layer(tokens): return {name: lambda calls: calls * 1e-4 for name in ('rival', 'other')}\n"
     )
     out = tmp_path / "out.json"
     monkeypatch.setattr(bench, "parse", lambda arguments, parse=bench.parse: _with_layers(parse(arguments)))
@@ -109,7 +113,7 @@ def test_benchmark_writes_every_site_and_contender(what: str, sites: list, conte
     report = json.loads(out.read_text())
     assert report["command"].startswith(f"python -m pallas_kernels.bench {what} --rows 16") and "jax" in report["environment"]
     assert {(row["site"], row["contender"]) for row in report["rows"]} >= {(site, name) for site in sites for name in contenders}
-    assert f"| {sites[0]} | tiny | 16 |" in capsys.readouterr().out
+    assert f"| {sites[0]} | {'decoder layer' if what == 'layer' else 'tiny'} | 16 |" in capsys.readouterr().out
 
 
 def _with_layers(options):
@@ -131,6 +135,38 @@ def test_fp8_layer_of_the_benchmark_computes_what_the_bf16_layer_does(tiny: None
             ours, theirs = (np.asarray(x.astype(jnp.float32)) for x in (ours, theirs))
             assert ours.shape == theirs.shape
             assert np.linalg.norm(ours - theirs) < 0.045 * np.linalg.norm(theirs)
+
+
+@pytest.fixture
+def small_layer() -> dict[str, tuple]:
+    """{flow: (function, its arguments)} of a small Qwen3 layer."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 1, "num_kv_heads": 1}
+    config = dataclasses.replace(kernel_layer.read_config(kernel_layer.MODEL), **sizes)
+    return {name: kernel_layer.program(config, 64, *flow) for name, flow in kernel_layer.FLOWS.items()}
+
+
+def test_layer_of_the_benchmark_traces_in_every_flow(small_layer: dict[str, tuple]) -> None:
+    for function, *arguments in small_layer.values():
+        out, masters, x, residual = jax.eval_shape(function, *arguments)
+        assert [value.shape for value in (*out, x, residual)] == [(1, 64, 128)] * 4
+        assert [value.shape for value in jax.tree.leaves(masters)] == [value.shape for value in jax.tree.leaves(arguments[0])]
+        assert {value.dtype.name for value in jax.tree.leaves(masters)} == {"float32"}
+
+
+def test_layer_of_the_benchmark_in_fp8_computes_what_bf16_does(small_layer: dict[str, tuple]) -> None:
+    """Relative to the whole of each output and gradient."""
+    runs = (small_layer[name] for name in ("fp8, wgrad block", "jax bf16"))
+    ours, theirs = (jax.tree.leaves(jax.jit(function)(*arguments)) for function, *arguments in runs)
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = (np.asarray(value.astype(jnp.float32)) for value in (one, other))
+        assert np.linalg.norm(one - other) < 0.15 * np.linalg.norm(other)
+
+
+def test_layer_benchmark_takes_whole_sequences_and_a_file() -> None:
+    with pytest.raises(ValueError, match="layer: not whole sequences: got 5000 tokens, expected a multiple of 4096"):
+        kernel_layer.program(kernel_layer.read_config(kernel_layer.MODEL), 5000, "bf16", "dual")
+    with pytest.raises(SystemExit):
+        bench.parse(["layer"])
 
 
 @needs_no_gpu
