@@ -1,4 +1,4 @@
-"""`python -m bridge.export --run DIR --out DIR --format bf16|fp8`: a policy as a Hugging Face checkpoint directory.
+"""`python -m bridge.export --run DIR --out DIR --format bf16|fp8 [--step N|best|last]`: a policy as a Hugging Face checkpoint directory.
 
 `bf16` (and fp16, fp32) writes the rounded masters; `fp8` writes the very codes and scales that the run's rollout and
 forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.
@@ -17,7 +17,10 @@ FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def main(argv: list[str]) -> int:
     """Parses the command line, reads the policy, writes the directory."""
     parser = argparse.ArgumentParser(prog="python -m bridge.export", description="Write a policy as a Hugging Face checkpoint directory.")
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory (its latest checkpoint), or a Hugging Face directory")
+    parser.add_argument("--run", required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
+    parser.add_argument(
+        "--step", default="last", metavar="N|best|last", help="checkpoint of a run; best: the highest held-out accuracy on record"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint")
     parser.add_argument("--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
@@ -34,10 +37,14 @@ def main(argv: list[str]) -> int:
     if not arguments.max_shard_gb > 0:
         raise UserError(f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number.")
 
+    if arguments.step not in ("last", "best") and not arguments.step.isdecimal():
+        raise UserError(f"export: no step: got --step {arguments.step}, expected a number, best or last.")
+    step = int(arguments.step) if arguments.step.isdecimal() else arguments.step
+
     from bridge.hf_write import decoder_parameters, save_checkpoint, save_published
     from jetrl_jax.policy import load_policy, published_weights
 
-    policy = load_policy(arguments.run, arguments.overrides)
+    policy = load_policy(arguments.run, arguments.overrides, step=step)
     options = {"tokenizer": policy.tokenizer, "max_shard_bytes": arguments.max_shard_gb * 1e9, "overwrite": arguments.overwrite}
     config = policy.model.config
     if arguments.format == "fp8":
@@ -45,7 +52,8 @@ def main(argv: list[str]) -> int:
     else:
         path = save_checkpoint(arguments.out, config, decoder_parameters(policy.model), dtype=FORMATS[arguments.format], **options)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    print(f"{arguments.format} checkpoint in {path}: {size:,} bytes of weights, verified after writing")
+    source = "" if policy.step is None else f" of step {policy.step}"
+    print(f"{arguments.format} checkpoint{source} in {path}: {size:,} bytes of weights, verified after writing")
     return 0
 
 

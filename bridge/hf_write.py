@@ -237,13 +237,18 @@ def _flush(directory: Path) -> None:
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
-    """Rename; an earlier checkpoint steps aside first and goes when the new one stands."""
+    """Rename; an earlier checkpoint steps aside first, goes when the new one stands and comes back where it cannot."""
     old = _sibling(target, "old")
     if target.exists():
         if old.exists():
             shutil.rmtree(old)
         target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
     _flush_directory(target.parent)
     if old.exists():
         shutil.rmtree(old)

@@ -7,12 +7,16 @@ Three pairs on one set of tokens, sampled by the engine from the policy's own fl
     bf16_fp8     BF16 training against the policy's rollout: the gap of a mixed flow
 
 of each: mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 = E[exp(d) - 1 - d] with d = trainer - engine,
-the share of tokens within 1e-5, and mean |d| by position.  Prints a table; `--json` writes the numbers.
+the share of tokens within 1e-5, and mean |d| by position.  Where vLLM runs in this process, also the first operator of the
+first layer whose output differs between the two sides, on the first sequences; the head is left to the log-probabilities.
+Prints a table; `--json` writes the numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import itertools
 import json
 from collections.abc import Sequence
@@ -26,11 +30,17 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.rl.metrics import mismatch_metrics
 
 if TYPE_CHECKING:
+    from bridge.engine.certificate import VllmEngine
+    from jetrl_jax.models.decoder import Decoder
+    from jetrl_jax.models.operators import Difference
     from jetrl_jax.policy import Policy
 
 FIGURES = ("logprob_abs_mean", "logprob_abs_max", "k3")
 EQUAL = 1e-5
 BUCKETS = 4
+ORDER = "q k v gate up normed residual"  # of an operator's parts as they stand in vLLM's fused outputs
+RESIDUALS = ("input_norm", "norm")
+TRACED = 4  # sequences whose operators are compared
 Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 meaningless
 
 
@@ -57,11 +67,16 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     Raises:
       UserError: vLLM is missing, or cannot hold the model.
     """
+    from flax import nnx
+
     from bridge.engine.factory import build_vllm_engine
     from jetrl_jax.config_io import override_config
     from jetrl_jax.policy import build_policy
+    from jetrl_jax.precision import jit
     from jetrl_jax.rollout.engine import Request, SamplingParams
 
+    if policy.config.vllm.mode != "external":  # vLLM's sleep mode serves one engine a process, and nothing sleeps here
+        policy = dataclasses.replace(policy, config=override_config(policy.config, ["vllm.sleep=false"]))
     rollout = policy.config.rollout
     rng = np.random.default_rng(seed)
     vocab = policy.model.config.vocab_size
@@ -72,9 +87,10 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     flows = {"policy": policy, "bf16": bf16}
 
     tokens: list[list[int]] = []
-    engine_side, trainer_side = {}, {}
+    engine_side, trainer_side, operators = {}, {}, {}
     for name, flow in flows.items():
         published = _published(flow)
+        weights = jit(flow.plan.frozen_weights)(flow.params, published)
         engine = build_vllm_engine(flow.model, flow.plan, flow.config)
         try:
             engine.load_weights(published, 0)
@@ -82,14 +98,56 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
                 answers = engine.generate(requests, sampling)
                 tokens = [[*answer.prompt_ids.tolist(), *answer.completion_ids.tolist()] for answer in answers]
             engine_side[name] = engine.score(tokens)
+            operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine.engine, tokens[:TRACED])
         finally:
             engine.close()
-        trainer_side[name] = _trainer_scores(flow, published, tokens)
+        trainer_side[name] = _trainer_scores(flow, weights, tokens)
+        del engine
+        gc.collect()  # what it held of a GPU is there for the next
     return {
-        "policy": gap(trainer_side["policy"], engine_side["policy"]),
-        "bf16_floor": gap(trainer_side["bf16"], engine_side["bf16"]),
+        "policy": gap(trainer_side["policy"], engine_side["policy"]) | operators["policy"],
+        "bf16_floor": gap(trainer_side["bf16"], engine_side["bf16"]) | operators["bf16"],
         "bf16_fp8": gap(trainer_side["bf16"], engine_side["policy"]),
     }
+
+
+def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """{"first_difference": in words, "operators": every operator's difference, in the order of the forward, if it can be had}."""
+    from jetrl_jax.mismatch import first_difference
+
+    if engine.description["mode"] != "in_process":
+        return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set vllm.mode=in_process"}
+    if not engine.settings.enforce_eager:  # type: ignore[attr-defined]
+        return {"first_difference": "not known: compiled, vLLM runs no single operators; --set vllm.enforce_eager=true"}
+    differences = operator_differences(model, engine, tokens)
+    return {"first_difference": first_difference(differences), "operators": [dataclasses.asdict(d) for d in differences]}
+
+
+def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[int]]) -> list[Difference]:
+    """Trainer (A, a decoder with the weights that it multiplies) against vLLM (B, in this process), up to the final norm.
+
+    Raises:
+      RuntimeError: an operator's outputs do not have the same size on both sides.
+    """
+    from jetrl_jax.models.operators import difference, outputs
+
+    theirs = [engine.operators(ids) for ids in tokens]
+    ids, segments = (np.zeros((len(tokens), max(map(len, tokens))), np.int32) for _ in range(2))
+    for row, sequence in enumerate(tokens):
+        ids[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
+    positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+    found = []
+    for layer, name, values in outputs(model, ids, positions, segments):
+        if name == "lm_head":  # vLLM computes the positions that it needs, in FP32 sums of another order
+            continue
+        a = np.concatenate([values[part] for part in sorted(values, key=ORDER.find)], axis=-1)
+        b = np.concatenate([one[layer, name] for one in theirs])
+        if name in RESIDUALS:  # one side returns the residual too
+            a, b = a[:, : b.shape[1]], b[:, : a.shape[1]]
+        if a.shape != b.shape:
+            raise RuntimeError(f"parity: operator {name} of layer {layer}: got {b.shape} from vLLM, expected {a.shape}.")
+        found.append(difference(layer, name, a.astype(np.float64), b.astype(np.float64)))
+    return found
 
 
 def table(pairs: dict[str, dict[str, Any]]) -> str:
@@ -99,6 +157,7 @@ def table(pairs: dict[str, dict[str, Any]]) -> str:
         positions = "  ".join(f"{low}-{high}: {mean:.1e}" for low, high, mean, _ in row["by_position"])
         figures = "".join(f"{row[key]:>11.2e}" for key in FIGURES)
         lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
+    lines += [f"{name}, operators: {row['first_difference']}" for name, row in pairs.items() if "first_difference" in row]
     return "\n".join(lines)
 
 
@@ -108,12 +167,10 @@ def _published(policy: Policy) -> Any:
     return published_weights(policy)
 
 
-def _trainer_scores(policy: Policy, published: Any, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _trainer_scores(policy: Policy, weights: Any, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The trainer's log-probabilities with the weights its forward multiplies; padded to one length, compiled once."""
     from bridge.engine.factory import trainer_scorer
-    from jetrl_jax.precision import jit
 
-    weights = jit(policy.plan.frozen_weights)(policy.params, published)
     score, longest = trainer_scorer(policy.model), max(len(ids) for ids in tokens)
     return [score(weights, [*ids, *[0] * (longest - len(ids))])[: len(ids)] for ids in tokens]
 

@@ -26,7 +26,7 @@ VLLM_RULES: tuple[Rule, ...] = (
 )
 
 # Of a server that the trainer starts: what it is given, and its limits.
-_STARTED = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")
+_STARTED = ("max_num_seqs", "gpu_memory_utilization", "sleep", "kv_cache_memory_mb", "enforce_eager")
 _TIMED = ("startup_timeout_s", "request_timeout_s", "sync_timeout_s", "restarts")
 _CHECKED = ("probe_tokens", "probe_logprob_tolerance", "on_mismatch")
 

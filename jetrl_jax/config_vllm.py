@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jetrl_jax.config_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
+from jetrl_jax.gpu_memory import RESERVE
 
 
 class VllmSection(Section):
@@ -24,8 +25,13 @@ class VllmSection(Section):
         0, description="How often in a run a server that died or hung is started anew and the call repeated; then the run stops."
     )
     max_num_seqs: PositiveInt = Field(256, description="Number of sequences that vLLM decodes at once.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.4, description="Share of the GPU's memory that vLLM may take; the trainer has the rest. Nothing on CPU."
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1 - RESERVE)] = Field(
+        0.4, description="Share of the GPU's memory that vLLM may take while it is awake. Nothing on CPU."
+    )
+    sleep: bool | None = Field(
+        None,
+        description="Whether vLLM gives its memory to the trainer from the end of a rollout to the next weights; JAX must then return "
+        "freed memory, which the commands see to. null: on a GPU, where the two share it; a CPU has no sleep mode.",
     )
     kv_cache_memory_mb: PositiveInt | None = Field(None, description="Size of vLLM's KV cache, in MiB; null leaves it to vLLM.")
     enforce_eager: bool = Field(True, description="Whether vLLM runs without compilation, whose fusions round elsewhere than the trainer.")

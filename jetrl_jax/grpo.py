@@ -30,9 +30,11 @@ from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
+from jetrl_jax.models.fp8_producers import input_implementations
 from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
@@ -85,6 +87,7 @@ class GRPOTrainer:
         console: Console | None = None,
     ) -> None:
         config = config if isinstance(config, RunConfig) else load_config(config)
+        share_gpu(config)
         processes.start(config.distributed)
         self.config = config.model_copy(update={"distributed": config.distributed.model_copy(update={"process_id": None})})
         processes.check_same("config", dump_config(self.config))
@@ -258,6 +261,10 @@ class GRPOTrainer:
                 "fp8_products": {
                     name: dataclasses.asdict(product_implementation(self.policy.model.numerics, forward=name == "forward"))
                     for name in ("forward", "backward")
+                },
+                "fp8_inputs": {
+                    name: dataclasses.asdict(choice)
+                    for name, choice in input_implementations(self.policy.model.config, self.policy.model.numerics).items()
                 },
                 "attention": dataclasses.asdict(attention_implementation(self.policy.model.numerics, self.policy.model.config.head_dim)),
                 "task_notes": list(getattr(self.task, "notes", ())),

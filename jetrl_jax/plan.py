@@ -23,12 +23,12 @@ from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import override_config
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.gpu_memory import RESERVE, shares_gpu, variables
 from jetrl_jax.planning.devices import GIB, Devices, parse_devices
 
 if TYPE_CHECKING:
     from jetrl_jax.models.hf_config import ModelConfig
 
-RESERVE = 0.1
 WIDTH = 132
 
 
@@ -134,6 +134,8 @@ def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices
     table.add_row("left", *(f"{(budget - phase.total) / GIB:.2f}" for phase in plan.phases))
     console.print(table)
     console.print(f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: {budget / GIB:.2f} GiB")
+    if shares_gpu(config):
+        console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.vllm).items()))
     for remat in ("none", "layer"):
         console.print(f"gradient's temporaries with batch.remat: {remat}: {plan.gradient_temporaries(remat) / GIB:.2f} GiB")
     if search:

@@ -6,11 +6,13 @@ The one module of `jetrl_jax` beside the entry points that reads and writes Hugg
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
 from jetrl_jax.config_io import config_from_dict, load_config
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
@@ -33,18 +36,23 @@ from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.tokenizer import Tokenizer, build_tokenizer
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
+from jetrl_jax.training.metrics import read_metrics
 from jetrl_jax.training.prompts import derived_seeds
+from jetrl_jax.training.run_directory import METRICS_FILE
+
+ACCURACY = "eval/accuracy"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, its tokenizer, the plan of its precision, and the config that said so."""
+    """A model, its tokenizer, the plan of its precision, the config that said so, and the step of the checkpoint it was read from."""
 
     model: Decoder
     tokenizer: Tokenizer
     plan: PrecisionPlan
     config: RunConfig
+    step: int | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -131,34 +139,74 @@ def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
     return model
 
 
-def load_policy(directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None) -> Policy:
-    """A trained policy: a run directory (its latest checkpoint), or a Hugging Face directory with tokenizer files.
+def load_policy(
+    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, step: int | Literal["last", "best"] = "last"
+) -> Policy:
+    """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
       directory: either of the two.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
+      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest held-out accuracy on
+        record (the later of equals).
 
     Raises:
-      UserError: neither, or unreadable.
+      UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
     """
     path = Path(directory)
     if is_run(path):
-        policy = build_policy(load_config(config or path / "config.yaml", overrides))
-        with CheckpointStore(path / "checkpoints", read_only=True) as store:
-            restored = store.restore_latest({"params": policy.params}, subset=True) if store.steps() else None
-        if restored is None:
-            raise UserError(f"load_policy: no checkpoint: got the run {path}, expected one in {path / 'checkpoints'}.")
+        policy = _build(load_config(config or path / "config.yaml", overrides))
+        restored = _restore(path, step, {"params": policy.params})
         nnx.update(policy.model, restored.state["params"])
-        return policy
+        return dataclasses.replace(policy, step=restored.step)
+    if step != "last":
+        raise UserError(f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory (config.yaml).")
     if not (path / "config.json").is_file():
         raise UserError(
             f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
         )
     if config is not None:
-        return build_policy(load_config(config, overrides), model=path)
+        return _build(load_config(config, overrides), model=path)
     fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
-    return build_policy(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+    return _build(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+
+
+def _build(config: RunConfig, model: Path | None = None) -> Policy:
+    share_gpu(config)  # before the first array
+    return build_policy(config, model=model)
+
+
+def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:
+    """A checkpoint of a run, in the structure of `template`."""
+    with CheckpointStore(run / "checkpoints", read_only=True) as store:
+        steps = store.steps()
+        if not steps:
+            raise UserError(f"load_policy: no checkpoint: got the run {run}, expected one in {run / 'checkpoints'}.")
+        if step == "last":
+            restored = store.restore_latest(template, subset=True)
+            assert restored is not None  # of steps it gives one, or raises
+            return restored
+        number = _best_step(run, steps) if step == "best" else step
+        if number not in steps:
+            raise UserError(f"load_policy: no checkpoint of that step: got step={number} of {run}, expected one of {steps}.")
+        try:
+            return store.restore(number, template, subset=True)
+        except CorruptCheckpoint as error:
+            raise UserError(f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There are {steps}.") from error
+
+
+def _best_step(run: Path, steps: Sequence[int]) -> int:
+    """The step among `steps` with the highest `eval/accuracy` on record, the last of equals."""
+    rows = read_metrics(run / METRICS_FILE)
+    accuracy = {int(row["step"]): row[ACCURACY] for row in rows if math.isfinite(row.get(ACCURACY, math.nan))}
+    recorded = [step for step in steps if step in accuracy]
+    if not recorded:
+        raise UserError(
+            f"load_policy: no best checkpoint: got none of the steps {list(steps)} of {run} with {ACCURACY} on record, expected one. "
+            f"It is on record for {sorted(accuracy)} (eval.every_steps); give a step."
+        )
+    return max(recorded, key=lambda step: (accuracy[step], step))
 
 
 def is_run(directory: str | Path) -> bool:

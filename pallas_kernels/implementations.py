@@ -5,20 +5,23 @@
     xla_fast          plain XLA, quicker on a CPU, last bits may differ        every platform
     mosaic_gpu        the Pallas kernel                                        NVIDIA GPU of compute capability 9.0 (Hopper)
     mosaic_interpret  the same kernel, interpreted: slow, finds races          CPU
+    triton            vLLM's own kernel (GEMMs only), for comparison           the same GPU, with vllm and jax_triton
     auto              mosaic_gpu where it can run, else xla                    every platform
 
-The kernels need JAX 0.11, their interpreter 0.11.2. An operation offers some of these names. `resolve` turns the name that
-a caller gave into the one that runs, with the reason; nothing falls back in silence. `auto` depends on the platform and on
-shapes only, never on a measurement, so that a program chooses the same on every start.
+The Pallas kernels need JAX 0.11, their interpreter 0.11.2. "triton" runs only for whoever asks for it by name. An operation
+offers some of these names. `resolve` turns the name that a caller gave into the one that runs, with the reason; nothing
+falls back in silence. `auto` depends on the platform and on shapes only, never on a measurement, so that a program chooses
+the same on every start.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import jax
 
-IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "auto")
+IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "triton", "auto")
 """Every name there is."""
 HOPPER = "9.0"
 """Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x dropped."""
@@ -45,7 +48,7 @@ def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_
       function: name of the operation, for messages.
       implementation: what the caller asked for.
       offered: the names that this operation has, "auto" among them or not; "xla" must be.
-      shape_problem: why the Pallas kernel cannot take these operands, None where it can.
+      shape_problem: why the kernel cannot take these operands, None where it can.
     Returns:
       The choice. Starts the JAX backend unless `implementation` is an XLA one.
     Raises:
@@ -59,14 +62,20 @@ def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_
         if problem is None:
             return Choice("mosaic_gpu", f"auto: a GPU of compute capability {HOPPER} and operands that the kernel takes")
         return Choice("xla", f"auto: mosaic_gpu cannot run: {problem}")
-    if implementation in ("mosaic_gpu", "mosaic_interpret"):
-        problem = shape_problem or (gpu_problem() if implementation == "mosaic_gpu" else interpreter_problem())
+    if not implementation.startswith("xla"):
+        problem = shape_problem or cannot_run(implementation)
         if problem is not None:
             raise NotImplementedError(
                 f"{function}: cannot run: got implementation={implementation!r}, but {problem}. "
                 "'auto' takes what can run and 'xla' runs everywhere."
             )
     return Choice(implementation, "asked for by name")
+
+
+def cannot_run(implementation: str) -> str | None:
+    """Why an implementation cannot run on the default backend, None where it can. Starts the backend for those that care."""
+    problems = {"mosaic_gpu": gpu_problem, "mosaic_interpret": interpreter_problem, "triton": triton_problem}
+    return problems[implementation]() if implementation in problems else None
 
 
 def unknown_name(implementation: str, offered: tuple[str, ...]) -> str:
@@ -76,6 +85,21 @@ def unknown_name(implementation: str, offered: tuple[str, ...]) -> str:
 
 def gpu_problem() -> str | None:
     """Why the Pallas kernels cannot run on the default backend, None where they can. Starts the backend."""
+    return _hopper_problem() or _version_problem(KERNEL_JAX)
+
+
+def triton_problem() -> str | None:
+    """Why vLLM's Triton kernel cannot run on the default backend, None where it can. Starts the backend."""
+    return _hopper_problem() or packages_problem("triton", "jax_triton", "vllm")
+
+
+def packages_problem(*packages: str) -> str | None:
+    """Which of these packages are not installed, None where all are; none is imported."""
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def _hopper_problem() -> str | None:
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda"):
         return f"the platform is {platform!r}, expected 'gpu'"
@@ -83,7 +107,7 @@ def gpu_problem() -> str | None:
     capability = str(getattr(device, "compute_capability", "unknown"))
     if capability != HOPPER:
         return f"the compute capability of {device.device_kind} is {capability}, expected {HOPPER}"
-    return _version_problem(KERNEL_JAX)
+    return None
 
 
 def interpreter_problem() -> str | None:

@@ -54,6 +54,10 @@ class VllmEngine(Protocol):
         """Log-probabilities of given tokens."""
         ...
 
+    def sleep(self) -> None:
+        """Gives its memory back until the next `load_weights`, where its settings say so."""
+        ...
+
     def close(self) -> None:
         """Ends the engine."""
         ...
@@ -135,6 +139,10 @@ class CertifiedEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The engine's log-probabilities of given tokens at temperature 1; entry 0 of each is 0."""
         return self.engine.score(sequences)
+
+    def sleep(self) -> None:
+        """Gives the engine's memory to the trainer until the next `load_weights`, where `vllm.sleep` says so."""
+        self.engine.sleep()
 
     def close(self) -> None:
         """Ends the engine."""

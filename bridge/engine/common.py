@@ -23,6 +23,7 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 
+SLEEP_LEVEL = 2  # weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the host
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
 # Read by vLLM when it is imported or started.
 ENVIRONMENT = {
@@ -35,10 +36,8 @@ ENVIRONMENT = {
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
 }
 CPU_ENVIRONMENT = {
-    # Threads of OpenMP and of JAX share the cores, and compiling small helpers costs more than it saves.
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
     # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
     "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
 }
@@ -54,6 +53,7 @@ class EngineSettings:
 
     promotion_order, scale_format: of the FP8 kernel, where it is this project's own.
     exact: on vLLM's CPU platform, reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`).
+    sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
     max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
     """
 
@@ -64,6 +64,7 @@ class EngineSettings:
     scale_format: str = "float32"
     exact: bool = True
     gpu_memory_utilization: float = 0.4
+    sleep: bool = False
     kv_cache_memory_mb: int | None = None
     enforce_eager: bool = True
     startup_timeout_s: float = 600.0
@@ -96,14 +97,19 @@ class EngineSettings:
                 "jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format, "exact": self.exact}
             },
         }
+        if self.sleep:
+            arguments["enable_sleep_mode"] = True
         if self.kv_cache_memory_mb is not None:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_mb << 20
         return arguments
 
 
-def environment(on_cpu: bool) -> dict[str, str]:
-    """Environment variables of a process that runs vLLM."""
-    return ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
+    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`."""
+    if not on_cpu:
+        return ENVIRONMENT
+    # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
+    return ENVIRONMENT | CPU_ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1" if eager else "0"}
 
 
 def check_version(version: str) -> None:
@@ -209,7 +215,13 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def set_environment(on_cpu: bool) -> None:
+def require_awake(asleep: bool, what: str) -> None:
+    """Raises RuntimeError where the engine has given its weights and cache back."""
+    if asleep:
+        raise RuntimeError(f"{what}: the engine sleeps and has no weights: got no load_weights(...) since sleep(), expected one before.")
+
+
+def set_environment(on_cpu: bool, eager: bool = True) -> None:
     """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported."""
-    for name, value in environment(on_cpu).items():
+    for name, value in environment(on_cpu, eager).items():
         os.environ.setdefault(name, value)

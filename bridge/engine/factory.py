@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from bridge.engine.certificate import CertifiedEngine, VllmEngine
 from bridge.engine.common import EngineSettings, set_environment
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import check_shared_gpu, shares_gpu, sleeps
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision import PrecisionPlan, jit
 from jetrl_jax.rl.logprobs import completion_logprobs
@@ -25,15 +27,18 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     """The engine of `config.rollout` and `config.vllm`, without weights yet.
 
     Raises:
-      UserError: vLLM is not installed or not supported, or cannot hold the model.
+      UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's device as it is asked to.
     """
     section = config.vllm
-    settings = engine_settings(config)
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and shares_gpu(config):
+        check_shared_gpu(section, os.environ)
+    settings = engine_settings(config, on_gpu)
     fp8_paths = [path for path, formats in plan.formats.items() if formats[0] == "fp8"]
     engine: VllmEngine
     if section.mode == "in_process":
         require_vllm()
-        set_environment(jax.default_backend() == "cpu")
+        set_environment(jax.default_backend() == "cpu", config.vllm.enforce_eager)
         from bridge.engine.vllm_in_process import InProcessEngine
 
         engine = InProcessEngine(model.config, fp8_paths, settings)
@@ -52,8 +57,8 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     )
 
 
-def engine_settings(config: RunConfig) -> EngineSettings:
-    """How vLLM runs under a config."""
+def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
+    """How vLLM runs under a config; UserError as `jetrl_jax.gpu_memory.sleeps`."""
     section = config.vllm
     return EngineSettings(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -63,6 +68,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         exact=config.numerics.exact,
         scale_format=config.precision.scale_format,
         gpu_memory_utilization=section.gpu_memory_utilization,
+        sleep=shares_gpu(config) and sleeps(section, on_gpu),
         kv_cache_memory_mb=section.kv_cache_memory_mb,
         enforce_eager=section.enforce_eager,
         startup_timeout_s=section.startup_timeout_s,

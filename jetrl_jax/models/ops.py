@@ -286,30 +286,33 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> jax.Array:
-    """x [M, K] . weight[N, K]^T with operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
+def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
+    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
 
-    The gradient of the weight is FP32 (its master's dtype) and is not rounded between; that of x has x's dtype.
+    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
     """
     rows = x.shape[0]
     if numerics.exact and rows < MIN_ROWS:
         x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
-    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)
-    return round_to(out[:rows], out_dtype)
+    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
+    if bias is not None:
+        out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
+    return round_to(out, out_dtype)
 
 
-def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics) -> Any:
-    return dense(x, weight, out_dtype, numerics), (x, weight)
+def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None) -> Any:
+    return dense(x, weight, out_dtype, numerics, bias), (x, weight, bias)
 
 
 def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
-    x, weight = saved
+    x, weight, bias = saved
     if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
         dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
         dw = _dot(dy, x.astype(jnp.float32), 0, 0)
     else:
         dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
-    return round_to(dx, x.dtype), dw.astype(weight.dtype)
+    db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
+    return round_to(dx, x.dtype), dw.astype(weight.dtype), db
 
 
 dense.defvjp(_dense_forward, _dense_backward)

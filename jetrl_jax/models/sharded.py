@@ -60,6 +60,12 @@ def whole(parameter: nnx.Param, dtype: Any) -> Any:
     return _gather(shard, axis, sums, jnp.dtype(dtype))
 
 
+def held(parameter: nnx.Param) -> Any:
+    """The parameter's value, or this device's shard of it: for its kind, without gathering."""
+    value = parameter.get_value()
+    return value.value if isinstance(value, ShardedParameter) else value
+
+
 def gather_codes(codes: ScaledArray, mesh_axis: str, axis: int | None) -> ScaledArray:
     """Codes and scales of all devices of a mesh axis, joined along `axis`; None: every device has them."""
     if axis is None:

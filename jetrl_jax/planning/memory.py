@@ -7,8 +7,9 @@
     sync       the engine's next weights beside those that it has (where they are a copy)
 
 Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing is freed in
-between.  Arrays are counted exactly, from the shardings that the run uses (`AbstractRun`); temporaries are those of
-`planning.liveness`, traced at two small depths and drawn on to the model's: beyond the first layers each adds the same.
+between, but by a vLLM that sleeps (`vllm.sleep`), which holds its share during the rollout alone. Arrays are counted
+exactly, from the shardings that the run uses (`AbstractRun`); temporaries are those of `planning.liveness`, traced at two
+small depths and drawn on to the model's: beyond the first layers each adds the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax
 
 from jetrl_jax.config import RolloutSection, RunConfig
 from jetrl_jax.config_io import override_config
+from jetrl_jax.gpu_memory import sleeps
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
@@ -135,13 +137,15 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
     held |= {"published codes": on_one_device(state.published)}
     if run.algorithm.needs_reference:
         held["reference"] = on_one_device(run.frozen)
-    held |= _engine(run, device_bytes)
+    engine = _engine(run, device_bytes)
+    awake = held | engine
+    held |= {} if run.engine is None and sleeps(run.config.vllm, on_gpu=True) else engine
     copy = held.get("engine's weights", 0)
 
     def used(program: str) -> dict[str, int]:
         return temporaries(shallow, layers, program)
 
-    found = [Phase("rollout", held | dict(rollout))]
+    found = [Phase("rollout", awake | dict(rollout))]
     if run.algorithm.needs_old or run.algorithm.needs_reference:
         own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
         found.append(Phase("scoring", held | own | used("logprobs")))

@@ -74,6 +74,9 @@ class DataParallelEngine:
         sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
         return sampled if processes.count() == 1 else _exchange(requests, sampled, self.policy_version)
 
+    def sleep(self) -> None:
+        """As `JaxEngine.sleep`."""
+
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown()

@@ -104,3 +104,7 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
         """One trajectory per request, in the order of the requests."""
         ...
+
+    def sleep(self) -> None:
+        """The trainer samples nothing until the next `load_weights`: an engine with memory of its own may give it back."""
+        ...

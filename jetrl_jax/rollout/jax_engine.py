@@ -178,6 +178,9 @@ class JaxEngine:
             self._idle_state = generation.state
         return trajectories
 
+    def sleep(self) -> None:
+        """Nothing: its weights are the trainer's published ones, and its cache waits for the next rollout."""
+
     def _check(self, requests: Sequence[Request], prompts: list[tuple[int, ...]], sampling: SamplingParams) -> None:
         problems = []
         if sampling.max_tokens > self.max_completion_tokens:

@@ -53,7 +53,7 @@ _PHASES = {
     "reward": "scoring completions",
     "logprob": "recomputing the logprobs of the behaviour version",
     "train": "forward, backward and update",
-    "publish": "quantising the weights and handing them to the engine",
+    "publish": "putting the engine to sleep, quantising the weights and handing them to it",
     "eval": "held-out evaluation",
     "checkpoint": "saving a checkpoint",
     "step": "the whole step, without evaluation and checkpoint",

@@ -1,7 +1,7 @@
 """The RL loop: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
 
 One step of policy version v samples with the published weights of v, scores, packs, takes one or more
-optimiser steps from v, and hands the new codes to the engine.  All randomness is derived from
+optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived from
 (seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a resumed run
 equals an uninterrupted one.
 
@@ -84,6 +84,8 @@ class Trainer:
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.policy_version, self.prompts.skipped
         batch = self.collector.collect(step, clock)
+        with clock.phase("publish"):
+            self.engine.sleep()
         problem = nonfinite_part(batch)
         row = rollout_metrics(batch)
         if problem:

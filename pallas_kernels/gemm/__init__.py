@@ -1,5 +1,5 @@
 """Block-scaled FP8 matrix products: see `api` for use, `reference` for the definition, `mosaic` for Hopper."""
 
-from pallas_kernels.gemm.api import IMPLEMENTATIONS, dgrad, fprop, matmul, wgrad
+from pallas_kernels.gemm.api import dgrad, fprop, matmul, wgrad
 
-__all__ = ["IMPLEMENTATIONS", "dgrad", "fprop", "matmul", "wgrad"]
+__all__ = ["dgrad", "fprop", "matmul", "wgrad"]

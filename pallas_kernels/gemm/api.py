@@ -12,9 +12,10 @@ with an FP32 accumulator. Two orders of the scale products exist in the field, `
                        and between batch sizes
   "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision, row-invariant
   "mosaic_interpret":  the same kernel interpreted on a CPU, with race detection
+  "triton":            vLLM's own kernel through jax_triton (`vllm_triton`), in its order alone: for comparison, by name only
   "auto":              "mosaic_gpu" where it can run, else "xla"; ask `implementations.resolve` which
-The kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others are filled up with
-zeros and cut, exactly. The kernels read both operands along the contraction. FProp's lie so; DGrad's W and
+The Pallas kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others are filled up with
+zeros and cut, exactly. They read both operands along the contraction. FProp's lie so; DGrad's W and
 both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds turned copies already (of
 weights that serve many microbatches, or from a quantiser that writes both ways) calls `matmul` with them instead.
 Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.
@@ -29,12 +30,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats import BLOCK
-from pallas_kernels.gemm import reference
-from pallas_kernels.implementations import resolve, unknown_name
+from pallas_kernels.gemm import reference, vllm_triton
+from pallas_kernels.implementations import IMPLEMENTATIONS, resolve, unknown_name
 from pallas_kernels.scaled_array import ScaledArray
-
-IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "auto")
-"""What every function here can run on; see `pallas_kernels.implementations`."""
 
 PROMOTION_ORDERS = ("deepgemm", "triton")
 OUT_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float16)
@@ -140,9 +138,13 @@ def wgrad(
 
 def _run(function: str, a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str, implementation: str) -> jax.Array:
     """A Bᵀ by the implementation that was asked for, or an error that says why it cannot run."""
-    empty = "an operand is empty" if 0 in a.shape + b.shape else None
-    name = resolve(function, implementation, IMPLEMENTATIONS, empty).name
+    problem = "an operand is empty" if 0 in a.shape + b.shape else None
+    if implementation == "triton":
+        problem = problem or vllm_triton.call_problem(a, b, promotion_order)
+    name = resolve(function, implementation, IMPLEMENTATIONS, problem).name
     dtype = jnp.dtype(out_dtype)
+    if name == "triton":
+        return vllm_triton.matmul(a, b, dtype)
     if name.startswith("mosaic"):
         from pallas_kernels.gemm import mosaic  # here, because Pallas for GPUs is not there on every platform
 

@@ -16,6 +16,8 @@ transposes them back reads the kernel's arrays as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -123,14 +125,18 @@ def _run_kernel(
     return mosaic.logical_arrays(mosaic.quantize((x,), plan, scale_format, name == "mosaic_interpret"))
 
 
+def kernel_problem(x: Any, argument: str = "x") -> str | None:
+    """Why the kernel cannot take `x` (an array or its shape and dtype), None where it can; the device is not asked."""
+    if x.shape[1] % BLOCK:
+        return f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+    if x.dtype == jnp.float32:
+        return f"{argument}.dtype is {x.dtype}, expected bfloat16 or float16"
+    return None
+
+
 def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:
     """`resolve` with what stands against the kernel taking `x`."""
-    problem = None
-    if x.shape[1] % BLOCK:
-        problem = f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
-    elif x.dtype == jnp.float32:
-        problem = f"{argument}.dtype is {x.dtype}, expected bfloat16 or float16"
-    return resolve(function, implementation, IMPLEMENTATIONS, problem)
+    return resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(x, argument))
 
 
 def _unknown_block(argument: str, value: tuple[int, int], allowed: tuple[tuple[int, int], ...]) -> str:

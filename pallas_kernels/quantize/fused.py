@@ -32,10 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import BLOCK, SCALE_FORMATS, to_float64
+from pallas_kernels.formats import SCALE_FORMATS, to_float64
 from pallas_kernels.implementations import resolve, unknown_name
 from pallas_kernels.quantize import reference
-from pallas_kernels.quantize.api import COLUMN, IMPLEMENTATIONS, ROW, SQUARE
+from pallas_kernels.quantize.api import COLUMN, IMPLEMENTATIONS, ROW, SQUARE, kernel_problem
 from pallas_kernels.scaled_array import ScaledArray
 
 ENGINE_VARIANTS = ("native", "cuda")
@@ -70,7 +70,7 @@ def silu_multiply_quantize(
     if token_block_shape not in (None, COLUMN, SQUARE):
         problems.append(f"unknown block shape: got token_block_shape={token_block_shape}, expected None, {COLUMN} or {SQUARE}")
     _raise(function, problems)
-    name = resolve(function, implementation, IMPLEMENTATIONS, _width_problem("gate", gate)).name
+    name = resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(gate, "gate")).name
     if name == "xla":
         product = _silu_multiply(gate, up)
         second = None if token_block_shape is None else reference.quantize(product, token_block_shape, scale_format)
@@ -118,8 +118,7 @@ def rms_norm_quantize(
     if engine_variant not in ENGINE_VARIANTS:
         problems.append(f"unknown variant: got engine_variant={engine_variant!r}, expected one of {ENGINE_VARIANTS}")
     _raise(function, problems)
-    width = None if x.shape[1] in KERNEL_WIDTHS else f"x.shape is {tuple(x.shape)}, expected a width of {KERNEL_WIDTHS}"
-    name = resolve(function, implementation, IMPLEMENTATIONS, width).name
+    name = resolve(function, implementation, IMPLEMENTATIONS, norm_kernel_problem(x)).name
     weight = _round_to_bfloat16(weight)
     if name == "xla":
         normed, total = _rms_norm(x, weight, residual, eps, engine_variant)
@@ -127,6 +126,11 @@ def rms_norm_quantize(
     from pallas_kernels.quantize import mosaic_norm  # not on every platform
 
     return mosaic_norm.rms_norm_quantize(x, weight, residual, eps, engine_variant, scale_format, name == "mosaic_interpret")
+
+
+def norm_kernel_problem(x: Any) -> str | None:
+    """Why RMSNorm's kernel cannot take `x` (an array or its shape and dtype), None where it can; the device is not asked."""
+    return None if x.shape[1] in KERNEL_WIDTHS else f"x.shape is {tuple(x.shape)}, expected a width of {KERNEL_WIDTHS}"
 
 
 @functools.partial(jax.jit, inline=True)
@@ -160,13 +164,6 @@ def _rms_norm(x: jax.Array, weight: jax.Array, residual: jax.Array | None, eps: 
 def _round_to_bfloat16(x: jax.Array) -> jax.Array:
     """To BF16, a rounding that XLA cannot drop."""
     return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
-
-
-def _width_problem(argument: str, x: jax.Array) -> str | None:
-    """Why the tile kernel cannot take `x`."""
-    if x.shape[1] % BLOCK == 0:
-        return None
-    return f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
 
 
 def _matrix_problems(matrices: dict[str, jax.Array], scale_format: str, implementation: str) -> list[str]:

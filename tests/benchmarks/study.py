@@ -32,7 +32,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fp8_forward": ("precision.preset=fp8_forward",),
     "fp8_rollout_only": ("precision.preset=fp8_rollout_only",),
     "fp8_rollout_only TIS": ("precision.preset=fp8_rollout_only", "correction.weight=token_truncate"),
+    "fp8_rollout_only 1 bit": ("precision.preset=fp8_rollout_only",),
+    "fp8_rollout_only 1 bit TIS": ("precision.preset=fp8_rollout_only", "correction.weight=token_truncate"),
 }
+MANTISSA_BITS = {row: 1 for row in ROWS if "1 bit" in row}  # of the rollout's weights: `coarse_rollout`
 CHARTS = (
     "reward/mean",
     "eval/accuracy",
@@ -46,7 +49,8 @@ CHARTS = (
     "optimizer/grad_norm",
 )
 LOGARITHMIC = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/k3", "mismatch/chi2_token")
-COLOURS = ("#2f7ed8", "#8a8d93", "#2f9e63", "#2aa0b3", "#c29a1b", "#b04fb5", "#d1495b", "#e0732d")
+COLOURS = ("#2f7ed8", "#8a8d93", "#2f9e63", "#2aa0b3", "#c29a1b", "#b04fb5", "#d1495b", "#e0732d", "#5b4b8a", "#7a5c3e")
+COARSE = Path(__file__).with_name("coarse_rollout.py")
 THRESHOLD = 0.8  # of the mean reward over WINDOW steps
 WINDOW = 5
 COLLAPSE = 0.2  # below the best mean reward over WINDOW steps at the end
@@ -65,7 +69,9 @@ def run(config: Path, out: Path, row: str, seed: int, steps: int, overrides: Seq
     metrics = path / "metrics.jsonl"
     if not metrics.exists() or read_metrics(metrics)[-1]["step"] < steps or not (path / "export").exists():
         sets = (*ROWS[row], *overrides, f"seed={seed}", f"run.directory={path}")
-        command = [sys.executable, "-m", "jetrl_jax.train", "--config", str(config), *(word for s in sets for word in ("--set", s))]
+        bits = MANTISSA_BITS.get(row)
+        program = ["-m", "jetrl_jax.train"] if bits is None else [str(COARSE), "--mantissa-bits", str(bits)]
+        command = [sys.executable, *program, "--config", str(config), *(word for s in sets for word in ("--set", s))]
         print(f"{row}, seed {seed}", flush=True)
         subprocess.run([*command, *(["--resume"] if path.exists() else [])], check=True, stdout=subprocess.DEVNULL)
     return read_metrics(metrics)

@@ -25,6 +25,7 @@ from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.gpu_memory import share_gpu
 from jetrl_jax.grpo import GRPOTrainer
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
@@ -69,6 +70,15 @@ def loss_scale(config: RunConfig) -> Any:
     return None if scale is None else (float(scale.factor), scale.growth_interval)
 
 
+def shared_gpu(config: RunConfig) -> Any:
+    """What a process that has not started JAX is told of the GPU's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+        patch.setattr(os, "environ", {})
+        share_gpu(config)
+        return dict(os.environ)
+
+
 def vllm_engine(config: RunConfig) -> Any:
     """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe; nothing is started."""
 
@@ -87,7 +97,7 @@ def vllm_engine(config: RunConfig) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.engine.factory.require_vllm", lambda: None)
         patch.setitem(sys.modules, "bridge.engine.vllm_in_process", SimpleNamespace(InProcessEngine=InProcess))
-        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu: None)
+        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
     if not isinstance(engine, CertifiedEngine):
         return type(engine).__name__

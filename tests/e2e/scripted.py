@@ -24,6 +24,9 @@ class ScriptedEngine:
     def load_weights(self, published: Any, version: int) -> None:
         self.policy_version = version
 
+    def sleep(self) -> None:
+        """Has nothing to give back."""
+
     def generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
         self.asked.append((len(requests), sampling.temperature, sampling.max_tokens, sampling.greedy))
         return [self._answer(request, sampling) for request in requests]

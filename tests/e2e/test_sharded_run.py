@@ -22,6 +22,7 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
 
 
+@pytest.mark.long
 def test_run_on_a_mesh_is_exact_and_goes_on_on_another_mesh(tmp_path: Path, compilation_cache: Path) -> None:
     run = {"steps": 2, "tensorboard": False}
     config = write_config(tiny_config(tmp_path / "run", sharding=SPLIT_LAYERS, run=run, **WIDE), tmp_path / "config.yaml")

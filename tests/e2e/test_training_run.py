@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -170,7 +169,7 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
 
 
-@pytest.mark.parametrize("kills", [int(os.environ.get("JETRL_KILLS", "3"))])
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_killed_run_resumes_to_the_same_end(kills, tmp_path, compilation_cache):
     """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
     steps = 40

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from scripted import ScriptedEngine, ScriptedPrograms, ScriptedTrainer
 from tiny import TINY, rows, shorter, tiny_config
 
 from jetrl_jax.errors import RunStopped, UserError
@@ -155,3 +158,45 @@ def test_prompts_that_never_fit_end_with_a_message(tmp_path):
     with pytest.raises(UserError, match="max_prompt_tokens"):
         GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()
     assert not (tmp_path / "run").exists()
+
+
+def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_path, monkeypatch):
+    """Scored, differentiated and updated while it sleeps; sampled while it does not."""
+    asleep, calls = [False], []
+
+    class Engine(ScriptedEngine):
+        def sleep(self):
+            calls.append("sleep")
+            asleep[0] = True
+
+        def load_weights(self, published, version):
+            calls.append("load")
+            asleep[0] = False
+            super().load_weights(published, version)
+
+        def generate(self, requests, sampling):
+            calls.append("generate")
+            assert not asleep[0]
+            return super().generate(requests, sampling)
+
+    def while_asleep(name):
+        real = getattr(ScriptedPrograms, name)
+
+        def program(self, *arguments):
+            calls.append(name)
+            assert asleep[0], name
+            return real(self, *arguments)
+
+        monkeypatch.setattr(ScriptedPrograms, name, program)
+
+    for name in ("logprobs", "policy_gradient", "update"):
+        while_asleep(name)
+    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: Engine(policy.tokenizer))
+    fields = {
+        "task": {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}},
+        "warm_start": None,
+        "algorithm": {"minibatches": 2},
+    }
+    ScriptedTrainer(tiny_config(tmp_path / "run", **fields), reward_functions=[shorter]).dry_run()
+    order = [name for name, _ in itertools.groupby(calls)]
+    assert order == ["load", "generate", "sleep", "logprobs", "policy_gradient", "update", "policy_gradient", "update", "load"]

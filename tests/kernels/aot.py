@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 DESCRIPTION = Path(__file__).with_name("h100.txtpb")
 
@@ -65,13 +68,18 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a kernel once in a
     process, so ask for each once (`functools.cache`).
     """
+    return program_and_reports(function, *arguments)[1]
+
+
+def program_and_reports(function: Callable[..., Any], *arguments: Any) -> tuple[str, list[KernelReport]]:
+    """The optimised HLO of `jit(function)` and what `compile_for_h100` gives."""
     with _dump() as directory:
-        _compile(function, arguments)
+        program = str(_compile(function, arguments).as_text())
         paths = sorted(directory.glob("*.ptxas"))
         reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
     if not reports:
         raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
-    return reports
+    return program, reports
 
 
 def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:
@@ -103,6 +111,12 @@ def parse(text: str, ptx: str = "") -> KernelReport:
     stack, stores, loads = map(int, memory.groups())
     serialized = re.search(r"C75\d\d|wgmma[^\n]*seriali[sz]", text) is not None
     return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text, ptx)
+
+
+def scaled(rows: int, k: int, block: tuple[int, int]) -> ScaledArray:
+    """The shapes of a quantised matrix."""
+    scale = jax.ShapeDtypeStruct(grid_shape((rows, k), block), jnp.float32)
+    return ScaledArray(jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), scale, block)
 
 
 @functools.cache

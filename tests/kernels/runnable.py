@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.implementations import gpu_problem, interpreter_problem
+from pallas_kernels.implementations import cannot_run
 
 
 def runnable(*names: str) -> list[Any]:
     """`pytest.mark.parametrize` values of these implementations; those that this machine lacks are skipped with the reason."""
-    problems = {"mosaic_gpu": gpu_problem, "mosaic_interpret": interpreter_problem}
     params = []
     for name in names:
-        problem = problems[name]() if name in problems else None
+        problem = cannot_run(name)
         marks = [pytest.mark.skipif(problem is not None, reason=f"{name}: {problem}")]
-        if name == "mosaic_gpu":
+        if name in ("mosaic_gpu", "triton"):
             marks.append(pytest.mark.gpu)
         params.append(pytest.param(name, marks=marks))
     return params

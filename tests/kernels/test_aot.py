@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import ScaledArray
 from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS, TuningConfig, load_table
 from pallas_kernels.gemm.mosaic import matmul
-from pallas_kernels.scaled_array import grid_shape
 from pallas_kernels.tune import candidates
 from tests.kernels import aot
+from tests.kernels.aot import scaled
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 ROWS, SQUARE = (1, 128), (128, 128)
@@ -35,12 +34,6 @@ ptxas info    : Function properties for kernel_mosaic_gpu_kernel
     {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
-
-
-def scaled(rows: int, k: int, block: tuple[int, int]) -> Any:
-    """The shapes of a quantised matrix."""
-    scale = jax.ShapeDtypeStruct(grid_shape((rows, k), block), jnp.float32)
-    return ScaledArray(jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), scale, block)
 
 
 def compile_gemm(

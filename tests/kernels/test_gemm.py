@@ -26,8 +26,20 @@ BLOCKS = {
 }
 GEMMS: dict[str, Callable[..., jax.Array]] = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "wgrad_block": wgrad}
 SIZES = [(16, 256, 384), (1, 130, 300), (300, 7, 129)]  # M, N, K: whole blocks, partial edges, several row blocks
-IMPLEMENTATIONS = runnable("xla", "xla_fast", "mosaic_interpret", "mosaic_gpu")
+IMPLEMENTATIONS = runnable("xla", "xla_fast", "mosaic_interpret", "mosaic_gpu", "triton")
 MANY_BLOCKS = (reference.UNROLLED_BLOCKS + 3) * 128 - 50
+
+
+def orders(implementation: str) -> tuple[str, ...]:
+    """The orders that an implementation has."""
+    return ("triton",) if implementation == "triton" else PROMOTION_ORDERS
+
+
+IN_EVERY_ORDER = [
+    pytest.param(order, *param.values, marks=param.marks, id=f"{order}-{param.values[0]}")
+    for param in IMPLEMENTATIONS
+    for order in orders(str(param.values[0]))
+]
 
 
 def matrix(shape: tuple[int, int], seed: int) -> jax.Array:
@@ -101,8 +113,7 @@ def test_gemm_forms_give_the_same_bits(order: str, monkeypatch: pytest.MonkeyPat
             np.testing.assert_array_equal(np.asarray(out), expected, err_msg=form)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("order", PROMOTION_ORDERS)
+@pytest.mark.parametrize(("order", "implementation"), IN_EVERY_ORDER)
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_error_is_within_the_derived_bound(site: str, order: str, implementation: str) -> None:
     """Elementwise against float64 of the dequantised operands, before and after the rounding to BF16."""
@@ -121,7 +132,7 @@ def test_gemm_takes_any_number_of_rows(site: str, rows: int, implementation: str
         codes = np.asarray(array.qvalue).view(np.uint8) & 0x7F
         if array.shape[0] > 4:
             assert ((codes > 0) & (codes < 8)).any() and (codes == 0).any(), "the operands hold no subnormal code or no zero"
-    assert_within_bound(site, left, right, jnp.float32, "deepgemm", implementation)
+    assert_within_bound(site, left, right, jnp.float32, orders(implementation)[0], implementation)
 
 
 def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype: Any, order: str, implementation: str) -> None:
@@ -130,6 +141,7 @@ def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype:
     bound = {
         "xla": lambda: tolerances.exact_dot_gemm(blocks, block_sum),
         "mosaic_gpu": lambda: tolerances.hopper_gemm(blocks, product_sum),
+        "triton": lambda: tolerances.hopper_gemm(blocks, product_sum),
     }.get(implementation, lambda: tolerances.fp32_dot_gemm(blocks, product_sum))()
     out = GEMMS[site](left, right, out_dtype=dtype, promotion_order=order, implementation=implementation)
     assert out.dtype == dtype and out.shape == value.shape
@@ -138,10 +150,9 @@ def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype:
     assert np.all(error <= limit), f"{dtype}: worst ratio {np.max(error / np.maximum(limit, 1e-300))}"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("order", "expected"), [("deepgemm", np.inf), ("triton", 2.0**122)])
+@pytest.mark.parametrize(("order", "implementation"), IN_EVERY_ORDER)
 @pytest.mark.parametrize(("site", "rows"), [("fprop", 1), ("fprop", 100), ("wgrad", 128)])
-def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, expected: float, implementation: str) -> None:
+def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, implementation: str) -> None:
     """Scales of 2**70 and a dot of 2**-18: the product of the scales overflows, the dot times one of them does not.
 
     The scales are weakly typed, as `jnp.full` makes them, which must not widen the product.
@@ -150,7 +161,7 @@ def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, 
     codes = jnp.zeros(shape, jnp.float32).at[0, 0].set(2.0**-9).astype(jnp.float8_e4m3fn)
     left, right = (ScaledArray.create(codes, jnp.full(grid_shape(shape, block), 2.0**70), block) for block in BLOCKS[site])
     out = GEMMS[site](left, right, out_dtype=jnp.float32, promotion_order=order, implementation=implementation)
-    assert np.asarray(out)[0, 0] == expected
+    assert np.asarray(out)[0, 0] == {"deepgemm": np.inf, "triton": 2.0**122}[order]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -247,13 +258,17 @@ def test_gemms_inside_a_differentiation_rule_under_remat() -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nonfinite_input_poisons_what_reads_it_and_nothing_else(implementation: str) -> None:
     x, w = matrix((16, 256), 0), matrix((256, 256), 1)
-    clean = np.asarray(fprop(quantize(x, (1, 128)), quantize(w, (128, 128)), implementation=implementation).astype(jnp.float32))
+
+    def product(x: ScaledArray, w: ScaledArray) -> np.ndarray:
+        return np.asarray(fprop(x, w, promotion_order=orders(implementation)[0], implementation=implementation).astype(jnp.float32))
+
+    clean = product(quantize(x, (1, 128)), quantize(w, (128, 128)))
     for value in (jnp.nan, jnp.inf):
         bad_x, bad_w = quantize(x.at[3, 200].set(value), (1, 128)), quantize(w.at[5, 6].set(value), (128, 128))
-        rows = np.asarray(fprop(bad_x, quantize(w, (128, 128)), implementation=implementation).astype(jnp.float32))
+        rows = product(bad_x, quantize(w, (128, 128)))
         assert not np.isfinite(rows[3]).any()
         np.testing.assert_array_equal(np.delete(rows, 3, 0), np.delete(clean, 3, 0))
-        columns = np.asarray(fprop(quantize(x, (1, 128)), bad_w, implementation=implementation).astype(jnp.float32))
+        columns = product(quantize(x, (1, 128)), bad_w)
         assert not np.isfinite(columns[:, :128]).any() and np.isfinite(columns[:, 128:]).all()
 
 

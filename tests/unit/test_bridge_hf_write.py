@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +167,22 @@ def test_save_checkpoint_leaves_the_old_one_whole_when_it_fails(tmp_path, monkey
 
     monkeypatch.setattr(bridge.hf_write, step, crash)
     with pytest.raises(Crash):
+        save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
+    assert os.listdir(tmp_path) == ["out"]
+    np.testing.assert_array_equal(load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"])
+
+
+def test_save_checkpoint_brings_the_old_one_back_when_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "out", CONFIG, make_params(0), dtype="float32")
+    rename = Path.rename
+
+    def rename_all_but_the_new_one(path, target):
+        if path.name == ".out.partial":
+            raise OSError(errno.EIO, "the disk is tired")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_all_but_the_new_one)
+    with pytest.raises(OSError, match="the disk is tired"):
         save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     np.testing.assert_array_equal(load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"])

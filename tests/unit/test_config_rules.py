@@ -163,6 +163,7 @@ IDLE = [
         "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1', max_num_seqs: 4}",
         "rollout: {engine: vllm}, vllm: {mode: server, max_num_seqs: 4}",
     ),
+    ("vllm.sleep", "vllm: {sleep: true}", "rollout: {engine: vllm}, vllm: {sleep: true}"),
     ("vllm.restarts", "rollout: {engine: vllm}, vllm: {restarts: 1}", "rollout: {engine: vllm}, vllm: {mode: server, restarts: 1}"),
     (
         "vllm.probe_logprob_tolerance",

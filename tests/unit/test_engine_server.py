@@ -1,14 +1,25 @@
-"""The restart policy of the vLLM server's client, without a server: what is tried, how often, and when it ends."""
+"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep, weights and requests."""
 
 from __future__ import annotations
 
+import dataclasses
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from bridge.engine.common import EngineFailed, EngineSettings
 from bridge.engine.server import ServerEngine
+from jetrl_jax.errors import UserError
+from jetrl_jax.rollout.engine import Request, SamplingParams
+from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN3
+from tests.unit.stub_vllm import TOKEN, StubServer
+
+pytest.importorskip("httpx", reason="httpx, the client of vLLM's server, is not installed")
+REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,), 0)
 
 
 def engine_with(restarts: int, url: str | None = None) -> ServerEngine:
@@ -57,3 +68,117 @@ def test_a_server_of_somebody_else_is_not_restarted():
         engine._with_restarts(call)
     assert engine.restarts_left == 2 and engine.url == "http://127.0.0.1:9"
     engine.close()
+
+
+def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    with StubServer() as server:
+        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
+        push = ["start", "update", "pause", "finish", "reset", "resume"]
+        engine.load_weights(policy.published, 0)
+        assert server.engine.calls == push
+        assert len(engine.generate(REQUESTS, SAMPLING)) == len(engine.score([[3, 4, 5]])) == 1
+        engine.sleep()
+        engine.sleep()  # it does already
+        for ask in (lambda: engine.generate(REQUESTS, SAMPLING), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
+            with pytest.raises(RuntimeError, match="the engine sleeps and has no weights"):
+                ask()
+        manifest = engine.load_weights(policy.published, 1)
+        assert server.engine.calls[len(push) :] == [
+            "sleep 2", "wake weights", "start", "update", "pause", "finish", "wake kv_cache", "reset", "resume",
+        ]  # fmt: skip
+        assert engine.held(list(manifest.entries)) == manifest
+        assert engine.generate(REQUESTS, SAMPLING)[0].policy_version == 1 and engine.description["sleep"]
+        engine.close()
+
+
+def test_a_server_that_was_not_told_to_sleep_stays_awake():
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    with StubServer() as server:
+        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
+        engine.load_weights(policy.published, 0)
+        engine.sleep()
+        assert engine.generate(REQUESTS, SAMPLING) and "sleep 2" not in server.engine.calls
+        engine.close()
+
+
+@pytest.mark.parametrize("skipped", ["/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/reset_prefix_cache"])
+def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    with StubServer() as server:
+        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
+        engine.load_weights(policy.published, 0)
+        engine.sleep()
+        post = engine._post
+        monkeypatch.setattr(engine, "_post", lambda route, body, limit: route == skipped or post(route, body, limit))
+        with pytest.raises(EngineFailed, match="AssertionError"):
+            engine.load_weights(policy.published, 1)
+            engine.generate(REQUESTS, SAMPLING)
+        engine.close()
+
+
+ANSWERS = {
+    "silence": (b"", r"/sleep: it did not answer in time \(limit 1 s\)\."),
+    "hang_up": (None, r"/sleep: RemoteProtocolError: .*[Dd]isconnected"),
+    "cut_short": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", r"/sleep: RemoteProtocolError: peer closed connection"),
+    "refusal": (b"HTTP/1.1 503 Busy\r\nContent-Length: 8\r\n\r\nnot now!", r"/sleep failed with status 503: not now!"),
+    "redirection": (b"HTTP/1.1 302 Found\r\nLocation: http://a\r\nContent-Length: 0\r\n\r\n", r"/sleep failed with status 302"),
+    "no_json": (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes!", r"/sleep answered no JSON: b'yes!'"),
+    "no_http": (b"SSH-2.0-server\r\n", r"/sleep: RemoteProtocolError: "),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_message(kind):
+    answer, message = ANSWERS[kind]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                if answer:
+                    connection.sendall(answer)
+                while kind == "silence" and connection.recv(1):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        engine = engine_with(0, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=1.0)
+        with pytest.raises(EngineFailed, match=f"^vLLM: {message}"):
+            engine.sleep()
+        engine.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_nobody_listening_is_one_message_with_the_reason():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        engine = engine_with(0, url=f"http://127.0.0.1:{free.getsockname()[1]}")
+        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=5.0)
+        with pytest.raises(EngineFailed, match=r"vLLM: /sleep: .*Connection refused \(limit 5 s\)\."):
+            engine.sleep()
+        engine.close()
+
+
+def test_connections_are_kept_between_calls_and_closed_at_the_end():
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    with StubServer() as server:
+        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
+        engine.load_weights(policy.published, 0)
+        for _ in range(3):
+            engine.score([[3, 4, 5]])
+        assert server.connections == 1 and server.open_connections() == 1
+        engine.close()
+        deadline = time.monotonic() + 10
+        while server.open_connections() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.open_connections() == 0
+
+
+def test_a_missing_client_library_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="spoken to by httpx, which is not installed"):
+        engine_with(0, url="http://127.0.0.1:9").held([])

@@ -226,3 +226,13 @@ def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
     for program, plan, xla in check(config, sizes, None):
         for what in ("arguments", "outputs", "alias"):
             assert getattr(plan, what) == pytest.approx(getattr(xla, what), abs=fields), (program, what)
+
+
+def test_a_vllm_that_sleeps_holds_its_share_in_the_rollout_alone() -> None:
+    config = [change for change in SMALL if not change.startswith(("sharding", "rollout.slots", "rollout.prefill"))]
+    config += ["rollout.engine=vllm", "precision.preset=bf16", "vllm.gpu_memory_utilization=0.25"]
+    sizes = dataclasses.replace(SIZES, num_layers=1)
+    asleep, awake = (MemoryPlan(load_config(None, [*config, f"vllm.sleep={sleep}"]), sizes, 1 << 30).phases for sleep in ("null", "false"))
+    assert [phase.name for phase in asleep] == [phase.name for phase in awake] == ["rollout", "gradient", "update"]
+    assert [phase.bytes.get("vLLM") for phase in asleep] == [1 << 28, None, None]
+    assert [phase.bytes.get("vLLM") for phase in awake] == [1 << 28] * 3

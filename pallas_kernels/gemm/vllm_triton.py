@@ -1,0 +1,135 @@
+"""vLLM's own Triton kernel of the block-scaled product A Bᵀ, called from JAX: to compare with, bit for bit and in time.
+
+    acc = fma(dot * sa, sb, acc)        the order "triton"; dot: the tensor core's FP32 sum of 128 products
+
+The kernel is the function `_w8a8_triton_block_scaled_mm` of the vLLM that is installed, read from its file: nothing of
+vLLM is imported, which would bring torch and an engine along, and nothing is copied. jax_triton hands outputs over
+last, vLLM's signature has them third: a wrapper of one call turns them. Sizes and strides are constants of the program,
+because run-time numbers would not tell the compiler what divides them. Tiles are vLLM's defaults.
+
+Needs a Hopper GPU, triton, jax_triton and vLLM (its source was read in 0.32); compiled ahead of time for compute
+capability 9.0 and interpreted on a CPU in tests/kernels/test_gemm_triton.py, never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.scaled_array import ScaledArray
+
+SOURCE, KERNEL = "model_executor/layers/quantization/utils/fp8_utils.py", "_w8a8_triton_block_scaled_mm"
+"""Where vLLM has its kernel."""
+PARAMETERS = (
+    "A B C As Bs M N K group_n group_k stride_am stride_ak stride_bk stride_bn stride_cm stride_cn stride_As_m stride_As_k "
+    "stride_Bs_k stride_Bs_n BLOCK_SIZE_M BLOCK_SIZE_N BLOCK_SIZE_K GROUP_SIZE_M"
+).split()
+"""What it is called with, in this order."""
+TILE_M, TILE_N, GROUP_M, WARPS, STAGES = 64, 128, 32, 4, 2
+"""vLLM's tiles for sizes that it has no table for."""
+_vllm_kernel: Any = None
+LARGEST = 2**31 - 1
+"""Largest number of elements of an array: the kernel's offsets are int32."""
+
+
+def call_problem(a: ScaledArray, b: ScaledArray, promotion_order: str) -> str | None:
+    """Why the kernel cannot multiply a [M, K] by b [N, K] transposed in this order, None where it can."""
+    if promotion_order != "triton":
+        return f"promotion_order={promotion_order!r}, expected 'triton', the only order of vLLM's kernel"
+    (m, k), n = a.shape, b.shape[0]
+    if max(m * k, n * k, m * n) > LARGEST:
+        return f"M, N, K = {m}, {n}, {k}, expected at most {LARGEST} elements in each matrix"
+    return None
+
+
+def matmul(a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
+    """a [M, K] times b [N, K] transposed: [M, N] in `out_dtype`; sizes need not divide anything.
+
+    Args:
+      a: block shape (1, 128).
+      b: block shape (128, 128) or (1, 128).
+      out_dtype: bfloat16, float16 or float32.
+    Raises:
+      NotImplementedError: the installed vLLM has no such kernel.
+    """
+    import jax_triton
+
+    (m, k), n = a.shape, b.shape[0]
+    return jax_triton.triton_call(
+        a.qvalue,
+        b.qvalue,
+        a.scale,
+        b.scale,
+        kernel=outputs_last(),
+        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(-(-m // TILE_M) * -(-n // TILE_N),),
+        num_warps=WARPS,
+        num_stages=STAGES,
+        compute_capability=90,
+        **constants(m, n, k, b.block_shape[0]),
+    )
+
+
+def constants(m: int, n: int, k: int, group_n: int) -> dict[str, int]:
+    """Sizes and tiles of one program of `outputs_last`; `group_n`: rows of B with one scale."""
+    tiles = {"tile_m": TILE_M, "tile_n": TILE_N, "block": BLOCK, "group_m": GROUP_M}
+    return {"m": m, "n": n, "k": k, "blocks": -(-k // BLOCK), "group_n": group_n, **tiles}
+
+
+@functools.cache
+def outputs_last() -> Any:
+    """vLLM's kernel behind the arguments (a, b, a's scales, b's scales, out) and `constants`; all arrays row-major."""
+    import triton
+
+    globals()["_vllm_kernel"] = load_kernel(vllm_source())  # where Triton looks the name up
+    return triton.jit(_outputs_last)
+
+
+# Not annotated: Triton would look the annotations up.
+def _outputs_last(a, b, a_scale, b_scale, out, m, n, k, blocks, group_n, tile_m, tile_n, block, group_m):  # type: ignore[no-untyped-def]
+    _vllm_kernel(
+        a, b, out, a_scale, b_scale, m, n, k, group_n, block,
+        k, 1, 1, k, n, 1, blocks, 1, 1, blocks,
+        tile_m, tile_n, block, group_m,
+    )  # fmt: skip
+
+
+def vllm_source() -> Path:
+    """The file of the installed vLLM that holds the kernel. Raises NotImplementedError where vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise NotImplementedError("vllm_source: no kernel: got no installed vllm, expected one: its Triton kernel is what runs here.")
+    return Path(spec.origin).parent / SOURCE
+
+
+def load_kernel(path: Path) -> Any:
+    """vLLM's kernel as a `triton.JITFunction`, from the text of its file. Raises NotImplementedError as `find_kernel` does."""
+    function = find_kernel(path)
+    import triton
+    import triton.language
+
+    names: dict[str, Any] = {"triton": triton, "tl": triton.language, "__name__": __name__}
+    # The lines stay those of vLLM's file, where Triton reads the function again.
+    exec(compile(ast.Module([function], []), str(path), "exec"), names)
+    return names[KERNEL]
+
+
+def find_kernel(path: Path) -> ast.FunctionDef:
+    """The kernel's definition in vLLM's file.
+
+    Raises:
+      NotImplementedError: no such file, no such function in it, or one with other parameters.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL]
+    parameters = [argument.arg for node in found for argument in node.args.args]
+    if parameters != PARAMETERS:
+        got = f"parameters {parameters}" if found else "none"
+        raise NotImplementedError(f"find_kernel: not vLLM's kernel: got {got} in {path}, expected {KERNEL} with {PARAMETERS}.")
+    return found[0]

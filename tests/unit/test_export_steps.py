@@ -1,0 +1,73 @@
+"""Which checkpoint of a run is read and exported: of a step, the last, the best on record; and what is said of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from bridge import export, load_checkpoint
+from jetrl_jax.config_io import config_from_dict, dump_config
+from jetrl_jax.errors import UserError
+from jetrl_jax.policy import build_policy, load_policy
+from jetrl_jax.training.checkpoint import CheckpointStore
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+CHECKPOINTS = (0, 2, 4, 6)
+ACCURACY = {0: 0.1, 2: 0.5, 3: 0.9, 4: 0.5, 6: None}  # that of step 3 has no checkpoint, step 6 was not evaluated
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory whose final norm is the step's number."""
+    path = tmp_path_factory.mktemp("run")
+    config = config_from_dict({"model": SIZES, "precision": {"preset": "bf16"}})
+    (path / "config.yaml").write_text(dump_config(config))
+    params = build_policy(config).params
+    with CheckpointStore(path / "checkpoints", keep_last=len(CHECKPOINTS)) as store:
+        for step in CHECKPOINTS:
+            store.save(step, {"params": jax.tree.map(lambda value, step=step: np.full_like(value, step), params)}, {})
+    rows = [{"step": step} | ({} if value is None else {"eval/accuracy": value}) for step, value in ACCURACY.items()]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("step", "expected"), [("0", 0), ("2", 2), ("best", 4), ("last", 6)])
+def test_export_takes_the_step_that_is_asked_for(run: Path, step: str, expected: int, tmp_path: Path, capsys: Any) -> None:
+    export.main(["--run", str(run), "--out", str(tmp_path / "out"), "--format", "fp32", "--step", step])
+    assert f"fp32 checkpoint of step {expected} in" in capsys.readouterr().out
+    np.testing.assert_array_equal(load_checkpoint(tmp_path / "out")[1]["norm.weight"], np.full(32, expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("3", r"no checkpoint of that step: got step=3 of .*, expected one of \[0, 2, 4, 6\]"),
+        ("-1", "no step: got --step -1, expected a number, best or last"),
+        ("newest", "no step: got --step newest"),
+    ],
+)
+def test_export_raises_on_a_step_that_is_not_there(run: Path, step: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        export.main(["--run", str(run), "--out", str(tmp_path / "out"), f"--step={step}"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_load_policy_raises_on_no_best_a_damaged_one_and_a_directory_without_steps(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "checkpoints" / "6").symlink_to(run / "checkpoints" / "6")
+    (other / "checkpoints" / "7").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (other / name).write_bytes((run / name).read_bytes())
+    with pytest.raises(UserError, match=r"got none of the steps \[6, 7\] .*It is on record for \[0, 2, 3, 4\] \(eval\.every_steps\)"):
+        load_policy(other, step="best")
+    with pytest.raises(UserError, match=r"the checkpoint is damaged: got step=7 .*There are \[6, 7\]"):
+        load_policy(other, step=7)
+    export.main(["--run", str(run), "--out", str(tmp_path / "hf"), "--step", "2"])
+    with pytest.raises(UserError, match="only a run has steps: got step=best"):
+        load_policy(tmp_path / "hf", step="best")

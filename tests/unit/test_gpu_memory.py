@@ -1,0 +1,101 @@
+"""One GPU for trainer and vLLM, without a GPU: which variables JAX gets, when, which of the user's are refused, who sleeps."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from bridge.engine.factory import engine_settings
+from jetrl_jax import gpu_memory
+from jetrl_jax.config_io import load_config
+from jetrl_jax.config_vllm import VllmSection
+from jetrl_jax.errors import UserError
+from jetrl_jax.gpu_memory import check_shared_gpu, share_gpu, sleeps
+
+ASYNC = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+FRACTION, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def shared(monkeypatch: pytest.MonkeyPatch, started: bool, before: dict[str, str], *changes: str) -> dict[str, str]:
+    """The environment after `share_gpu` of a config."""
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: started)
+    monkeypatch.setattr(os, "environ", dict(before))
+    share_gpu(load_config(None, list(changes)))
+    return dict(os.environ)
+
+
+VLLM = ("rollout.engine=vllm", "precision.preset=bf16")
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "after"),
+    [
+        ({}, VLLM, ASYNC),
+        ({}, (*VLLM, "vllm.mode=server", "vllm.sleep=true"), ASYNC),
+        ({}, (*VLLM, "vllm.sleep=false", "vllm.gpu_memory_utilization=0.3"), {FRACTION: "0.600"}),
+        ({OLD: "0.2"}, (*VLLM, "vllm.sleep=false"), {OLD: "0.2"}),
+        ({FRACTION: "0.2"}, (*VLLM, "vllm.sleep=false"), {FRACTION: "0.2"}),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, VLLM, ASYNC | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
+        ({}, (), {}),
+        ({}, (*VLLM, "vllm.mode=external", "vllm.url=http://a:1"), {}),
+    ],
+)
+def test_share_gpu_sets_what_the_user_has_not(before: Any, changes: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared(monkeypatch, False, before, *changes) == after
+
+
+def test_share_gpu_promises_nothing_once_jax_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared(monkeypatch, True, {}, *VLLM) == {}
+
+
+@pytest.mark.parametrize("sleep", [None, True, False])
+def test_what_share_gpu_sets_is_what_the_check_accepts(sleep: bool | None) -> None:
+    section = VllmSection(sleep=sleep, gpu_memory_utilization=0.35)
+    check_shared_gpu(section, gpu_memory.variables(section))
+
+
+@pytest.mark.parametrize(
+    ("sleep", "environment", "got"),
+    [
+        (None, {}, "none of its variables"),
+        (True, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "ALLOCATOR=cuda_async"),
+        (True, ASYNC | {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}, "ALLOCATOR=bfc, .*PREALLOCATE=false"),
+        (False, {}, "none of its variables"),
+        (False, {FRACTION: "0.7"}, "FRACTION=0.7"),
+        (False, {OLD: "0.75"}, "FRACTION=0.75"),
+    ],
+)
+def test_environments_that_leave_vllm_no_room_are_one_message(sleep: bool | None, environment: dict[str, str], got: str) -> None:
+    section = VllmSection(sleep=sleep, gpu_memory_utilization=0.4)
+    needed = f"{FRACTION}=0.500" if sleep is False else " ".join(f"{name}={value}" for name, value in ASYNC.items())
+    with pytest.raises(UserError, match=f"got .*{got} in the environment, expected {needed}"):
+        check_shared_gpu(section, environment)
+
+
+@pytest.mark.parametrize(
+    ("sleep", "environment"), [(None, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}), (False, {OLD: "0.6"}), (False, ASYNC)]
+)
+def test_other_environments_that_leave_room_are_taken(sleep: bool | None, environment: dict[str, str]) -> None:
+    check_shared_gpu(VllmSection(sleep=sleep, gpu_memory_utilization=0.4), environment)
+
+
+def test_vllm_sleeps_on_gpus_alone() -> None:
+    assert sleeps(VllmSection(), True) and not sleeps(VllmSection(), False)
+    assert sleeps(VllmSection(sleep=True), True) and not sleeps(VllmSection(sleep=False), True)
+    with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or null"):
+        sleeps(VllmSection(sleep=True), False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu", "expected"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("vllm.mode=external", "vllm.url=http://a:1"), True, False),
+        (("vllm.sleep=false",), True, False),
+    ],
+)
+def test_the_engine_is_told_whether_it_will_sleep(changes: tuple[str, ...], on_gpu: bool, expected: bool) -> None:
+    assert engine_settings(load_config(None, [*VLLM, *changes]), on_gpu).sleep is expected
