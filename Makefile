@@ -106,6 +106,10 @@ bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart 
 bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random policies, seed by seed (needs vLLM)
 	$(RUN_PYTHON) tests/benchmarks/vllm_gap.py $(ARGS)
 
+.PHONY: bench-train
+bench-train: $(VENV)/.installed-train  ## Train FP8 against BF16 in turns, tokens a second of each (a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
+	$(RUN_PYTHON) tests/benchmarks/train_flows.py $(ARGS)
+
 .PHONY: bench-scaling
 bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)

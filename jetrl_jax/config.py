@@ -124,8 +124,9 @@ class NumericsSection(Section):
     )
     kernels: Literal["auto", "xla", "xla_fast", "mosaic_gpu", "mosaic_interpret"] = Field(
         "auto",
-        description="What forms the FP8 products: Pallas kernels on a Hopper GPU (mosaic_gpu; mosaic_interpret on a CPU, slowly), XLA "
-        "exactly or with FP32 sums. auto: the kernels where they run, else xla for the forward of an exact run and xla_fast elsewhere.",
+        description="What forms the FP8 products, and the codes that they multiply: Pallas kernels on a Hopper GPU (mosaic_gpu; "
+        "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: the kernels where they run, else xla for the "
+        "forward of an exact run and xla_fast elsewhere.",
     )
     attention: Literal["auto", "xla", "cudnn"] = Field(
         "auto",

@@ -62,6 +62,14 @@ def share_gpu(config: RunConfig) -> None:
             os.environ.setdefault(name, value)
 
 
+def check_device(config: RunConfig, on_gpu: bool) -> None:
+    """Raises UserError where vLLM cannot share the trainer's device as `vllm` says: `sleeps` and `check_shared_gpu`."""
+    if shares_gpu(config):
+        sleeps(config.vllm, on_gpu)
+        if on_gpu:
+            check_shared_gpu(config.vllm, os.environ)
+
+
 def check_shared_gpu(section: VllmSection, environment: Mapping[str, str]) -> None:
     """Raises UserError where JAX, started in this environment, leaves vLLM no room on the GPU that both use."""
     allocator = environment.get(ALLOCATOR, "default").lower()

@@ -30,7 +30,7 @@ from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
-from jetrl_jax.gpu_memory import share_gpu
+from jetrl_jax.gpu_memory import check_device, share_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
@@ -95,6 +95,7 @@ class GRPOTrainer:
         self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
+        check_device(self.config, jax.default_backend() == "gpu")
         processes.check_same("task or tokenizer", f"{data_fingerprint(self.task)}\n{self.policy.tokenizer.fingerprint()}")
         processes.check_same("start policy", processes.fingerprint(self.policy.params))
         section = self.config.sharding

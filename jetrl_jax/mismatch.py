@@ -168,7 +168,7 @@ def first_difference(differences: list[Difference]) -> str:
     """Where the two part, in words."""
     for d in differences:
         if d.unequal > 0:
-            return f"they part at {_place(d)} ({d.unequal:.1%} of its values, by at most {d.largest:.1e})"
+            return f"they part at {_place(d)} ({100 * d.unequal:.2g} % of its values, by at most {d.largest:.1e})"
     return "they never part: every operator's output is the same bits"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from bridge.engine.certificate import CertifiedEngine, VllmEngine
 from bridge.engine.common import EngineSettings, set_environment
 from jetrl_jax.config import RunConfig
 from jetrl_jax.errors import UserError
-from jetrl_jax.gpu_memory import check_shared_gpu, shares_gpu, sleeps
+from jetrl_jax.gpu_memory import check_device, shares_gpu, sleeps
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision import PrecisionPlan, jit
 from jetrl_jax.rl.logprobs import completion_logprobs
@@ -31,8 +30,7 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     """
     section = config.vllm
     on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and shares_gpu(config):
-        check_shared_gpu(section, os.environ)
+    check_device(config, on_gpu)
     settings = engine_settings(config, on_gpu)
     fp8_paths = [path for path, formats in plan.formats.items() if formats[0] == "fp8"]
     engine: VllmEngine

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import importlib.util
 import os
 import shutil
 import socket
@@ -23,12 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -51,13 +49,18 @@ from bridge.engine.common import (
 )
 from bridge.hf_tensors import hf_tensors, to_host
 from bridge.manifest import Manifest
+from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
 POLL_S = 0.2
 STOP_S = 20.0
+KEPT_S = 2.0
 
 
 class ServerEngine:
@@ -68,6 +71,8 @@ class ServerEngine:
       url: of a server that runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1;
         None starts one.
       command: what is started in place of vLLM's server (its flags are appended).
+
+    The first call raises UserError where httpx is not installed.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class ServerEngine:
         self.owned, self.restarts_left = url is None, settings.restarts
         self.log_directory: Path | None = None
         self._version, self._vllm = -1, ""
+        self._client: httpx.Client | None = None
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = self._asleep = False
@@ -165,8 +171,11 @@ class ServerEngine:
         ]
 
     def close(self) -> None:
-        """Ends a server of ours and removes what was written for it."""
+        """Ends a server of ours, the connections, and removes what was written for it."""
         self._stop()
+        if self._client is not None:
+            self._client.close()
+        self._client = None
         shutil.rmtree(self._directory, ignore_errors=True)
         atexit.unregister(self.close)
 
@@ -241,28 +250,30 @@ class ServerEngine:
                 print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
 
     def _post(self, route: str, body: dict[str, Any], timeout_s: float) -> Any:
-        data = json.dumps(body).encode()
-        return self._request(urllib.request.Request(f"{self.url}{route}", data, {"Content-Type": "application/json"}), timeout_s)
+        return self._request("POST", route, timeout_s, body)
 
-    def _request(self, request: urllib.request.Request, timeout_s: float) -> Any:
-        where = request.selector.split("?")[0]
+    def _request(self, method: str, route: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that a route answers; {} where it says nothing."""
+        if self._client is None:  # by the calling thread: those of a batch come after
+            self._client = _http_client(self.settings.max_num_seqs)
+        import httpx
+
+        where = route.split("?")[0]
         if timeout_s <= 0:
             raise EngineFailed(f"vLLM: {where} did not answer in time (vllm.request_timeout_s).{self._log_hint()}")
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            detail = error.read().decode(errors="replace")[:600]
-            raise EngineFailed(f"vLLM: {where} failed with status {error.code}: {detail}{self._log_hint()}") from error
-        except (OSError, urllib.error.URLError) as error:
-            reason = "it did not answer in time" if "timed out" in str(error) else str(getattr(error, "reason", error))
+            response = self._client.request(method, f"{self.url}{route}", json=body, timeout=timeout_s)
+        except (httpx.TimeoutException, httpx.NetworkError) as error:
+            reason = "it did not answer in time" if isinstance(error, httpx.TimeoutException) else str(error)
             raise EngineFailed(f"vLLM: {where}: {reason} (limit {timeout_s:.0f} s).{self._log_hint()}") from error
-        except Exception as error:  # http.client's own, such as a connection that ends in the middle of an answer
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # such as a connection that ends in the middle of an answer
             raise EngineFailed(f"vLLM: {where}: {type(error).__name__}: {error}.{self._log_hint()}") from error
+        if not response.is_success:
+            raise EngineFailed(f"vLLM: {where} failed with status {response.status_code}: {response.text[:600]}{self._log_hint()}")
         try:
-            return json.loads(text) if text.strip() else {}
+            return response.json() if response.content.strip() else {}
         except ValueError as error:
-            raise EngineFailed(f"vLLM: {where} answered no JSON: {text[:100]!r}.{self._log_hint()}") from error
+            raise EngineFailed(f"vLLM: {where} answered no JSON: {response.content[:100]!r}.{self._log_hint()}") from error
 
     # The process
 
@@ -278,7 +289,7 @@ class ServerEngine:
             return
         if self.owned:
             self._start()
-        self._vllm = self._request(urllib.request.Request(f"{self.url}/version"), self.settings.sync_timeout_s).get("version", "?")
+        self._vllm = self._request("GET", "/version", self.settings.sync_timeout_s).get("version", "?")
         check_version(self._vllm)
         self._ready = True
 
@@ -306,7 +317,8 @@ class ServerEngine:
             status = self._process.poll()
             if status is not None:
                 raise EngineFailed(f"vLLM: the server ended with status {status} before it was ready.{self._log_hint()}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2.0):
+            with contextlib.suppress(EngineFailed):
+                self._request("GET", "/health", 2.0)
                 return
             if time.monotonic() > deadline:
                 raise EngineFailed(
@@ -328,3 +340,13 @@ class ServerEngine:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _http_client(connections: int) -> httpx.Client:
+    """A client for many threads whose connections are kept, but no longer than a server keeps idle ones (vLLM: 5 s)."""
+    if importlib.util.find_spec("httpx") is None:
+        raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See README.")
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEPT_S)
+    return httpx.Client(limits=limits, trust_env=False)  # the server is on this machine: no proxy

@@ -75,11 +75,11 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        codes: InputCodes | None,  # of x
         rope_table: KeysValues,
         mask: jax.Array | None,  # bool [B, T, T]; None: all that is causal, or all in the cache
         cache: KeysValues | None = None,
         positions: jax.Array | None = None,  # int32 [B], where a decoded token goes
+        codes: InputCodes | None = None,  # of x; None: each projection quantises it
     ) -> tuple[jax.Array, KeysValues]:
         """[B, T, D] -> ([B, T, D], keys and values: the new ones, or the cache with them written at `positions`)."""
         config, numerics = self.config, self.numerics
@@ -113,8 +113,8 @@ class MLP(nnx.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, False, numerics, rngs=rngs)
 
-    def __call__(self, x: jax.Array, codes: InputCodes | None) -> jax.Array:
-        """x [..., D] with its codes -> [..., D]."""
+    def __call__(self, x: jax.Array, codes: InputCodes | None = None) -> jax.Array:
+        """[..., D] -> [..., D]; codes of x as `Attention` takes them."""
         x = tensor_parallel.enter(x)  # from here to down_proj, this device's channels
         gate, up = (projection(x, codes) for projection in self.readers)
         product, codes = fp8_producers.silu_multiply(gate, up, held(self.down_proj.weight), self.numerics)
@@ -147,7 +147,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, KeysValues]:
         """Returns (branch output, residual, keys and values)."""
         normed, residual, codes = self._norm(self.input_layernorm, x, residual, self.self_attn.readers)
-        x, keys_values = self.self_attn(normed, codes, rope_table, mask, cache, positions)
+        x, keys_values = self.self_attn(normed, rope_table, mask, cache, positions, codes)
         normed, residual, codes = self._norm(self.post_attention_layernorm, x, residual, self.mlp.readers)
         return self.mlp(normed, codes), residual, keys_values
 
@@ -194,7 +194,8 @@ class Decoder(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
         """As `__call__`, and each layer's keys and values [B, T, K, H]; without segment ids padding may be at the right alone."""
-        return self._run(token_ids, positions, None if segment_ids is None else ops.packed_mask(segment_ids), None)
+        mask = None if segment_ids is None else ops.packed_mask(segment_ids, self.config, self.numerics)
+        return self._run(token_ids, positions, mask, None)
 
     def decode(self, token_ids: jax.Array, positions: jax.Array, cache: list[KeysValues]) -> tuple[jax.Array, list[KeysValues]]:
         """One token of each row, against a cache that holds the row's tokens 0 .. position - 1.

@@ -19,6 +19,7 @@ Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from pallas_kernels.implementations import Choice
 
 PLANNED = "planned"  # the operands and results of cudnn, to be counted by `jetrl_jax.planning` and never run
 HEAD_UNIT, LARGEST_HEAD = 8, 256
+PROBE = 128  # tokens of the calls that are compiled to see whether cuDNN takes them
 FIRST_JAX = (0, 11, 2)  # 0.10.2 also computes and writes the mask's gradient, which nobody reads
 
 
@@ -39,7 +41,7 @@ def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bo
     Args:
       numerics: "auto" takes cudnn where it can run.
       head_dim: H.
-      elsewhere: for a GPU that is not here, which JAX is not asked about.
+      elsewhere: for a GPU that is not here, on which nothing can be tried.
 
     Raises:
       UserError: cudnn was asked for by name and cannot run.
@@ -71,15 +73,27 @@ def _device_problem(dtype: Any, head_dim: int) -> str | None:
         return f"the platform is {platform!r}, expected 'gpu'"
     if jax.__version_info__ < FIRST_JAX:
         return f"JAX is {jax.__version__}, expected {'.'.join(map(str, FIRST_JAX))} or newer"
-    heads = jax.ShapeDtypeStruct((1, 2, 1, head_dim), dtype)
+    return _refusal(jnp.dtype(dtype).name, head_dim)
 
-    def total(x: jax.Array) -> jax.Array:
-        return flash_attention(x, x, x, jnp.ones((1, 2, 2), bool)).astype(jnp.float32).sum()
 
-    try:  # cuDNN's presence and version, this GPU and the head's width are JAX's to judge
-        jax.eval_shape(jax.grad(total), heads)
+@functools.cache
+def _refusal(dtype: str, head_dim: int) -> str | None:
+    """Why the calls do not compile on this GPU: whether cuDNN is there, its version and the head's width are theirs to judge."""
+    tokens, cache = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, PROBE, 2, head_dim), (1, 1, PROBE, head_dim)))
+
+    def all_forms(x: jax.Array, cache: jax.Array) -> Any:
+        mask = jnp.tril(jnp.ones((1, PROBE, PROBE), bool))
+
+        def total(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+            return flash_attention(x, x, x, mask).astype(jnp.float32).sum()
+
+        decoded = flash_cached_attention(x[:, 0], cache, cache, jnp.zeros(1, jnp.int32))
+        return jax.grad(total)(x, mask), total(x, None), decoded
+
+    try:
+        jax.jit(all_forms).lower(tokens, cache).compile()
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return f"JAX refuses it: {error}"
+        return f"its calls do not compile: {error}"
     return None
 
 
@@ -88,16 +102,16 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | 
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], all BF16 or FP16.
-      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: wherever it is causal.
+      mask: bool [B, T, T], true where a key is visible, somewhere in each row and nowhere above the diagonal; None: wherever
+        it is causal.  cuDNN adds -2^41 to what is hidden, so a row with nothing visible would be differences of such numbers.
       planned: see `PLANNED`.
 
     Returns:
-      [B, T, N, H] in q's dtype; a row of the mask without any visible key gives its own token's values.
+      [B, T, N, H] in q's dtype.
     """
     length = q.shape[1]
     if mask is not None:
-        # cuDNN adds -2^41 to what is hidden: a row with nothing visible would be a difference of such numbers.
-        mask = (mask | jnp.eye(length, dtype=bool)[None])[:, None]
+        mask = mask[:, None]
     if length % 2:  # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         mask = mask if mask is None else jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
@@ -134,7 +148,7 @@ def _planned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -
 
 
 def _planned_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> Any:
-    bias = () if mask is None else (jnp.where(mask, jnp.zeros((), q.dtype), jnp.full((), -1.0, q.dtype)),)
+    bias = () if mask is None else (mask.astype(q.dtype),)  # cuDNN's has other values in as many bytes
     B, T, N, _ = q.shape
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     out, sums = jax.ffi.ffi_call(PLANNED, results)(q, k, v, *bias)

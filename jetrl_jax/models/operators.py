@@ -107,7 +107,8 @@ def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndar
 def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Values:
     cos, sin = jit(ops.rope_table, static_argnums=(1, 2))(positions, model.config, model.numerics)
     embedding = model.embed_tokens.weight.get_value()
-    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": ops.packed_mask(segment_ids), "cos": cos, "sin": sin}
+    mask = ops.packed_mask(segment_ids, model.config, model.numerics)
+    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": mask, "cos": cos, "sin": sin}
 
 
 def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Values]]]:

@@ -196,11 +196,16 @@ def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Arra
     return (out / total).astype(jnp.float32).reshape(B, T, N * H)
 
 
-def packed_mask(segment_ids: jax.Array) -> jax.Array:
-    """What a token of a packed row sees, bool [B, T, T] of int32 [B, T]: its segment up to itself; nothing from padding (0)."""
+def packed_mask(segment_ids: jax.Array, config: ModelConfig, numerics: Numerics) -> jax.Array:
+    """What a token of a packed row sees, bool [B, T, T] of int32 [B, T]: its segment up to itself.
+
+    Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself.
+    """
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
+    mask = jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
+    xla = attention_implementation(numerics, config.head_dim).name == "xla"
+    return mask if xla else mask | jnp.eye(length, dtype=bool)[None]
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:
@@ -208,8 +213,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, 
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
-      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal; None: all that is causal.  What a row
-        without any visible key gives is finite and meaningless.
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal (`packed_mask`); None: all that is
+        causal.  What a row without any visible key gives is meaningless.
 
     Returns:
       [B, T, N * H] in `numerics.dtype`, by what `attention_implementation` says.

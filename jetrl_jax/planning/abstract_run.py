@@ -17,6 +17,7 @@ from flax import nnx
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.flash_attention import PLANNED, attention_implementation
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import build_numerics, build_plan, named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
@@ -34,7 +35,7 @@ class AbstractRun:
     Args:
       config: the run's config.
       sizes: the model's.
-      on_gpu: whether a key/value cache is stored as a GPU stores it; else as this process's backend does.
+      on_gpu: whether a key/value cache is stored as a GPU stores it, and attention is what a GPU takes; else as here.
       devices: to lay arrays out on; None takes this process's.
 
     Attributes:
@@ -47,7 +48,9 @@ class AbstractRun:
         self.config, self.sizes = config, sizes
         numerics = build_numerics(config.precision, config.numerics)
         if on_gpu:
-            numerics = dataclasses.replace(numerics, stored_dtype=numerics.compute_dtype)
+            chosen = attention_implementation(numerics, sizes.head_dim, elsewhere=True).name
+            attention = PLANNED if chosen == "cudnn" else chosen
+            numerics = dataclasses.replace(numerics, stored_dtype=numerics.compute_dtype, attention=attention)
         remat = config.batch.remat == "layer"
         self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))
         params = nnx.state(self.model, nnx.Param)

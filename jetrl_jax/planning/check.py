@@ -2,7 +2,7 @@
 
 On fake CPU devices, arguments, outputs and what is donated are those of a GPU, and must agree; temporaries are not: the CPU
 backend widens FP8 and BF16 operands, drops the barriers of rematerialisation and so keeps what a GPU computes again.  With a
-target (a description of a GPU that XLA's CUDA plugin compiles for; no GPU is needed) they are those of that GPU.
+target (a description of a GPU that XLA's CUDA plugin compiles for; no GPU is needed) they are those of that GPU, attention apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jetrl_jax.config import RunConfig
+from jetrl_jax.config_io import override_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
@@ -66,7 +67,11 @@ def compiled(run: AbstractRun, program: str) -> ProgramBytes:
 def check(
     config: RunConfig, sizes: ModelConfig, devices: Sequence[jax.Device] | None, programs: Sequence[str] = PROGRAMS
 ) -> Iterator[tuple[str, ProgramBytes, ProgramBytes]]:
-    """(program, the planner's bytes, XLA's) one after the other; `devices` None are this process's."""
+    """(program, the planner's bytes, XLA's) one after the other; `devices` None are this process's.
+
+    Both with XLA's attention: JAX asks cuDNN for its version when it traces a call, and cuDNN comes with a GPU.
+    """
+    config = override_config(config, ["numerics.attention=xla"])
     run, shallow = AbstractRun(config, sizes, devices=devices), shallow_runs(config, sizes)
     for program in programs:
         yield program, predicted(run, shallow, program), compiled(run, program)

@@ -2,7 +2,7 @@
 
 Every sequence is taken to fill its row, every completion to be as long as it may; nothing overlaps.  The rates of FP8 and
 BF16 products are those of kernels measured one by one on an H100 (8,192 and 16,384 tokens, Qwen3-8B's shapes); the XLA forms
-that run without such kernels reach 84 TFLOP/s.  FP32 products are taken at the data sheet's peak.
+that run without such kernels reach 84 TFLOP/s.  FP32 products and cuDNN's attention are taken at the data sheet's peaks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import collectives
 from jetrl_jax.precision import named_params
@@ -20,6 +21,7 @@ RATES = {
     "wgrad": (900e12, MEASURED),  # (128, 1) x (128, 1)
     "bf16": (688e12, MEASURED),
     "fp32": (67e12, SHEET),
+    "flash": (989e12, SHEET),  # dense BF16, the most that there is: no attention kernel was measured
     "memory": (3.0e12, MEASURED),  # bytes a second of a copy
     "nvlink": (450e9, SHEET),  # bytes a second in one direction
 }
@@ -52,14 +54,18 @@ def work(run: AbstractRun) -> list[Row]:
         if path.endswith("_proj.weight"):
             linear["fp8" if "fp8" in run.plan.formats[path][1] else "other"] += 2.0 * math.prod(value.shape) * tokens
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
-    attention = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens
+    square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens  # two products
+    if run.model.numerics.attention == PLANNED:  # half of it; the backward has five products, the scores once more among them
+        attention = _row("attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash")
+    else:
+        attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")
     rows = [
         _row("FP8 FProp and DGrad", linear["fp8"] * (2 + again + forwards), "FLOP", "fprop"),
         _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad"),
         _row("other linear layers", linear["other"] * (3 + again + forwards), "FLOP", "bf16"),
         _row("head, forward and recomputed", head * (2 + forwards), "FLOP", "bf16"),
         _row("head, backward", 2 * head, "FLOP", "fp32"),
-        _row("attention, the whole square", attention * (3 + again + forwards), "FLOP", "fp32"),
+        attention,
     ]
     if run.engine is not None:
         rows.append(_row("decode reads", _decode_bytes(run), "B", "memory"))

@@ -86,7 +86,7 @@ class Reverse:
 class Sort:
     """Digits in rising order."""
 
-    length: int = _option(6, 2, 64)
+    length: int = _option(6, 2, 512)
 
     def problem(self, draw: Draw) -> tuple[str, str]:
         """(prompt, answer)."""

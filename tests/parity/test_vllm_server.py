@@ -66,6 +66,21 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[Smal
     engine.load_weights(policy.published, 7)
 
 
+def test_the_real_server_takes_the_calls_of_sleep(served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU its worker ignores them with a warning and its scheduler pauses: the order is taken, nothing is freed."""
+    policy, engine = served
+    engine.load_weights(policy.published, 7)
+    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
+    engine.sleep()
+    assert engine._request("GET", "/is_sleeping", 60.0) == {"is_sleeping": True}
+    engine.load_weights(policy.published, 8)
+    assert engine._request("GET", "/is_sleeping", 60.0) == {"is_sleeping": False}
+    trajectories = engine.generate(requests(8), SAMPLING)
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    assert gap.exact and {t.policy_version for t in trajectories} == {8}
+    engine.load_weights(policy.published, 7)
+
+
 @pytest.mark.long
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served

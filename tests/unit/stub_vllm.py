@@ -113,11 +113,19 @@ class StubServer:
     """A `StubVllm` behind HTTP on loopback; `with StubServer() as server`."""
 
     def __init__(self) -> None:
-        self.engine = StubVllm()
+        self.engine, self.connections, self._closed = StubVllm(), 0, 0
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"  # connections are kept
+
+            def setup(self) -> None:
+                stub.connections += 1
+                super().setup()
+
+            def finish(self) -> None:
+                super().finish()
+                stub._closed += 1
 
             def do_GET(self) -> None:
                 self._send(200, {"version": "0.32.0"})
@@ -142,6 +150,10 @@ class StubServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def open_connections(self) -> int:
+        """Those that no side has closed."""
+        return self.connections - self._closed
 
     def __enter__(self) -> StubServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

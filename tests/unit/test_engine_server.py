@@ -1,18 +1,24 @@
-"""The client of the vLLM server against a stub of it: restarts, and the order of sleep, weights and requests."""
+"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep, weights and requests."""
 
 from __future__ import annotations
 
+import dataclasses
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from bridge.engine.common import EngineFailed, EngineSettings
 from bridge.engine.server import ServerEngine
+from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.engine import Request, SamplingParams
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN3
 from tests.unit.stub_vllm import TOKEN, StubServer
 
+pytest.importorskip("httpx", reason="httpx, the client of vLLM's server, is not installed")
 REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,), 0)
 
 
@@ -109,3 +115,70 @@ def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
             engine.load_weights(policy.published, 1)
             engine.generate(REQUESTS, SAMPLING)
         engine.close()
+
+
+ANSWERS = {
+    "silence": (b"", r"/sleep: it did not answer in time \(limit 1 s\)\."),
+    "hang_up": (None, r"/sleep: RemoteProtocolError: .*[Dd]isconnected"),
+    "cut_short": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", r"/sleep: RemoteProtocolError: peer closed connection"),
+    "refusal": (b"HTTP/1.1 503 Busy\r\nContent-Length: 8\r\n\r\nnot now!", r"/sleep failed with status 503: not now!"),
+    "redirection": (b"HTTP/1.1 302 Found\r\nLocation: http://a\r\nContent-Length: 0\r\n\r\n", r"/sleep failed with status 302"),
+    "no_json": (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes!", r"/sleep answered no JSON: b'yes!'"),
+    "no_http": (b"SSH-2.0-server\r\n", r"/sleep: RemoteProtocolError: "),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_message(kind):
+    answer, message = ANSWERS[kind]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                if answer:
+                    connection.sendall(answer)
+                while kind == "silence" and connection.recv(1):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        engine = engine_with(0, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=1.0)
+        with pytest.raises(EngineFailed, match=f"^vLLM: {message}"):
+            engine.sleep()
+        engine.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_nobody_listening_is_one_message_with_the_reason():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        engine = engine_with(0, url=f"http://127.0.0.1:{free.getsockname()[1]}")
+        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=5.0)
+        with pytest.raises(EngineFailed, match=r"vLLM: /sleep: .*Connection refused \(limit 5 s\)\."):
+            engine.sleep()
+        engine.close()
+
+
+def test_connections_are_kept_between_calls_and_closed_at_the_end():
+    policy = SmallPolicy("fp8_unified", QWEN3)
+    with StubServer() as server:
+        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
+        engine.load_weights(policy.published, 0)
+        for _ in range(3):
+            engine.score([[3, 4, 5]])
+        assert server.connections == 1 and server.open_connections() == 1
+        engine.close()
+        deadline = time.monotonic() + 10
+        while server.open_connections() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.open_connections() == 0
+
+
+def test_a_missing_client_library_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="spoken to by httpx, which is not installed"):
+        engine_with(0, url="http://127.0.0.1:9").held([])

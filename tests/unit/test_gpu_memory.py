@@ -46,6 +46,17 @@ def test_share_gpu_sets_what_the_user_has_not(before: Any, changes: Any, after: 
     assert shared(monkeypatch, False, before, *changes) == after
 
 
+@pytest.mark.parametrize(
+    ("sleep", "options"), [("true", {"allocator": "cuda_async", "preallocate": False}), ("false", {"memory_fraction": 0.5})]
+)
+def test_jax_reads_what_share_gpu_sets(sleep: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By JAX's own function, which makes the GPU client's options of the environment."""
+    from jaxlib import xla_client
+
+    shared(monkeypatch, False, {}, *VLLM, f"vllm.sleep={sleep}", "vllm.gpu_memory_utilization=0.4")
+    assert xla_client.generate_pjrt_gpu_plugin_options().items() >= options.items()
+
+
 def test_share_gpu_promises_nothing_once_jax_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared(monkeypatch, True, {}, *VLLM) == {}
 

@@ -127,6 +127,28 @@ def test_scoring_is_there_where_the_loss_reads_it(changes: list[str]) -> None:
     assert "scoring" in [phase.name for phase in MemoryPlan(small(*changes), SIZES, 0).phases]
 
 
+@pytest.mark.parametrize(("program", "rows", "length"), [("gradient", 2, 1536), ("logprobs", 2, 1536), ("prefill", 16, 768)])
+def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows: int, length: int) -> None:
+    """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head, in prefill nothing."""
+    long = ["rollout.max_prompt_tokens=768", "rollout.max_completion_tokens=768", "rollout.prefill_rows=16"]
+    long += ["batch.microbatch_tokens=3072", "sharding.fsdp=1"]
+    found, squares = {}, {}
+    for attention in ("auto", "xla"):
+        run = AbstractRun(small(*long, f"numerics.attention={attention}"), dataclasses.replace(SIZES, num_layers=2))
+        found[attention] = peak(run.trace(program).jaxpr)
+        squares[attention] = sum(value.size for value in found[attention].live if value.shape[-2:] == (length, length))
+    assert squares["xla"] >= 4 * HEADS * rows * length * length
+    assert squares["auto"] <= (0 if program == "prefill" else (2 + 1) * rows * length * length)  # as BF16 and as bits
+    assert found["xla"].temporaries - found["auto"].temporaries >= 0.5 * squares["xla"]
+
+
+def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
+    assert [
+        AbstractRun(small(*changes), SIZES).model.numerics.attention
+        for changes in ([], ["numerics.attention=xla"], ["numerics.exact=true"], ["precision.preset=fp32"], ["precision.preset=fp16"])
+    ] == ["planned", "xla", "xla", "xla", "planned"]
+
+
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> None:
     config, deep = small(f"batch.remat={remat}"), dataclasses.replace(SIZES, num_layers=6)
@@ -156,7 +178,10 @@ def test_work_and_traffic_match_formulas_by_hand() -> None:
     assert amounts["FP8 FProp and DGrad"] == 3 * linear  # forward, forward again, backward
     assert amounts["FP8 WGrad"] == linear
     assert amounts["head, backward"] == 2 * 2 * V * D * tokens
-    assert amounts["attention, the whole square"] == 4 * 4 * 256 * HEADS * H * LAYERS * tokens
+    product = 2 * 256 * HEADS * H * LAYERS * tokens
+    assert amounts["attention, the causal half, cuDNN"] == (2 + 2 + 5) * product / 2  # the backward has the scores once more
+    xla = {row.name: row.amount for row in work(AbstractRun(small("batch.remat=layer", "numerics.attention=xla"), SIZES))}
+    assert xla["attention, the whole square"] == (2 + 2 + 4) * product
     codes = LAYERS * sum(rows * columns + 4 * (rows // 128) * (columns // 128) for rows, columns in MATRICES)
     microbatches = 4
     sent = {row.name: row.amount for row in traffic(run, (run,))}

@@ -21,7 +21,8 @@ PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
 ENTRY_MODULES = {f"jetrl_jax/{name}.py" for name in ("train", "evaluate", "generate", "report", "grpo", "policy", "mismatch", "plan")}
 TOKENIZER = "jetrl_jax/tasks/tokenizer.py"  # the one file of jetrl_jax that may load transformers, inside functions
 OPTIONAL = {"torch", "transformers", "jinja2", "vllm", "wandb", "datasets", "pyarrow", "pandas", "reasoning_gym", "math_verify"}
-OPTIONAL |= {"jax_triton", "triton"}
+OPTIONAL |= {"jax_triton", "triton", "httpx"}
+SERVER_CLIENT = "bridge/engine/server.py"  # the one file that may load httpx, inside functions
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes", "tensorboardx": "tensorboardX"}
 MAX_FUNCTION_LINES = 80  # docstring not counted
 MAX_FILE_LINES = 450
@@ -86,11 +87,11 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
         lazy = {"jax_triton", "triton"} if "triton" in name else set()
         return {"jax", "numpy", "ml_dtypes", "pallas_kernels"}, lazy
     if package == "jetrl_jax":
-        lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton"}
+        lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton", "httpx"}
         lazy |= {"transformers"} if path == TOKENIZER else set()
         return base | {"jetrl_jax", "pallas_kernels"} | ({"bridge"} if path in ENTRY_MODULES else set()), lazy
     own = {engine for engine in ("torch", "vllm") if engine in path}
-    return base | set(PACKAGES) | own | ({"torch"} if "vllm" in own else set()), set()
+    return base | set(PACKAGES) | own | ({"torch"} if "vllm" in own else set()), {"httpx"} if path == SERVER_CLIENT else set()
 
 
 def arrow_problems(path: str, source: str) -> list[str]:
@@ -120,6 +121,8 @@ def test_imports_follow_the_arrows() -> None:
         ("jetrl_jax/tasks/jsonl.py", "try:\n    import pyarrow\nexcept ImportError:\n    pass"),
         ("bridge/hf_read.py", "import torch"),
         ("bridge/hf_read.py", "def f():\n    import vllm"),
+        ("bridge/engine/server.py", "import httpx"),
+        ("bridge/engine/common.py", "def f():\n    import httpx"),
     ],
 )
 def test_arrow_check_finds_forbidden_imports(path: str, source: str) -> None:

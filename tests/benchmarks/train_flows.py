@@ -1,0 +1,175 @@
+"""Whole training runs of several precision flows, in turns on one machine: ``make bench-train``.
+
+    python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--presets fp8_unified bf16] [--stretches 3] [--steps 8]
+
+Each flow is one run of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint, the next flow
+has its turn, and the run is resumed; every second round goes through the flows backward, so that a machine that drifts drifts
+for all.  The first rows of a stretch, which compile, are left out.  Printed, and written as JSON, for each flow: which
+implementation served which operation (the run's own record), and tokens a second of rollout and of training and seconds a step,
+as the median over the steps with quartiles, and the smallest and largest median of a stretch.  Against the last flow named:
+the ratios of the medians of each turn, so that what slows a whole turn down counts in neither.
+
+The learning rate is constant here, since a run whose rate follows its length cannot be made longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetrl_jax.config_io import load_config
+from jetrl_jax.training.metrics import read_metrics
+from jetrl_jax.training.run_directory import ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = {
+    "rollout, tokens/s": "rate/rollout_tokens_per_s",
+    "training, tokens/s": "rate/train_tokens_per_s",
+    "step, s": "time/step_s",
+}
+Rows = Sequence[Mapping[str, float]]
+Stretches = list[list[float]]
+
+
+def turns(presets: Sequence[str], stretches: int) -> list[tuple[int, str]]:
+    """(number of the stretch, flow) in the order they are run."""
+    return [(index, preset) for index in range(stretches) for preset in (presets if index % 2 == 0 else presets[::-1])]
+
+
+def measured(rows: Rows, metric: str, steps: int, stretches: int, left_out: int) -> Stretches:
+    """A metric's values in each stretch of `steps` steps, the first `left_out` of each stretch apart.
+
+    Raises:
+      ValueError: a step of a stretch without a row, or without the metric.
+    """
+    by_step = {int(row["step"]): row for row in rows if metric in row}
+    found = []
+    for index in range(stretches):
+        numbers = range(index * steps + left_out + 1, (index + 1) * steps + 1)
+        missing = [number for number in numbers if number not in by_step]
+        if missing:
+            raise ValueError(f"measured: steps without {metric}: got none for {missing}, expected every step of stretch {index}")
+        found.append([float(by_step[number][metric]) for number in numbers])
+    return found
+
+
+def summary(values: Stretches) -> dict[str, float]:
+    """Median and quartiles over all steps, smallest and largest median of a stretch."""
+    low, middle, high = np.percentile([one for stretch in values for one in stretch], [25, 50, 75])
+    medians = [float(np.median(stretch)) for stretch in values]
+    return {"median": middle, "quartile_low": low, "quartile_high": high, "stretch_low": min(medians), "stretch_high": max(medians)}
+
+
+def ratios(values: Stretches, base: Stretches) -> dict[str, float]:
+    """values / base, each stretch's median against that of its turn: the median of these ratios, the smallest and the largest."""
+    each = [float(np.median(a) / np.median(b)) for a, b in zip(values, base, strict=True)]
+    return {"ratio": float(np.median(each)), "low": min(each), "high": max(each)}
+
+
+def implementations(start: Mapping[str, Any], fp8: bool) -> dict[str, str]:
+    """Operation -> "name (reason)" of a start in `environment.json`: whatever has a name and a reason there.
+
+    Records of FP8 operations are left out where no layer is in FP8.
+    """
+    found = {}
+
+    def look(path: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            return
+        if {"name", "reason"} <= set(value):
+            found[path] = f"{value['name']} ({value['reason']})"
+            return
+        for key, inner in value.items():
+            look(f"{path} {key}".strip(), inner)
+
+    for key, value in start.items():
+        if fp8 or not key.startswith("fp8_"):
+            look(key, value)
+    return found
+
+
+def train(config: Path, directory: Path, preset: str, steps: int, overrides: Sequence[str]) -> None:
+    """Brings a flow's run to `steps` steps."""
+    sets = [*overrides, "optimizer.schedule=constant", f"precision.preset={preset}", f"run.directory={directory}", f"run.steps={steps}"]
+    command = [sys.executable, "-m", "jetrl_jax.train", "--config", str(config), *(word for one in sets for word in ("--set", one))]
+    subprocess.run([*command, *(["--resume"] if directory.exists() else [])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+def report(out: Path, presets: Sequence[str], steps: int, stretches: int, left_out: int) -> dict[str, Any]:
+    """What the runs left behind, as one record."""
+    flows: dict[str, Any] = {}
+    values: dict[str, dict[str, Stretches]] = {}
+    for preset in presets:
+        directory = out / preset
+        starts = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))["starts"]
+        fp8 = " fp8 " in (directory / PRECISION_FILE).read_text(encoding="utf-8")
+        rows = read_metrics(directory / METRICS_FILE)
+        values[preset] = {name: measured(rows, metric, steps, stretches, left_out) for name, metric in METRICS.items()}
+        flows[preset] = {
+            "implementations": implementations(starts[-1], fp8),
+            "device": starts[-1]["device_kind"],
+            "packages": starts[-1]["packages"],
+            "commit": starts[-1]["commit"],
+            "figures": {name: summary(found) for name, found in values[preset].items()},
+            "stretches": values[preset],
+        }
+    base = presets[-1]
+    against = {preset: {name: ratios(values[preset][name], values[base][name]) for name in METRICS} for preset in presets[:-1]}
+    return {"steps": steps, "stretches": stretches, "left_out": left_out, "base": base, "flows": flows, "against_base": against}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Markdown: implementations of each flow, then figures, then ratios."""
+    lines = []
+    for preset, flow in record["flows"].items():
+        lines += [f"{preset} on {flow['device']}:", *(f"    {name}: {text}" for name, text in flow["implementations"].items())]
+    lines += ["", "| flow | " + " | ".join(METRICS) + " |", "|---|" + "---|" * len(METRICS)]
+    for preset, flow in record["flows"].items():
+        cells = [
+            f"{f['median']:.4g} ({f['quartile_low']:.4g} to {f['quartile_high']:.4g}; "
+            f"stretches {f['stretch_low']:.4g} to {f['stretch_high']:.4g})"
+            for f in flow["figures"].values()
+        ]
+        lines.append(f"| {preset} | " + " | ".join(cells) + " |")
+    for preset, figures in record["against_base"].items():
+        cells = [f"{name} x {r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for name, r in figures.items()]
+        lines += ["", f"{preset} against {record['base']}, stretch by stretch: " + "; ".join(cells)]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is asked for, prints the table, writes `train_flows.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "qwen3_100m_gpu.yaml")
+    parser.add_argument("--presets", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios")
+    parser.add_argument("--stretches", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="RL steps of a stretch")
+    parser.add_argument("--left-out", type=int, default=2, help="first steps of a stretch that are not counted")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="as in jetrl_jax.train, for every flow")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train_flows"), help="directory, new or empty")
+    arguments = parser.parse_args(argv)
+    if len(set(arguments.presets)) != len(arguments.presets) or not 0 <= arguments.left_out < arguments.steps or arguments.stretches < 1:
+        parser.error("expected different presets, --stretches of at least 1 and --left-out from 0 to below --steps")
+    out = arguments.out.resolve()
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"--out is not empty: got {out}, and runs of another measurement would be resumed")
+    for preset in arguments.presets:  # a mistake is found before the first run
+        load_config(arguments.config, [*arguments.set, f"precision.preset={preset}"])
+    for index, preset in turns(arguments.presets, arguments.stretches):
+        print(f"stretch {index + 1} of {arguments.stretches}: {preset}", flush=True)
+        train(arguments.config.resolve(), out / preset, preset, (index + 1) * arguments.steps, arguments.set)
+    record = report(out, arguments.presets, arguments.steps, arguments.stretches, arguments.left_out)
+    record |= {"command": sys.argv, "config": str(arguments.config)}
+    (out / "train_flows.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
