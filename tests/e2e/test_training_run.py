@@ -40,6 +40,9 @@ def test_run_leaves_its_whole_record(finished):
         "export/config.json",
     ):
         assert (directory / name).exists(), name
+    (start,) = json.loads((directory / "environment.json").read_text())["starts"]
+    assert start["attention"]["name"] == "xla" and "numerics.exact is true" in start["attention"]["reason"]
+    assert all(choice["reason"].startswith("auto: ") for choice in start["fp8_products"].values())
     table = rows(directory)
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
     assert all("mismatch/k3" in row and "reward/mean" in row for row in table[1:])
