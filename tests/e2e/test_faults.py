@@ -71,11 +71,14 @@ def test_every_fault_of_the_page_names_tests_that_exist():
 
 
 def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
-    """Rewards are pickled by the trainer for its own workers; files from disk are never unpickled or evaluated."""
+    """Files from disk are never unpickled or evaluated.
+
+    Two files may: rewards are pickled by the trainer for its own workers, and a kernel is taken from the installed vLLM's code.
+    """
     pattern = re.compile(r"pickle\.loads?\(|allow_pickle=True|torch\.load\(|yaml\.(?:unsafe_|full_)?load\(|(?<!def )\beval\(|\bexec\(")
     found = set()
     for package in ("jetrl_jax", "bridge", "pallas_kernels"):
         for path in (ROOT / package).rglob("*.py"):
             if pattern.search(path.read_text(encoding="utf-8")):
                 found.add(os.path.relpath(path, ROOT))
-    assert found <= {"jetrl_jax/tasks/reward_worker.py"}, found
+    assert found <= {"jetrl_jax/tasks/reward_worker.py", "pallas_kernels/gemm/vllm_triton.py"}, found

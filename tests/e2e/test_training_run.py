@@ -139,6 +139,7 @@ def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_verify_resume_names_what_a_restart_changes(tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run", rewards=None), tmp_path / "config.yaml")
     sets = ("--set", "rewards=[{name: 'tiny:forgetful'}]", "--verify-resume", "2")

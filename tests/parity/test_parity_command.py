@@ -48,6 +48,7 @@ def test_output_that_cannot_be_written_is_an_error_before_anything_runs(file, tm
         parity.main(["--model", "anywhere", "--json", str(tmp_path / file)])
 
 
+@pytest.mark.long
 def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     policy.save(tmp_path / "model", dtype="float32")

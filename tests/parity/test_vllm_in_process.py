@@ -154,7 +154,9 @@ def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(vllm_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
 
 
-@pytest.mark.parametrize("ingredient", [vllms_attention, vllms_norm, other_promotion_order])
+@pytest.mark.parametrize(
+    "ingredient", [other_promotion_order, *(pytest.param(one, marks=pytest.mark.long) for one in (vllms_attention, vllms_norm))]
+)
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     ingredient(monkeypatch)
     policy = SmallPolicy("fp8_unified", QWEN3)

@@ -121,7 +121,7 @@ def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, Ser
 def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
     engine.load_weights(policy.published, 10)
-    engine.settings = dataclasses.replace(engine.settings, request_timeout_s=LIMIT_S)
+    engine.settings, engine.restarts_left = dataclasses.replace(engine.settings, request_timeout_s=LIMIT_S), 0
     pids = server_processes(engine)
     stop = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids[1:]])
     stop.start()

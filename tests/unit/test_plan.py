@@ -149,7 +149,7 @@ def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
     ] == ["planned", "xla", "xla", "xla", "planned"]
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.long)])
 def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> None:
     config, deep = small(f"batch.remat={remat}"), dataclasses.replace(SIZES, num_layers=6)
     drawn = sum(temporaries(shallow_runs(config, deep), 6, "gradient").values())
