@@ -192,7 +192,7 @@ def _forward(
     if fp8_backward and numerics.wgrad_operand != "requantize":
         assert codes.wgrad is not None
         saved = codes.wgrad
-    return _trainable(x, codes, master, weight, fp8_backward, split_input, numerics), (saved, weight)
+    return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight)  # not `_trainable`: the master is not read
 
 
 def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residuals: Any, dy: jax.Array) -> Any:
