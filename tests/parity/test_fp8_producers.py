@@ -153,6 +153,6 @@ def test_record_says_why_a_kernel_is_not_taken(kernels: str) -> None:
         "attention": kernels,
         "silu": "xla",
     }
-    assert "expected a width of (1024," in found["norm"].reason and "multiple of 128" in found["silu"].reason
+    assert "expected a width of (" in found["norm"].reason and "multiple of 128" in found["silu"].reason
     dual = fp8_producers.input_implementations(SIZES, Numerics(kernels=kernels, wgrad_operand="dual"))
     assert dual["norm"].name == kernels and "takes the value" in dual["norm_in_training"].reason

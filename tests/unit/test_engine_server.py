@@ -136,7 +136,9 @@ def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_messa
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(65536)
+                request = b""
+                while not request.endswith(b"{}"):  # all of it: closing on what is unread would be a reset
+                    request += connection.recv(65536)
                 if answer:
                     connection.sendall(answer)
                 while kind == "silence" and connection.recv(1):
