@@ -60,7 +60,6 @@ T = TypeVar("T")
 LOG_FILE = "vllm.log"
 POLL_S = 0.2
 STOP_S = 20.0
-KEPT_S = 2.0
 
 
 class ServerEngine:
@@ -253,9 +252,9 @@ class ServerEngine:
         return self._request("POST", route, timeout_s, body)
 
     def _request(self, method: str, route: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that a route answers; {} where it says nothing."""
+        """The JSON that a route answers; {} where it says nothing.  The limit is on connecting and on each read."""
         if self._client is None:  # by the calling thread: those of a batch come after
-            self._client = _http_client(self.settings.max_num_seqs)
+            self._client = _http_client()
         import httpx
 
         where = route.split("?")[0]
@@ -342,11 +341,11 @@ class ServerEngine:
             process.wait()
 
 
-def _http_client(connections: int) -> httpx.Client:
-    """A client for many threads whose connections are kept, but no longer than a server keeps idle ones (vLLM: 5 s)."""
+def _http_client() -> httpx.Client:
+    """A client for many threads.  No connection is kept: vLLM closes one after an error, and a call on it would look like a dead server."""
     if importlib.util.find_spec("httpx") is None:
         raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See README.")
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEPT_S)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.Client(limits=limits, trust_env=False)  # the server is on this machine: no proxy

@@ -117,7 +117,7 @@ class StubServer:
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # connections are kept
+            protocol_version = "HTTP/1.1"
 
             def setup(self) -> None:
                 stub.connections += 1
