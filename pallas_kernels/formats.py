@@ -75,6 +75,11 @@ def round_to_float32(x: jax.Array) -> jax.Array:
         return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float64), jnp.float32)
 
 
+def add_finished(accumulator: jax.Array, product: jax.Array) -> jax.Array:
+    """accumulator + product, both float32: one addition to the product as it was rounded, which XLA cannot make a multiply-add."""
+    return accumulator + round_to_float32(to_float64(product))
+
+
 def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
     """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a reciprocal.
 

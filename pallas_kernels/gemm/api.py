@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.formats import BLOCK, add_finished
 from pallas_kernels.gemm import reference, vllm_triton
 from pallas_kernels.implementations import IMPLEMENTATIONS, resolve, unknown_name
 from pallas_kernels.scaled_array import ScaledArray
@@ -167,7 +167,7 @@ def _run(
         product = vllm_triton.matmul(a, b, dtype)
     else:
         product = (reference.matmul_exact if name == "xla" else reference.matmul_fast)(a, b, dtype, promotion_order)
-    return product if accumulator is None else accumulator + product
+    return product if accumulator is None else add_finished(accumulator, product)
 
 
 def _check_accumulator(function: str, accumulator: jax.Array, shape: tuple[int, int], out_dtype: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.formats import BLOCK, add_finished
 from pallas_kernels.gemm.config import LARGEST_SWAP_K, TuningConfig, choose
 from pallas_kernels.gemm.mosaic_swap import SwappedGemm
 from pallas_kernels.gemm.mosaic_tiles import TiledGemm
@@ -47,7 +47,7 @@ def matmul(
       promotion_order: "deepgemm" or "triton".
       interpret: run on the CPU with race detection instead of on a GPU.
       config: tiles; the table's choice for this shape where None.
-      accumulator: float32 [M, N] to add to, or None; in the kernel, but for the swapped one, behind which XLA adds.
+      accumulator: float32 [M, N] to add to, or None; in the kernel, but behind it where that is the swapped one or K is one block.
     Raises:
       NotImplementedError: `interpret` without an interpreter. ValueError: `config` does not fit the operands.
     """
@@ -64,7 +64,10 @@ def matmul(
     operands = (a_codes, b_codes, a_scale, b_scale)
     if config.swap:
         product = SwappedGemm(**common)(*operands, interpret=interpret)[:m, :n]
-        return product if accumulator is None else accumulator + product
+        return product if accumulator is None else add_finished(accumulator, product)
+    if accumulator is not None and sizes["blocks"] == 1:  # a kernel would make one multiply-add of the only block and the addition
+        product = TiledGemm(**common, per_column=per_column)(*operands, None, interpret=interpret)[:m, :n]
+        return add_finished(accumulator, product)
     if accumulator is not None:
         accumulator = jnp.pad(accumulator, ((0, sizes["m"] - m), (0, sizes["n"] - n)))
     return TiledGemm(**common, per_column=per_column)(*operands, accumulator, interpret=interpret)[:m, :n]

@@ -180,6 +180,21 @@ def test_accumulator_takes_the_finished_product_by_one_addition(site: str, sizes
     np.testing.assert_array_equal(np.asarray(out), np.asarray(accumulator) + product)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("site", "sizes"), [("wgrad", (100, 264, 136)), ("wgrad", (300, 264, 136)), ("fprop", (64, 128, 128)), ("fprop", (5, 72, 128))]
+)
+def test_product_is_rounded_before_it_is_added(site: str, sizes: tuple[int, int, int], implementation: str) -> None:
+    """On operands whose dots and scales are not exact, one block of them and more: a multiply-add would round once."""
+    options = {"out_dtype": jnp.float32, "promotion_order": orders(implementation)[0], "implementation": implementation}
+    left, right = operands(site, sizes)
+    gemm = matmul if site == "fprop" else wgrad
+    product = np.asarray(jax.jit(lambda: gemm(left, right, **options))())
+    accumulator = jnp.asarray(np.random.default_rng(2).normal(size=product.shape) * np.abs(product).mean(), jnp.float32)
+    out = jax.jit(lambda accumulator: gemm(left, right, accumulator=accumulator, **options))(accumulator)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(accumulator) + product)
+
+
 def exact_operands(site: str, sizes: tuple[int, int, int]) -> tuple[ScaledArray, ScaledArray]:
     """As `operands` with small whole numbers as codes and powers of two as scales."""
     rng = np.random.default_rng(0)
