@@ -19,7 +19,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridge.export", description="Write a policy as a Hugging Face checkpoint directory.")
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
     parser.add_argument(
-        "--step", default="last", metavar="N|best|last", help="checkpoint of a run; best: the highest held-out accuracy on record"
+        "--step",
+        default="last",
+        metavar="N|best|last",
+        help="checkpoint of a run; best: the highest held-out accuracy among those kept",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint")
     parser.add_argument("--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in")

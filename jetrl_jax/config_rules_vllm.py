@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from jetrl_jax.config_rule_types import NoEffect, Rule
 
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
 
+
+def _is_address(url: str) -> bool:
+    """Whether an URL names http or https and a host."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as http://[::1 or a port that is no number
+        return False
+
+
 VLLM_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("vllm.url",),
+        lambda c: c.vllm.url is None or _is_address(c.vllm.url),
+        "an address names http or https and a host",
+        lambda c: "http://HOST:PORT",
+    ),
     Rule(
         ("vllm.url", "vllm.mode", "rollout.engine"),
         lambda c: c.rollout.engine != "vllm" or (c.vllm.mode == "external") == (c.vllm.url is not None),

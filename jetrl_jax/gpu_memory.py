@@ -58,7 +58,7 @@ def share_gpu(config: RunConfig) -> None:
     if not shares_gpu(config) or (bridge is not None and bridge.backends_are_initialized()):
         return
     for name, value in variables(config.vllm).items():
-        if not (name == FRACTION and OLD_FRACTION in os.environ):
+        if not (name == FRACTION and os.environ.get(OLD_FRACTION)):
             os.environ.setdefault(name, value)
 
 
@@ -73,13 +73,14 @@ def check_device(config: RunConfig, on_gpu: bool) -> None:
 def check_shared_gpu(section: VllmSection, environment: Mapping[str, str]) -> None:
     """Raises UserError where JAX, started in this environment, leaves vLLM no room on the GPU that both use."""
     allocator = environment.get(ALLOCATOR, "default").lower()
+    returns = allocator == "platform" or (allocator in RETURNING and environment.get(PREALLOCATE) in NO)
     needed = " ".join(f"{name}={value}" for name, value in variables(section).items())
     if section.sleep is not False:
-        fits = allocator == "platform" or (allocator in RETURNING and environment.get(PREALLOCATE) in NO)
+        fits = returns
         why = "JAX keeps what it frees while vLLM sleeps (vllm.sleep)"
     else:
-        share = environment.get(FRACTION) or environment.get(OLD_FRACTION)
-        fits = allocator in RETURNING or (share is not None and float(share) + section.gpu_memory_utilization <= 1)
+        share = environment.get(FRACTION) or environment.get(OLD_FRACTION) or "1"
+        fits = returns or (float(share) + section.gpu_memory_utilization <= 1)
         why = f"JAX takes memory beside vllm.gpu_memory_utilization={section.gpu_memory_utilization:g}"
     if fits:
         return

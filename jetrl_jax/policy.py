@@ -198,7 +198,7 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
 
 def _best_step(run: Path, steps: Sequence[int]) -> int:
     """The step among `steps` with the highest `eval/accuracy` on record, the last of equals."""
-    rows = read_metrics(run / METRICS_FILE)
+    rows = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
     accuracy = {int(row["step"]): row[ACCURACY] for row in rows if math.isfinite(row.get(ACCURACY, math.nan))}
     recorded = [step for step in steps if step in accuracy]
     if not recorded:

@@ -22,7 +22,7 @@ import jax
 
 from jetrl_jax.config import RolloutSection, RunConfig
 from jetrl_jax.config_io import override_config
-from jetrl_jax.gpu_memory import sleeps
+from jetrl_jax.gpu_memory import shares_gpu, sleeps
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
@@ -139,7 +139,7 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
         held["reference"] = on_one_device(run.frozen)
     engine = _engine(run, device_bytes)
     awake = held | engine
-    held |= {} if run.engine is None and sleeps(run.config.vllm, on_gpu=True) else engine
+    held |= {} if run.engine is None and shares_gpu(run.config) and sleeps(run.config.vllm, on_gpu=True) else engine
     copy = held.get("engine's weights", 0)
 
     def used(program: str) -> dict[str, int]:

@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from jetrl_jax.cli import run_entry_point
 from jetrl_jax.config_io import load_config
+from jetrl_jax.errors import RunStopped
 from jetrl_jax.training.metrics import read_metrics
 from jetrl_jax.training.run_directory import ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE
 
@@ -95,11 +97,17 @@ def implementations(start: Mapping[str, Any], fp8: bool) -> dict[str, str]:
     return found
 
 
-def train(config: Path, directory: Path, preset: str, steps: int, overrides: Sequence[str]) -> None:
-    """Brings a flow's run to `steps` steps."""
-    sets = [*overrides, "optimizer.schedule=constant", f"precision.preset={preset}", f"run.directory={directory}", f"run.steps={steps}"]
+def settings(directory: Path, preset: str, steps: int, overrides: Sequence[str]) -> list[str]:
+    """The overrides of a flow's run."""
+    return [*overrides, "optimizer.schedule=constant", f"precision.preset={preset}", f"run.directory={directory}", f"run.steps={steps}"]
+
+
+def train(config: Path, sets: Sequence[str], directory: Path) -> None:
+    """Runs a flow, or goes on with it. Raises RunStopped where it fails; it has said why."""
     command = [sys.executable, "-m", "jetrl_jax.train", "--config", str(config), *(word for one in sets for word in ("--set", one))]
-    subprocess.run([*command, *(["--resume"] if directory.exists() else [])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    done = subprocess.run([*command, *(["--resume"] if directory.exists() else [])], stdout=subprocess.DEVNULL, cwd=ROOT)
+    if done.returncode:
+        raise RunStopped(f"train_flows: the run in {directory} ended with status {done.returncode}.")
 
 
 def report(out: Path, presets: Sequence[str], steps: int, stretches: int, left_out: int) -> dict[str, Any]:
@@ -144,7 +152,7 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> int:
     """Runs what is asked for, prints the table, writes `train_flows.json`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "qwen3_100m_gpu.yaml")
@@ -161,15 +169,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if out.exists() and any(out.iterdir()):
         parser.error(f"--out is not empty: got {out}, and runs of another measurement would be resumed")
     for preset in arguments.presets:  # a mistake is found before the first run
-        load_config(arguments.config, [*arguments.set, f"precision.preset={preset}"])
+        load_config(arguments.config, settings(out / preset, preset, arguments.steps, arguments.set))
     for index, preset in turns(arguments.presets, arguments.stretches):
         print(f"stretch {index + 1} of {arguments.stretches}: {preset}", flush=True)
-        train(arguments.config.resolve(), out / preset, preset, (index + 1) * arguments.steps, arguments.set)
+        sets = settings(out / preset, preset, (index + 1) * arguments.steps, arguments.set)
+        train(arguments.config.resolve(), sets, out / preset)
     record = report(out, arguments.presets, arguments.steps, arguments.stretches, arguments.left_out)
     record |= {"command": sys.argv, "config": str(arguments.config)}
     (out / "train_flows.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(table(record))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_entry_point(main)

@@ -15,6 +15,7 @@ from jetrl_jax.config_types import value_at
 from jetrl_jax.errors import UserError
 
 # Blamed field, a config (as one line of YAML) that breaks the rule, and one at its edge.
+EXTERNAL = "rollout: {engine: vllm}, vllm: {mode: external"
 BROKEN = [
     ("model.num_kv_heads", "model: {num_heads: 6, num_kv_heads: 4}", "model: {num_heads: 6, num_kv_heads: 3}"),
     (
@@ -85,6 +86,10 @@ BROKEN = [
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
     ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: external}", "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1'}"),
+    *(
+        ("vllm.url", f"{EXTERNAL}, url: '{url}'}}", f"{EXTERNAL}, url: 'https://[::1]:8'}}")
+        for url in ("http://[::1", "ftp://a", "nonsense", "http://a:b", "http://")
+    ),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: server, url: 'http://a:1'}", "rollout: {engine: vllm}, vllm: {mode: server}"),
     ("rollout.engine", "rollout: {engine: vllm}, precision: {preset: fp16}", "rollout: {engine: vllm}, precision: {preset: bf16}"),
     ("correction.mode", "correction: {mode: bypass, veto: 1.0e-4}", "correction: {mode: decoupled, veto: 1.0e-4}"),

@@ -66,6 +66,9 @@ def test_load_policy_raises_on_no_best_a_damaged_one_and_a_directory_without_ste
         (other / name).write_bytes((run / name).read_bytes())
     with pytest.raises(UserError, match=r"got none of the steps \[6, 7\] .*It is on record for \[0, 2, 3, 4\] \(eval\.every_steps\)"):
         load_policy(other, step="best")
+    (other / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"got none of the steps \[6, 7\] .*It is on record for \[\]"):
+        load_policy(other, step="best")
     with pytest.raises(UserError, match=r"the checkpoint is damaged: got step=7 .*There are \[6, 7\]"):
         load_policy(other, step=7)
     export.main(["--run", str(run), "--out", str(tmp_path / "hf"), "--step", "2"])

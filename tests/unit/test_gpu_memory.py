@@ -74,6 +74,7 @@ def test_what_share_gpu_sets_is_what_the_check_accepts(sleep: bool | None) -> No
         (True, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "ALLOCATOR=cuda_async"),
         (True, ASYNC | {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"}, "ALLOCATOR=bfc, .*PREALLOCATE=false"),
         (False, {}, "none of its variables"),
+        (False, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, "ALLOCATOR=cuda_async"),
         (False, {FRACTION: "0.7"}, "FRACTION=0.7"),
         (False, {OLD: "0.75"}, "FRACTION=0.75"),
     ],

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from jetrl_jax.errors import UserError
 from jetrl_jax.training.metrics import METRICS
 
 
@@ -92,3 +93,5 @@ def test_mistakes_end_before_anything_runs(words: list[str], problem: str, capsy
     with pytest.raises(SystemExit):
         bench.main(words)
     assert problem in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"precision\.preset"):
+        bench.main(["--presets", "fp9", "bf16", "--out", "nowhere"])
