@@ -114,6 +114,10 @@ bench-train: $(VENV)/.installed-train  ## Train FP8 against BF16 in turns, token
 bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
+.PHONY: gpu
+gpu: $(VENV)/.installed-train  ## Everything that needs a GPU, stage by stage, resumable: tests, tiles, benchmarks, exactness, the real vLLM (ARGS='--minutes 60')
+	$(RUN_PYTHON) tests/benchmarks/gpu.py $(ARGS)
+
 WHAT ?= gemm
 RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 

@@ -3,7 +3,8 @@
 Every candidate compiles without spills (tests/kernels/test_aot.py) and gives the same bits, so the table changes the
 speed alone. Products of more than 256 rows are timed in steady state, others with cold weights, as `measure` describes.
 Sizes are those of Qwen3-8B (`bench.LAYERS`): FProp and DGrad by (N, K), WGrad with scales per column by (N, K) of dW.
-It rewrites `gemm/tuned_h100.json` (or `--out`) and ends with status 2 without a GPU that the kernels run on.
+It rewrites `gemm/tuned_h100.json` (or `--out`), with `--layers` the rows of these layers' sizes alone, and ends with status 2
+without a GPU that the kernels run on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,16 @@ def candidates(m: int, per_column: bool) -> list[TuningConfig]:
     return [*narrow, *more, *swapped]
 
 
-def sizes() -> Iterator[tuple[int, int, int, int, bool]]:
-    """(rows, largest rows served, n, k, per_column) of every entry of the table."""
+def sizes(layers: Iterable[str] = LAYERS) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(rows, largest rows served, n, k, per_column) of every entry of the table that these layers read."""
     training = TRAINING_ROWS[0]
-    shapes = dict.fromkeys(LAYERS.values()) | dict.fromkeys((k, n) for n, k in LAYERS.values())
+    weights = [LAYERS[layer] for layer in layers]
+    shapes = dict.fromkeys(weights) | dict.fromkeys((k, n) for n, k in weights)
     for n, k in shapes:
         for m in DECODE_ROWS:
             yield m, max(m, 8), n, k, False
         yield training, EVERY_ROW, n, k, False
-    for n, k in LAYERS.values():
+    for n, k in weights:
         yield n, n, k, training, True  # dW [n, k], contracted over tokens, of which there may be any number
 
 
@@ -65,16 +67,18 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=TABLE_FILE)
+    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), metavar="LAYER", help="default: all")
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_gpu("python -m pallas_kernels.tune")
     rows = []
-    for m, limit, n, k, per_column in sizes():
+    for m, limit, n, k, per_column in sizes(options.layers):
         seconds = measure(m, n, k, per_column)
         best = min(seconds, key=seconds.__getitem__)
         rows.append(entry(limit, n, k, per_column, best, seconds[best]))
         print(json.dumps(rows[-1]), f"of {len(seconds)} candidates, slowest {max(seconds.values()) * 1e6:.1f} us", flush=True)
-    write_table(options.out, rows, {"command": "python -m pallas_kernels.tune " + " ".join(sys.argv[1:]), **environment()})
+        # After every row: what was measured outlives the time that there is for it.
+        write_table(options.out, rows, {"command": "python -m pallas_kernels.tune " + " ".join(sys.argv[1:]), **environment()})
 
 
 def measure(m: int, n: int, k: int, per_column: bool) -> dict[TuningConfig, float]:
@@ -106,9 +110,16 @@ def entry(limit: int, n: int, k: int, per_column: bool, tuning: TuningConfig, se
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], source: dict[str, Any]) -> None:
-    """The file that `gemm.config.load_table` reads, a row a line."""
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    path.write_text(f'{{\n"source": {json.dumps(source)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    """The file that `gemm.config.load_table` reads, a row a line; rows of other sizes that stand in it stay, and say so."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"source": None, "rows": []}
+    measured = {_size(row) for row in rows}
+    kept = [{"source": table["source"]} | row for row in table["rows"] if _size(row) not in measured]
+    lines = ",\n".join(json.dumps(row) for row in [*kept, *({"source": source} | row for row in rows)])
+    path.write_text(f'{{\n"source": "of each row",\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def _size(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["m"], row["n"], row["k"], row["per_column"]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Whole training runs of several precision flows, in turns on one machine: ``make bench-train``.
 
-    python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--presets fp8_unified bf16] [--stretches 3] [--steps 8]
+    python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--flows fp8_unified bf16] [--stretches 3] [--steps 8]
 
-Each flow is one run of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint, the next flow
-has its turn, and the run is resumed; every second round goes through the flows backward, so that a machine that drifts drifts
-for all.  The first rows of a stretch, which compile, are left out.  Printed, and written as JSON, for each flow: which
-implementation served which operation (the run's own record), and tokens a second of rollout and of training and seconds a step,
-as the median over the steps with quartiles, and the smallest and largest median of a stretch.  Against the last flow named:
-the ratios of the medians of each turn, so that what slows a whole turn down counts in neither.
+A flow is a preset of `precision`, with "-exact" or "-fast" behind it one with `numerics.exact` true or false.  Each is one run
+of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint, the next flow has its turn, and the
+run is resumed; every second round goes through the flows backward, so that a machine that drifts drifts for all.  The first rows
+of a stretch, which compile, are left out of the times.  Printed, and written as JSON, for each flow: which implementation served
+which operation (the run's own record); tokens a second of rollout and of training and seconds a step, as the median over the
+steps with quartiles, and the smallest and largest median of a stretch; the largest difference between engine and trainer in the
+logprob of a sampled token, over all steps.  Against the last flow named: the ratios of the medians of each turn, so that what
+slows a whole turn down counts in neither.
 
 The learning rate is constant here, since a run whose rate follows its length cannot be made longer.
 """
@@ -36,13 +38,15 @@ METRICS = {
     "training, tokens/s": "rate/train_tokens_per_s",
     "step, s": "time/step_s",
 }
+MISMATCH = "mismatch/logprob_abs_max"
+EXACT = {"-exact": "true", "-fast": "false"}
 Rows = Sequence[Mapping[str, float]]
 Stretches = list[list[float]]
 
 
-def turns(presets: Sequence[str], stretches: int) -> list[tuple[int, str]]:
+def turns(flows: Sequence[str], stretches: int) -> list[tuple[int, str]]:
     """(number of the stretch, flow) in the order they are run."""
-    return [(index, preset) for index in range(stretches) for preset in (presets if index % 2 == 0 else presets[::-1])]
+    return [(index, flow) for index in range(stretches) for flow in (flows if index % 2 == 0 else flows[::-1])]
 
 
 def measured(rows: Rows, metric: str, steps: int, stretches: int, left_out: int) -> Stretches:
@@ -97,9 +101,12 @@ def implementations(start: Mapping[str, Any], fp8: bool) -> dict[str, str]:
     return found
 
 
-def settings(directory: Path, preset: str, steps: int, overrides: Sequence[str]) -> list[str]:
+def settings(directory: Path, flow: str, steps: int, overrides: Sequence[str]) -> list[str]:
     """The overrides of a flow's run."""
-    return [*overrides, "optimizer.schedule=constant", f"precision.preset={preset}", f"run.directory={directory}", f"run.steps={steps}"]
+    suffix = next((suffix for suffix in EXACT if flow.endswith(suffix)), "")
+    exact = [f"numerics.exact={EXACT[suffix]}"] if suffix else []
+    length = ["optimizer.schedule=constant", f"run.directory={directory}", f"run.steps={steps}"]
+    return [*overrides, f"precision.preset={flow.removesuffix(suffix)}", *exact, *length]
 
 
 def train(config: Path, sets: Sequence[str], directory: Path) -> None:
@@ -110,45 +117,46 @@ def train(config: Path, sets: Sequence[str], directory: Path) -> None:
         raise RunStopped(f"train_flows: the run in {directory} ended with status {done.returncode}.")
 
 
-def report(out: Path, presets: Sequence[str], steps: int, stretches: int, left_out: int) -> dict[str, Any]:
+def report(out: Path, flows: Sequence[str], steps: int, stretches: int, left_out: int) -> dict[str, Any]:
     """What the runs left behind, as one record."""
-    flows: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     values: dict[str, dict[str, Stretches]] = {}
-    for preset in presets:
-        directory = out / preset
+    for flow in flows:
+        directory = out / flow
         starts = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))["starts"]
         fp8 = " fp8 " in (directory / PRECISION_FILE).read_text(encoding="utf-8")
         rows = read_metrics(directory / METRICS_FILE)
-        values[preset] = {name: measured(rows, metric, steps, stretches, left_out) for name, metric in METRICS.items()}
-        flows[preset] = {
+        values[flow] = {name: measured(rows, metric, steps, stretches, left_out) for name, metric in METRICS.items()}
+        found[flow] = {
             "implementations": implementations(starts[-1], fp8),
             "device": starts[-1]["device_kind"],
             "packages": starts[-1]["packages"],
             "commit": starts[-1]["commit"],
-            "figures": {name: summary(found) for name, found in values[preset].items()},
-            "stretches": values[preset],
+            "figures": {name: summary(stretches) for name, stretches in values[flow].items()},
+            "stretches": values[flow],
+            "largest_difference": max(row[MISMATCH] for row in rows if MISMATCH in row),
         }
-    base = presets[-1]
-    against = {preset: {name: ratios(values[preset][name], values[base][name]) for name in METRICS} for preset in presets[:-1]}
-    return {"steps": steps, "stretches": stretches, "left_out": left_out, "base": base, "flows": flows, "against_base": against}
+    base = flows[-1]
+    against = {flow: {name: ratios(values[flow][name], values[base][name]) for name in METRICS} for flow in flows[:-1]}
+    return {"steps": steps, "stretches": stretches, "left_out": left_out, "base": base, "flows": found, "against_base": against}
 
 
 def table(record: Mapping[str, Any]) -> str:
     """Markdown: implementations of each flow, then figures, then ratios."""
     lines = []
-    for preset, flow in record["flows"].items():
-        lines += [f"{preset} on {flow['device']}:", *(f"    {name}: {text}" for name, text in flow["implementations"].items())]
-    lines += ["", "| flow | " + " | ".join(METRICS) + " |", "|---|" + "---|" * len(METRICS)]
-    for preset, flow in record["flows"].items():
+    for name, flow in record["flows"].items():
+        lines += [f"{name} on {flow['device']}:", *(f"    {what}: {text}" for what, text in flow["implementations"].items())]
+    lines += ["", "| flow | " + " | ".join(METRICS) + " | largest abs Δ logprob |", "|---|" + "---|" * (len(METRICS) + 1)]
+    for name, flow in record["flows"].items():
         cells = [
             f"{f['median']:.4g} ({f['quartile_low']:.4g} to {f['quartile_high']:.4g}; "
             f"stretches {f['stretch_low']:.4g} to {f['stretch_high']:.4g})"
             for f in flow["figures"].values()
         ]
-        lines.append(f"| {preset} | " + " | ".join(cells) + " |")
-    for preset, figures in record["against_base"].items():
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {flow['largest_difference']:.2g} |")
+    for flow, figures in record["against_base"].items():
         cells = [f"{name} x {r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for name, r in figures.items()]
-        lines += ["", f"{preset} against {record['base']}, stretch by stretch: " + "; ".join(cells)]
+        lines += ["", f"{flow} against {record['base']}, stretch by stretch: " + "; ".join(cells)]
     return "\n".join(lines)
 
 
@@ -156,25 +164,25 @@ def main(argv: Sequence[str]) -> int:
     """Runs what is asked for, prints the table, writes `train_flows.json`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "qwen3_100m_gpu.yaml")
-    parser.add_argument("--presets", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios")
+    parser.add_argument("--flows", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios")
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="RL steps of a stretch")
     parser.add_argument("--left-out", type=int, default=2, help="first steps of a stretch that are not counted")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="as in jetrl_jax.train, for every flow")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train_flows"), help="directory, new or empty")
     arguments = parser.parse_args(argv)
-    if len(set(arguments.presets)) != len(arguments.presets) or not 0 <= arguments.left_out < arguments.steps or arguments.stretches < 1:
-        parser.error("expected different presets, --stretches of at least 1 and --left-out from 0 to below --steps")
+    if len(set(arguments.flows)) != len(arguments.flows) or not 0 <= arguments.left_out < arguments.steps or arguments.stretches < 1:
+        parser.error("expected different flows, --stretches of at least 1 and --left-out from 0 to below --steps")
     out = arguments.out.resolve()
     if out.exists() and any(out.iterdir()):
         parser.error(f"--out is not empty: got {out}, and runs of another measurement would be resumed")
-    for preset in arguments.presets:  # a mistake is found before the first run
-        load_config(arguments.config, settings(out / preset, preset, arguments.steps, arguments.set))
-    for index, preset in turns(arguments.presets, arguments.stretches):
-        print(f"stretch {index + 1} of {arguments.stretches}: {preset}", flush=True)
-        sets = settings(out / preset, preset, (index + 1) * arguments.steps, arguments.set)
-        train(arguments.config.resolve(), sets, out / preset)
-    record = report(out, arguments.presets, arguments.steps, arguments.stretches, arguments.left_out)
+    for flow in arguments.flows:  # a mistake is found before the first run
+        load_config(arguments.config, settings(out / flow, flow, arguments.steps, arguments.set))
+    for index, flow in turns(arguments.flows, arguments.stretches):
+        print(f"stretch {index + 1} of {arguments.stretches}: {flow}", flush=True)
+        sets = settings(out / flow, flow, (index + 1) * arguments.steps, arguments.set)
+        train(arguments.config.resolve(), sets, out / flow)
+    record = report(out, arguments.flows, arguments.steps, arguments.stretches, arguments.left_out)
     record |= {"command": sys.argv, "config": str(arguments.config)}
     (out / "train_flows.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(table(record))

@@ -191,6 +191,8 @@ def test_tuner_measures_distinct_sizes_and_candidates() -> None:
     keys = [(limit, n, None if per_column else k, per_column) for _, limit, n, k, per_column in sizes]
     assert len(set(keys)) == len(keys)
     assert {size[2:4] for size in sizes} >= set(bench.LAYERS.values())
+    assert set(sizes) == {size for layer in bench.LAYERS for size in tune.sizes([layer])}
+    assert {size[2:4] for size in tune.sizes(["down"])} == {(4096, 12288), (12288, 4096), (12288, bench.TRAINING_ROWS[0])}
     for m, _, _, _, per_column in sizes:
         candidates = tune.candidates(m, per_column)
         assert len(set(candidates)) == len(candidates) >= 5
@@ -204,6 +206,12 @@ def test_table_of_the_tuner_is_what_choose_reads(tmp_path: Path, monkeypatch: py
     tune.write_table(path, rows, {"command": "a command"})
     table = load_table(path)
     assert table == {(tune.EVERY_ROW, 640, 256, False): fast, (640, 256, None, True): tune.candidates(1, True)[0]}
+    tune.write_table(path, [tune.entry(tune.EVERY_ROW, 640, 256, False, TRAINING, 2e-3)], {"command": "a later one"})
+    kept, new = json.loads(path.read_text())["rows"]
+    assert kept["source"] == {"command": "a command"} and new["source"] == {"command": "a later one"} and new["us"] == 2000.0
+    load_table.cache_clear()
+    assert load_table(path) == table | {(tune.EVERY_ROW, 640, 256, False): TRAINING}
+    load_table.cache_clear()
     monkeypatch.setattr("pallas_kernels.gemm.config.load_table", lambda: table)
     assert choose(5, 640, 256, False) == fast
     assert choose(500, 256, 12345, True) == tune.candidates(1, True)[0]

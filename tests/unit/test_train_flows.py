@@ -31,7 +31,7 @@ def rows(speed: float, steps: int = 6) -> list[dict[str, float]]:
     made = [{"step": 0.0, "eval/accuracy": 0.5}]
     for step in range(1, steps + 1):
         value = 1.0 if step % 3 == 1 else speed + step
-        made.append({"step": float(step), **dict.fromkeys(bench.METRICS.values(), value)})
+        made.append({"step": float(step), bench.MISMATCH: step / 8, **dict.fromkeys(bench.METRICS.values(), value)})
     return made
 
 
@@ -49,7 +49,13 @@ def test_flows_take_turns_forward_and_back() -> None:
 
 
 def test_the_metrics_are_declared() -> None:
-    assert set(bench.METRICS.values()) <= {metric.name for metric in METRICS}
+    assert {*bench.METRICS.values(), bench.MISMATCH} <= {metric.name for metric in METRICS}
+
+
+def test_a_flow_is_a_preset_with_or_without_exactness() -> None:
+    for flow, expected in {"bf16": [], "bf16-exact": ["numerics.exact=true"], "bf16-fast": ["numerics.exact=false"]}.items():
+        sets = bench.settings(Path("out"), flow, 3, ["seed=1"])
+        assert sets[0] == "seed=1" and "precision.preset=bf16" in sets and [one for one in sets if "exact" in one] == expected
 
 
 def test_the_first_steps_of_a_stretch_are_left_out() -> None:
@@ -70,13 +76,13 @@ def test_report_says_what_served_what_and_leaves_out_fp8_where_there_is_none(tmp
     write_run(tmp_path / "fp8_unified", 38.0, fp8=True)
     write_run(tmp_path / "bf16", 13.0, fp8=False)
     record = bench.report(tmp_path, ["fp8_unified", "bf16"], 3, 2, 1)
-    both = {preset: flow["implementations"] for preset, flow in record["flows"].items()}
+    both = {name: flow["implementations"] for name, flow in record["flows"].items()}
     assert list(both["bf16"]) == ["attention"] and both["bf16"]["attention"].startswith("xla (auto: cudnn")
     assert list(both["fp8_unified"]) == ["attention", "fp8_products forward", "fp8_products backward"]
     low, high = 43.5 / 18.5, 40.5 / 15.5
     assert record["against_base"]["fp8_unified"]["step, s"] == pytest.approx({"ratio": (low + high) / 2, "low": low, "high": high})
     text = bench.table(record)
-    assert "| bf16 | 17 (15.75 to 18.25; stretches 15.5 to 18.5) |" in text
+    assert "| bf16 | 17 (15.75 to 18.25; stretches 15.5 to 18.5) |" in text and text.count(" | 0.75 |") == 2
     assert "fp8_unified against bf16, stretch by stretch: rollout, tokens/s x 2.482 (2.351 to 2.613)" in text
     json.dumps(record)
 
@@ -84,7 +90,7 @@ def test_report_says_what_served_what_and_leaves_out_fp8_where_there_is_none(tmp
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--presets", "bf16", "bf16"], "expected different presets"),
+        (["--flows", "bf16", "bf16"], "expected different flows"),
         (["--steps", "2", "--left-out", "2"], "below --steps"),
         (["--out", "."], "--out is not empty"),
     ],
@@ -94,4 +100,4 @@ def test_mistakes_end_before_anything_runs(words: list[str], problem: str, capsy
         bench.main(words)
     assert problem in capsys.readouterr().err
     with pytest.raises(UserError, match=r"precision\.preset"):
-        bench.main(["--presets", "fp9", "bf16", "--out", "nowhere"])
+        bench.main(["--flows", "fp9", "bf16", "--out", "nowhere"])
