@@ -46,6 +46,7 @@ from pallas_kernels.quantize import (
     quantize,
     quantize_dual,
     quantize_weight,
+    requantize,
     rms_norm_quantize,
     silu_multiply_quantize,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "quantize",
     "quantize_dual",
     "quantize_weight",
+    "requantize",
     "resolve",
     "rms_norm_quantize",
     "silu_multiply_quantize",

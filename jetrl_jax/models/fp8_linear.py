@@ -34,9 +34,9 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import dense, round_parameter, round_to
 from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
-from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, wgrad
+from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
-from pallas_kernels.quantize.api import kernel_problem
+from pallas_kernels.quantize.api import kernel_problem, requantize_problem
 
 Weight = jax.Array | ScaledArray | TrainableFp8Weight
 
@@ -215,7 +215,8 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
         dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
         operand = saved
         if numerics.wgrad_operand == "requantize":
-            operand = _quantize(saved.dequantize(jnp.float32), TOKEN_BLOCK, numerics)
+            chosen = quantizer_implementation(requantize_problem(saved), numerics).name
+            operand = requantize(saved, scale_format=numerics.scale_format, implementation=chosen)
         dw = wgrad(tokens, operand, **fast)
     if split_input and tensor_parallel.degree() > 1:
         dx = tensor_parallel.scatter_sum(dx, dy.dtype)

@@ -105,6 +105,29 @@ def quantize_weight(w: jax.Array, *, scale_format: str = "float32", implementati
     return weight, transposed.transpose()
 
 
+def requantize(array: ScaledArray, *, scale_format: str = "float32", implementation: str = "xla") -> ScaledArray:
+    """The values of an `array` [R, C] in blocks of (1, 128), quantised again in blocks of (128, 1) along tokens.
+
+    Args:
+      array: what the forward multiplied and saved.
+      scale_format, implementation: as in `quantize`; the kernel (`mosaic_requantize`) writes no value between.
+    Returns:
+      quantize(array.dequantize(float32), (128, 1)): a second rounding to FP8, of values that have had one.
+    Raises:
+      ValueError: `array` has other blocks; and as `quantize`.
+      NotImplementedError: as `quantize`.
+    """
+    unknown = [] if array.block_shape == ROW else [_unknown_block("array.block_shape", array.block_shape, (ROW,))]
+    _check("requantize", jax.ShapeDtypeStruct(array.shape, jnp.float32), scale_format, implementation, unknown, "array")
+    name = resolve("requantize", implementation, IMPLEMENTATIONS, requantize_problem(array)).name
+    if name == "xla":
+        return reference.quantize(array.dequantize(jnp.float32), COLUMN, scale_format)
+    from pallas_kernels.quantize import mosaic_requantize  # not on every platform
+
+    codes, scales = mosaic_requantize.requantize(array.qvalue, array.scale.T, scale_format, name == "mosaic_interpret")
+    return ScaledArray(codes.T, scales, COLUMN)
+
+
 def choose(x: jax.Array, implementation: str = "auto") -> Choice:
     """What a quantiser called with `x` and `implementation` runs, and why. Raises as `quantize`."""
     return _choose("choose", x, implementation)
@@ -134,6 +157,12 @@ def kernel_problem(x: Any, argument: str = "x") -> str | None:
     return None
 
 
+def requantize_problem(array: Any) -> str | None:
+    """Why the kernel of `requantize` cannot take `array`, None where it can; the device is not asked."""
+    columns = array.shape[1]
+    return f"array.shape is {tuple(array.shape)}, expected a second dimension that is a multiple of {BLOCK}" if columns % BLOCK else None
+
+
 def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:
     """`resolve` with what stands against the kernel taking `x`."""
     return resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(x, argument))
@@ -144,7 +173,7 @@ def _unknown_block(argument: str, value: tuple[int, int], allowed: tuple[tuple[i
     return f"unknown block shape: got {argument}={value}, expected one of {allowed}"
 
 
-def _check(function: str, x: jax.Array, scale_format: str, implementation: str, problems: list[str], argument: str = "x") -> None:
+def _check(function: str, x: Any, scale_format: str, implementation: str, problems: list[str], argument: str = "x") -> None:
     """Raises one ValueError that lists `problems` and everything wrong with the arguments that quantisers share."""
     problems = list(problems)
     if x.ndim != 2 or 0 in x.shape:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.measure import jax_contender, steady_state
-from pallas_kernels.quantize.api import COLUMN, ROW, SQUARE, quantize, quantize_dual, quantize_weight
+from pallas_kernels.quantize.api import COLUMN, ROW, SQUARE, quantize, quantize_dual, quantize_weight, requantize
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS, rms_norm_quantize, silu_multiply_quantize
 
 KERNEL = "mosaic_gpu"
@@ -22,7 +22,7 @@ EPS = 1e-6
 
 Operation = Callable[..., Any]
 """A function of arrays, to be timed."""
-Call = tuple[Operation, tuple[jax.Array, ...]]
+Call = tuple[Operation, tuple[Any, ...]]
 """An operation and its arguments."""
 
 
@@ -75,6 +75,9 @@ def bench_quantize(widths: Mapping[str, int], rows: list[int]) -> Iterator[dict[
             for name, (size, kernel) in quantiser_cases(KERNEL).items():
                 contenders: dict[str, Call] = {"mosaic": (kernel, (x,)), "xla": (quantiser_cases("xla")[name][1], (x,))}
                 yield from _rows(name, layer, m, m * width * size, contenders)
+            saved, again = quantize(x, ROW, implementation=KERNEL), "codes of rows -> column"
+            contenders = {name: (_requantized(implementation), (saved,)) for name, implementation in (("mosaic", KERNEL), ("xla", "xla"))}
+            yield from _rows(again, layer, m, m * width * 2, contenders)
             for name, (size, kernel) in fused_cases(KERNEL).items():
                 if name.startswith("RMSNorm") and width not in KERNEL_WIDTHS:
                     continue
@@ -85,6 +88,10 @@ def bench_quantize(widths: Mapping[str, int], rows: list[int]) -> Iterator[dict[
                     "xla": (fused_cases("xla")[name][1], arrays),
                 }
                 yield from _rows(name, layer, m, m * width * size, contenders)
+
+
+def _requantized(implementation: str) -> Operation:
+    return lambda saved: _stored(requantize(saved, implementation=implementation))
 
 
 def _stored(*arrays: Any) -> Any:

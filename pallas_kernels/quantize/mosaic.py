@@ -168,7 +168,7 @@ def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_s
     if "up_smem" in scratch:
         _multiply_half(x_smem.at[half], scratch["up_smem"].at[half])
         if plan.transposed:  # the columns of a half are written by both warpgroups
-            _wait_for_both(scratch["multiplied"])
+            wait_for_both(scratch["multiplied"])
     block_scale = None
     if plan.has_blocks:
         block_scale = _block_scale(x_smem.at[half], half, scale_format, scratch["block_smem"], scratch["exchanged"])
@@ -252,7 +252,7 @@ def store_half(codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block
         plgpu.copy_smem_to_gmem(codes_smem.at[chunk, half], codes_gmem.at[rows, columns])
 
 
-def _wait_for_both(barrier: Any) -> None:
+def wait_for_both(barrier: Any) -> None:
     """Both warpgroups have come here, and what they wrote to shared memory is seen by both."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -267,7 +267,7 @@ def _row_maxima(x_smem: Any) -> jax.Array:
 def _block_scale(x_smem: Any, half: Any, scale_format: str, maxima_smem: Any, exchanged: Any) -> jax.Array:
     """The scale of the whole tile, once per row of a half [64]: every warpgroup sees the maxima of all rows."""
     maxima_smem[half] = _row_maxima(x_smem)
-    _wait_for_both(exchanged)
+    wait_for_both(exchanged)
     maxima = plgpu.load(maxima_smem, layout=plgpu.Layout.WG_STRIDED((BLOCK,), 1))
     largest = jnp.max(lax.bitcast_convert_type(maxima, jnp.int32))
     return scale_of(lax.bitcast_convert_type(jnp.broadcast_to(largest, (HALF,)), jnp.float32), scale_format)

@@ -43,6 +43,15 @@ def test_quantiser_compiles_for_ragged_tokens_and_fp16() -> None:
     assert_clean(compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan("row", "column"), "float32", False), x), programs=3)
 
 
+@pytest.mark.parametrize(("tokens", "scale_format"), [(8192, "float32"), (1003, "power_of_two")])
+def test_requantiser_compiles_without_spills(tokens: int, scale_format: str) -> None:
+    from pallas_kernels.quantize import mosaic_requantize
+
+    codes = jax.ShapeDtypeStruct((tokens, 4096), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((4096 // 128, tokens), jnp.float32)
+    assert_clean(compile_for_h100(lambda *array: mosaic_requantize.requantize(*array, scale_format, False), codes, scales), programs=3)
+
+
 @pytest.mark.parametrize("transposed", [None, "column", "block"])
 def test_silu_quantiser_compiles_without_spills(transposed: str | None) -> None:
     from pallas_kernels.quantize import mosaic

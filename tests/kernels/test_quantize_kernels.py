@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ScaledArray, nonfinite_blocks, quantize, quantize_dual, quantize_weight
+from pallas_kernels import SCALE_FORMATS, ScaledArray, nonfinite_blocks, quantize, quantize_dual, quantize_weight, requantize
 from pallas_kernels.quantize import choose
 from pallas_kernels.scaled_array import BLOCK_SHAPES
 from tests.kernels.runnable import runnable
@@ -84,6 +84,35 @@ def test_quantize_weight_matches_oracle_and_its_transpose(implementation: str, s
 
 
 @implementations
+@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (389, 512)])
+def test_requantize_matches_oracle_on_what_the_codes_stand_for(implementation: str, shape: tuple[int, int], scale_format: str) -> None:
+    saved = quantize(trouble(shape), ROW, scale_format=scale_format)
+    again = jax.jit(lambda array: requantize(array, scale_format=scale_format, implementation=implementation))(saved)
+    values = np.asarray(saved.qvalue).astype(np.float32) * np.repeat(np.asarray(saved.scale), 128, axis=1)
+    assert_same_bits(again, jnp.asarray(values), COLUMN, scale_format)
+
+
+@implementations
+def test_requantize_keeps_what_is_not_finite(implementation: str) -> None:
+    x = np.random.default_rng(6).normal(size=(200, 256)).astype(np.float32)
+    x[150, 200], x[20, 150], x[199, 3] = np.nan, np.inf, -np.inf
+    saved = quantize(jnp.asarray(x, jnp.bfloat16), ROW)
+    again = requantize(saved, implementation=implementation)
+    spoiled = np.isnan(np.asarray(saved.dequantize())).reshape(200, 2, 128)  # a token's whole block: 0 times its scale is NaN
+    blocks = np.stack([spoiled[:128].any(0), spoiled[128:].any(0)]).reshape(2, 256)
+    np.testing.assert_array_equal(~np.isfinite(np.asarray(again.scale)), blocks)
+    assert blocks.sum() == 3 * 128
+
+
+def test_requantize_takes_the_codes_of_rows_alone() -> None:
+    with pytest.raises(ValueError, match=r"requantize: unknown block shape: got array.block_shape=\(128, 128\), expected one of"):
+        requantize(quantize(trouble((256, 256)), SQUARE))
+    with pytest.raises(NotImplementedError, match=r"array.shape is \(16, 100\), expected a second dimension"):
+        requantize(quantize(trouble((16, 100)), ROW), implementation="mosaic_interpret")
+
+
+@implementations
 @pytest.mark.parametrize(("dtype", "scale_format"), [("float16", "float32"), ("bfloat16", "power_of_two")])
 def test_other_types_and_scale_formats_match_oracle(implementation: str, dtype: str, scale_format: str) -> None:
     x = trouble((130, 256), dtype)
@@ -128,7 +157,7 @@ def test_interpreter_finds_what_is_missing(implementation: str, broken: str, mon
     if broken == "fence":
         monkeypatch.setattr(mosaic.plgpu, "commit_smem", lambda: None)
     else:
-        monkeypatch.setattr(mosaic, "_wait_for_both", lambda barrier: None)
+        monkeypatch.setattr(mosaic, "wait_for_both", lambda barrier: None)
     try:
         quantize_weight(trouble((144, 128)), implementation=implementation)
         report = capfd.readouterr().out

@@ -26,7 +26,7 @@ SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=256, num
 TOKENS = 9  # no multiple of 8
 Overrides = tuple[tuple[str, str], ...]
 QUANTISERS = {
-    fp8_linear: ("quantize", "quantize_dual"),
+    fp8_linear: ("quantize", "quantize_dual", "requantize"),
     fp8_producers: ("rms_norm_quantize", "silu_multiply_quantize"),
 }
 
@@ -112,7 +112,7 @@ def test_every_input_is_quantised_once() -> None:
     """By XLA: q, k, v share one, gate and up share one; the output gradients of seven layers are quantised both ways."""
     assert Layer(kernels="xla").launches(training=False) == {"quantize": 4}
     # WGrad's operand is made again in each layer's backward; equal ones are one operation once XLA has merged them.
-    assert Layer(kernels="xla").launches(training=True) == {"quantize": 4 + 7, "quantize_dual": 7}
+    assert Layer(kernels="xla").launches(training=True) == {"quantize": 4, "requantize": 7, "quantize_dual": 7}
     for operand in ("dual", "block"):
         assert Layer(kernels="xla", wgrad_operand=operand).launches(training=True) == {"quantize_dual": 4 + 7}
 
@@ -121,7 +121,7 @@ def test_every_input_is_quantised_once() -> None:
 def test_kernels_take_the_operation_in_front_where_they_can(kernels: str) -> None:
     fused = {"rms_norm_quantize*": 2, "quantize*": 1, "silu_multiply_quantize*": 1}
     assert Layer(kernels=kernels).launches(training=False) == fused
-    backward = {"quantize_dual*": 7, "quantize": 7}  # the second: WGrad's operand from dequantised codes, in FP32
+    backward = {"quantize_dual*": 7, "requantize*": 7}
     assert Layer(kernels=kernels).launches(training=True) == fused | backward
     dual = Layer(kernels=kernels, wgrad_operand="dual")  # the norm's kernel has no second output
     assert dual.launches(training=True) == {"quantize_dual*": 2 + 1 + 7, "silu_multiply_quantize*": 1}
