@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.cli import add_step_argument, run_entry_point
 from jetrl_jax.errors import UserError
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -18,12 +18,7 @@ def main(argv: list[str]) -> int:
     """Parses the command line, reads the policy, writes the directory."""
     parser = argparse.ArgumentParser(prog="python -m bridge.export", description="Write a policy as a Hugging Face checkpoint directory.")
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
-    parser.add_argument(
-        "--step",
-        default="last",
-        metavar="N|best|last",
-        help="checkpoint of a run; best: the highest held-out accuracy among those kept",
-    )
+    add_step_argument(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint")
     parser.add_argument("--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
@@ -40,14 +35,10 @@ def main(argv: list[str]) -> int:
     if not arguments.max_shard_gb > 0:
         raise UserError(f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number.")
 
-    if arguments.step not in ("last", "best") and not arguments.step.isdecimal():
-        raise UserError(f"export: no step: got --step {arguments.step}, expected a number, best or last.")
-    step = int(arguments.step) if arguments.step.isdecimal() else arguments.step
-
     from bridge.hf_write import decoder_parameters, save_checkpoint, save_published
     from jetrl_jax.policy import load_policy, published_weights
 
-    policy = load_policy(arguments.run, arguments.overrides, step=step)
+    policy = load_policy(arguments.run, arguments.overrides, step=arguments.step)
     options = {"tokenizer": policy.tokenizer, "max_shard_bytes": arguments.max_shard_gb * 1e9, "overwrite": arguments.overwrite}
     config = policy.model.config
     if arguments.format == "fp8":

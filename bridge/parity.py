@@ -75,8 +75,6 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     from jetrl_jax.precision import jit
     from jetrl_jax.rollout.engine import Request, SamplingParams
 
-    if policy.config.vllm.mode != "external":  # vLLM's sleep mode serves one engine a process, and nothing sleeps here
-        policy = dataclasses.replace(policy, config=override_config(policy.config, ["vllm.sleep=false"]))
     rollout = policy.config.rollout
     rng = np.random.default_rng(seed)
     vocab = policy.model.config.vocab_size

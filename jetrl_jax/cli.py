@@ -40,6 +40,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_step_argument(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` --step: which checkpoint of a run, as `jetrl_jax.policy.load_policy` takes it."""
+    parser.add_argument(
+        "--step",
+        type=_step,
+        default="last",
+        metavar="N|best|last",
+        help="checkpoint of a run (default: last); best: the highest held-out accuracy among those kept",
+    )
+
+
+def _step(text: str) -> int | str:
+    if text not in ("last", "best") and not text.isdecimal():
+        raise UserError(f"--step: no step: got {text!r}, expected a number, best or last.")
+    return int(text) if text.isdecimal() else text
+
+
 def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
     """The config that --config and --set describe; raises UserError."""
     return load_config(arguments.config, arguments.overrides)

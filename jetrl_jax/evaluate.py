@@ -1,6 +1,7 @@
 """`python -m jetrl_jax.evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
 
-With a run directory the run's own config says task and sizes; with a Hugging Face directory give `--config`.
+With a run directory the run's own config says task and sizes, and `--step` which checkpoint; with a Hugging Face directory
+give `--config`.
 Prints one JSON object.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.cli import add_step_argument, run_entry_point
 from jetrl_jax.errors import UserError
 
 
@@ -17,6 +18,7 @@ def main(argv: list[str]) -> int:
     """Parses the command line, evaluates, prints the metrics."""
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.evaluate", description="Evaluate a policy on held-out prompts.")
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    add_step_argument(parser)
     parser.add_argument("--config", metavar="FILE", help="config with the task, needed for a Hugging Face directory")
     parser.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024"
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> int:
     from jetrl_jax.tasks.task import build_task
     from jetrl_jax.training.evaluation import Evaluator
 
-    policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config)
+    policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config, arguments.step)
     config = policy.config
     if arguments.config is None and not is_run(arguments.checkpoint):
         raise UserError(
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
     evaluation = evaluator(engine)
     evaluator.close()
     close_engine(engine)
-    print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts)}, indent=2))
+    print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts), "step": policy.step}, indent=2))
     return 0
 
 

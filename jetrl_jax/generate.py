@@ -1,6 +1,6 @@
 """`python -m jetrl_jax.generate --checkpoint DIR --prompt TEXT`: talk to a trained policy.
 
-DIR is a run directory (its latest checkpoint) or a Hugging Face directory.  Without --prompt, each line of
+DIR is a run directory (`--step` says which checkpoint) or a Hugging Face directory.  Without --prompt, each line of
 standard input is a prompt and is answered as it comes.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.cli import add_step_argument, run_entry_point
 
 
 def main(argv: list[str]) -> int:
     """Parses the command line and prints completions to standard output."""
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.generate", description="Complete prompts with a trained policy.")
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    add_step_argument(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (repeatable); without it, lines of standard input")
     parser.add_argument("--max-tokens", type=int, default=None, metavar="N", help="longest completion, in tokens (default: the run's)")
     parser.add_argument("--temperature", type=float, default=None, help="sampling temperature, 0 is greedy (default: the run's)")
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
         overrides.append(f"rollout.max_completion_tokens={arguments.max_tokens}")
     if arguments.temperature:
         overrides.append(f"rollout.temperature={arguments.temperature}")
-    sampler = PolicySampler(load_policy(arguments.checkpoint, overrides))
+    sampler = PolicySampler(load_policy(arguments.checkpoint, overrides, step=arguments.step))
     prompts = arguments.prompt if arguments.prompt is not None else (line.rstrip("\n") for line in sys.stdin)
     for prompt in prompts:
         for text in sampler(prompt, arguments.samples, seed=arguments.seed, greedy=arguments.temperature == 0):

@@ -23,9 +23,9 @@ from bridge.engine.factory import build_vllm_engine
 from bridge.hf_read import read_config, read_into
 from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
-from jetrl_jax.config_io import config_from_dict, load_config
+from jetrl_jax.config_io import config_from_dict, load_config, override_config
 from jetrl_jax.errors import UserError
-from jetrl_jax.gpu_memory import share_gpu
+from jetrl_jax.gpu_memory import share_gpu, shares_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
@@ -173,7 +173,10 @@ def load_policy(
 
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
-    share_gpu(config)  # before the first array
+    """A policy that learns nothing here: its vLLM has nobody to take turns with, and stays awake."""
+    share_gpu(config)  # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
+    if shares_gpu(config):
+        config = override_config(config, ["vllm.sleep=false"])
     return build_policy(config, model=model)
 
 

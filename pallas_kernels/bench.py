@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = "python -m pallas_kernels.bench " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     require_gpu("python -m pallas_kernels.bench")
     benchmark = BENCHMARKS[options.what]
-    rivals = load_rivals(options.rivals) if options.rivals else None
+    rivals = load_rivals(options.rivals, options.what) if options.rivals else None
     rows = []
     for row in benchmark(options.layers, options.rows, rivals):
         rows.append(row)
@@ -79,24 +79,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, complete: rows of the benchmark's kind where none are given."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("what", choices=list(BENCHMARKS))
-    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), metavar="LAYER", help="default: all")
+    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), metavar="LAYER", help="default: all (not for layer)")
     parser.add_argument("--rows", nargs="+", type=int, help=f"M, default {TRAINING_ROWS}, decode {DECODE_ROWS}")
-    parser.add_argument("--rivals", type=Path, help="a Python file with rivals")
+    parser.add_argument("--rivals", type=Path, help="a Python file with rivals (gemm, decode, layer)")
     parser.add_argument("--out", type=Path, help="JSON file, default runs/benchmarks/WHAT.json")
     options = parser.parse_args(arguments)
+    for (what, name), why in NO_EFFECT.items():
+        if what == options.what and getattr(options, name) is not None:
+            parser.error(f"{what}: an option without effect: got --{name}, expected none: {why}")
     if options.what == "layer" and options.rivals is None:
         parser.error("layer: no model: got no --rivals, expected a file with layer(tokens), such as tests/benchmarks/kernel_layer.py")
+    options.layers = options.layers or list(LAYERS)
     options.rows = options.rows or list(DECODE_ROWS if options.what == "decode" else TRAINING_ROWS)
     return options
 
 
-def load_rivals(path: Path) -> ModuleType:
-    """The module at `path`. Raises FileNotFoundError where there is none, and what importing it raises."""
+def load_rivals(path: Path, what: str) -> ModuleType:
+    """The module at `path`. Raises FileNotFoundError where there is none, ValueError without rivals in `what`, and what it raises."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise FileNotFoundError(f"load_rivals: no Python file: got {path}, expected one such as tests/benchmarks/kernel_rivals.py.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, what):
+        raise ValueError(
+            f"load_rivals: no rivals in {what}: got {path} without a function {what}, expected one, as pallas_kernels/bench.py has it."
+        )
     return module
 
 
@@ -187,6 +195,12 @@ def bench_layer(layers: list[str], rows: list[int], rivals: ModuleType | None) -
             yield _row("layer", "decoder layer", m, name, timing, f"{timing.median * 1e3:.3f}", ms=timing.median * 1e3)
 
 
+NO_EFFECT = {
+    ("linear", "rivals"): "its rival is JAX's BF16",
+    ("quantize", "rivals"): "its rivals are XLA's own",
+    ("layer", "layers"): "it measures a whole decoder layer",
+}
+"""{(benchmark, option that it does not read): why}."""
 BENCHMARKS = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear, "quantize": bench_quantizers, "layer": bench_layer}
 """What is measured, by the name on the command line."""
 

@@ -21,6 +21,8 @@ import importlib.util
 
 import jax
 
+from pallas_kernels.vllm_source import kernel_problem
+
 IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "triton", "auto")
 """Every name there is."""
 HOPPER = "9.0"
@@ -90,7 +92,7 @@ def gpu_problem() -> str | None:
 
 def triton_problem() -> str | None:
     """Why vLLM's Triton kernel cannot run on the default backend, None where it can. Starts the backend."""
-    return _hopper_problem() or packages_problem("triton", "jax_triton", "vllm")
+    return _hopper_problem() or packages_problem("triton", "jax_triton", "vllm") or kernel_problem()
 
 
 def packages_problem(*packages: str) -> str | None:

@@ -41,6 +41,7 @@ CPU_ENVIRONMENT = {
     # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
     "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
 }
+COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # read by torch whenever something is to be compiled
 
 
 class EngineFailed(RunStopped):
@@ -105,11 +106,16 @@ class EngineSettings:
 
 
 def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
-    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`."""
-    if not on_cpu:
-        return ENVIRONMENT
+    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`.
+
+    Raises:
+      UserError: the user's own environment keeps torch from compiling, and vLLM is to be compiled.
+    """
+    if not eager and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        raise UserError("vllm.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, expected true, or that unset.")
     # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
-    return ENVIRONMENT | CPU_ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1" if eager else "0"}
+    compiler = {COMPILER_SWITCH: "1" if eager and on_cpu else "0"}
+    return ENVIRONMENT | compiler | (CPU_ENVIRONMENT if on_cpu else {})
 
 
 def check_version(version: str) -> None:
@@ -222,6 +228,11 @@ def require_awake(asleep: bool, what: str) -> None:
 
 
 def set_environment(on_cpu: bool, eager: bool = True) -> None:
-    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported."""
-    for name, value in environment(on_cpu, eager).items():
+    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported, and for each engine in it.
+
+    Whether torch compiles is the config's to say, and of each engine anew; errors as `environment`.
+    """
+    variables = environment(on_cpu, eager)
+    os.environ[COMPILER_SWITCH] = variables.pop(COMPILER_SWITCH)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)

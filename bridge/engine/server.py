@@ -6,8 +6,9 @@
     generate  token ids in, token ids and logprobs out, one request a completion; every answer names its weights' version
     end       with the trainer, however that ends (`server_process`)
 
-Every call has a time limit.  A server that died, hangs or answers nonsense ends the call with `EngineFailed`, unless
-`vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the call is repeated.
+Every call has a time limit, on all of it (`server_client`).  A server that died, hangs or answers nonsense ends the call
+with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the
+call is repeated.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import shutil
 import socket
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -47,19 +47,16 @@ from bridge.engine.common import (
     trajectory,
     write_model_directory,
 )
+from bridge.engine.server_client import CallFailed, Limit, ServerClient
 from bridge.hf_tensors import hf_tensors, to_host
 from bridge.manifest import Manifest
-from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-
-if TYPE_CHECKING:
-    import httpx
 
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
 POLL_S = 0.2
-STOP_S = 20.0
+STOP_S = RESUME_S = 20.0
 
 
 class ServerEngine:
@@ -88,7 +85,7 @@ class ServerEngine:
         self.owned, self.restarts_left = url is None, settings.restarts
         self.log_directory: Path | None = None
         self._version, self._vllm = -1, ""
-        self._client: httpx.Client | None = None
+        self._client: ServerClient | None = None
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = self._asleep = False
@@ -133,14 +130,14 @@ class ServerEngine:
           EngineFailed: it cannot, or died.
         """
         if self.settings.sleep and not self._asleep:
-            self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self.settings.sync_timeout_s))
+            self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
             self._asleep = True
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as the server holds them."""
         require_awake(self._asleep, "held")
         body = {"method": "jetrl_held_manifest", "args": [list(names), self._version], "timeout": self.settings.sync_timeout_s}
-        answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self.settings.sync_timeout_s))
+        answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
         return Manifest.from_json(answer["results"][0])
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
@@ -184,11 +181,11 @@ class ServerEngine:
         """One field of the answer to each (token ids, sampling parameters); a list of choices gives its only one."""
 
         def all_at_once() -> list[Any]:
-            deadline = time.monotonic() + self.settings.request_timeout_s
+            limit = Limit.start("vllm.request_timeout_s", self.settings.request_timeout_s)
 
             def one(body: tuple[list[int], dict[str, Any]]) -> Any:
                 data = {"token_ids": body[0], "sampling_params": body[1], "return_token_ids": True}
-                return self._post("/inference/v1/generate", data, deadline - time.monotonic())
+                return self._post("/inference/v1/generate", data, limit)
 
             with ThreadPoolExecutor(max_workers=max(1, min(len(bodies), self.settings.max_num_seqs))) as pool:
                 futures = [pool.submit(one, body) for body in bodies]
@@ -212,7 +209,7 @@ class ServerEngine:
         self._ensure_ready()
         assert self._weights is not None
         path, version = self._weights
-        limit = self.settings.sync_timeout_s
+        limit = self._sync_limit()
         if self._asleep:
             self._post("/wake_up?tags=weights", {}, limit)
         try:
@@ -228,8 +225,9 @@ class ServerEngine:
             if self._asleep:
                 self._post("/wake_up?tags=kv_cache", {}, limit)
             self._post("/reset_prefix_cache", {}, limit)
-        finally:
-            self._post("/resume", {}, limit)
+        finally:  # a server that was late is given the time to go on
+            resume = Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S))
+            self._post("/resume", {}, resume)
         self._version, self._asleep = version, False
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
@@ -248,31 +246,20 @@ class ServerEngine:
                 self.restarts_left -= 1
                 print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
 
-    def _post(self, route: str, body: dict[str, Any], timeout_s: float) -> Any:
-        return self._request("POST", route, timeout_s, body)
+    def _sync_limit(self) -> Limit:
+        return Limit.start("vllm.sync_timeout_s", self.settings.sync_timeout_s)
 
-    def _request(self, method: str, route: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that a route answers; {} where it says nothing.  The limit is on connecting and on each read."""
+    def _post(self, route: str, body: dict[str, Any], limit: Limit) -> Any:
+        return self._request("POST", route, limit, body)
+
+    def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that a route answers; {} where it says nothing."""
         if self._client is None:  # by the calling thread: those of a batch come after
-            self._client = _http_client()
-        import httpx
-
-        where = route.split("?")[0]
-        if timeout_s <= 0:
-            raise EngineFailed(f"vLLM: {where} did not answer in time (vllm.request_timeout_s).{self._log_hint()}")
+            self._client = ServerClient()
         try:
-            response = self._client.request(method, f"{self.url}{route}", json=body, timeout=timeout_s)
-        except (httpx.TimeoutException, httpx.NetworkError) as error:
-            reason = "it did not answer in time" if isinstance(error, httpx.TimeoutException) else str(error)
-            raise EngineFailed(f"vLLM: {where}: {reason} (limit {timeout_s:.0f} s).{self._log_hint()}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:  # such as a connection that ends in the middle of an answer
-            raise EngineFailed(f"vLLM: {where}: {type(error).__name__}: {error}.{self._log_hint()}") from error
-        if not response.is_success:
-            raise EngineFailed(f"vLLM: {where} failed with status {response.status_code}: {response.text[:600]}{self._log_hint()}")
-        try:
-            return response.json() if response.content.strip() else {}
-        except ValueError as error:
-            raise EngineFailed(f"vLLM: {where} answered no JSON: {response.content[:100]!r}.{self._log_hint()}") from error
+            return self._client.call(method, f"{self.url}{route}", body, limit)
+        except CallFailed as error:
+            raise EngineFailed(f"vLLM: {route.split('?')[0]}{error}{self._log_hint()}") from error
 
     # The process
 
@@ -288,7 +275,7 @@ class ServerEngine:
             return
         if self.owned:
             self._start()
-        self._vllm = self._request("GET", "/version", self.settings.sync_timeout_s).get("version", "?")
+        self._vllm = self._request("GET", "/version", self._sync_limit()).get("version", "?")
         check_version(self._vllm)
         self._ready = True
 
@@ -317,7 +304,7 @@ class ServerEngine:
             if status is not None:
                 raise EngineFailed(f"vLLM: the server ended with status {status} before it was ready.{self._log_hint()}")
             with contextlib.suppress(EngineFailed):
-                self._request("GET", "/health", 2.0)
+                self._request("GET", "/health", Limit.start("of one question", 2.0))
                 return
             if time.monotonic() > deadline:
                 raise EngineFailed(
@@ -339,13 +326,3 @@ class ServerEngine:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _http_client() -> httpx.Client:
-    """A client for many threads.  No connection is kept: vLLM closes one after an error, and a call on it would look like a dead server."""
-    if importlib.util.find_spec("httpx") is None:
-        raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See README.")
-    import httpx
-
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.Client(limits=limits, trust_env=False)  # the server is on this machine: no proxy

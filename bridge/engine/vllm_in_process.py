@@ -32,6 +32,7 @@ from bridge.engine.common import (
     require_awake,
     sampling_fields,
     scoring_fields,
+    set_environment,
     trajectory,
     write_model_directory,
 )
@@ -52,7 +53,7 @@ class InProcessEngine:
       model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
 
     Raises:
-      UserError: an unsupported vLLM, or a model that vLLM cannot hold in these formats.
+      UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where vLLM is to be compiled.
       EngineFailed: vLLM does not start.
     """
 
@@ -64,7 +65,9 @@ class InProcessEngine:
         for name in MISLEADING:
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
-        if vllm.platforms.current_platform.is_cpu():
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        set_environment(on_cpu, settings.enforce_eager)  # an engine before this one may have run otherwise
+        if on_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:
             arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model)

@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
     "policy/old_kl": Metric("nats/token", "mean of ratio − 1 − log ratio: how far the step's policy is from the old one"),
     "policy/reference_kl": Metric("nats/token", "mean of the KL estimate to the frozen reference"),
     "policy/entropy": Metric("nats/token", "mean entropy of the next-token distribution at trained tokens"),
-    "policy/trained_tokens": Metric("tokens", "tokens that are trained"),
+    "policy/trained_tokens": Metric("tokens", "completion tokens in the loss, once for each epoch: neither masked nor rejected"),
     "policy/positive_token_fraction": Metric("fraction", "trained tokens with A > 0"),
     "policy/negative_token_fraction": Metric("fraction", "trained tokens with A < 0"),
     "reward/mean": Metric("reward", "mean over counted samples"),

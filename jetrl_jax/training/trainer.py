@@ -133,7 +133,7 @@ class Trainer:
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
-        padding: list[float] = []
+        tokens = places = 0
         pairs = scores.pairs
         for epoch in range(self.algorithm.epochs):
             seed = (self.config.seed, step, epoch)
@@ -145,8 +145,8 @@ class Trainer:
                     pairs = list(zip(micro, logprobs, strict=True))
                 losses.append(loss)
                 norms.append(norm)
-                if epoch == 0:
-                    padding += [float(np.mean(b.segment_ids == 0)) for b in micro]
+                tokens += int(sum(np.count_nonzero(b.segment_ids) for b in micro))
+                places += int(sum(np.size(b.segment_ids) for b in micro))
         finite = [norm for norm in norms if norm is not None]
         if finite:
             self.policy_version += 1
@@ -156,10 +156,7 @@ class Trainer:
             row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.overflows}
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"advantage/abs_mean": float(np.abs(advantages[trained]).mean()) if trained.any() else 0.0}
-        row |= {"count/padding_fraction": float(np.mean(padding)), "count/masked_samples": int((~trained).sum())}
-        row["count/train_tokens"] = sum(
-            len(t.prompt_ids) + len(t.completion_ids) for t, keep in zip(batch.trajectories, trained, strict=True) if keep
-        )
+        row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places, "count/masked_samples": int((~trained).sum())}
         return row
 
     def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> _Scores:

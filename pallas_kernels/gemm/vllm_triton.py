@@ -2,8 +2,8 @@
 
     acc = fma(dot * sa, sb, acc)        the order "triton"; dot: the tensor core's FP32 sum of 128 products
 
-The kernel is the function `_w8a8_triton_block_scaled_mm` of the vLLM that is installed, read from its file: nothing of
-vLLM is imported, which would bring torch and an engine along, and nothing is copied. jax_triton hands outputs over
+The kernel is the function `_w8a8_triton_block_scaled_mm` of the vLLM that is installed, read from its file
+(`pallas_kernels.vllm_source`): nothing of vLLM is imported, and nothing is copied. jax_triton hands outputs over
 last, vLLM's signature has them third: a wrapper of one call turns them. Sizes and strides are constants of the program,
 because run-time numbers would not tell the compiler what divides them. Tiles are vLLM's defaults.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,8 @@ import jax
 
 from pallas_kernels.formats import BLOCK
 from pallas_kernels.scaled_array import ScaledArray
+from pallas_kernels.vllm_source import KERNEL, find_kernel, vllm_source
 
-SOURCE, KERNEL = "model_executor/layers/quantization/utils/fp8_utils.py", "_w8a8_triton_block_scaled_mm"
-"""Where vLLM has its kernel."""
-PARAMETERS = (
-    "A B C As Bs M N K group_n group_k stride_am stride_ak stride_bk stride_bn stride_cm stride_cn stride_As_m stride_As_k "
-    "stride_Bs_k stride_Bs_n BLOCK_SIZE_M BLOCK_SIZE_N BLOCK_SIZE_K GROUP_SIZE_M"
-).split()
-"""What it is called with, in this order."""
 TILE_M, TILE_N, GROUP_M, WARPS, STAGES = 64, 128, 32, 4, 2
 """vLLM's tiles for sizes that it has no table for."""
 _vllm_kernel: Any = None
@@ -100,14 +93,6 @@ def _outputs_last(a, b, a_scale, b_scale, out, m, n, k, blocks, group_n, tile_m,
     )  # fmt: skip
 
 
-def vllm_source() -> Path:
-    """The file of the installed vLLM that holds the kernel. Raises NotImplementedError where vLLM is not installed."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise NotImplementedError("vllm_source: no kernel: got no installed vllm, expected one: its Triton kernel is what runs here.")
-    return Path(spec.origin).parent / SOURCE
-
-
 def load_kernel(path: Path) -> Any:
     """vLLM's kernel as a `triton.JITFunction`, from the text of its file. Raises NotImplementedError as `find_kernel` does."""
     function = find_kernel(path)
@@ -118,18 +103,3 @@ def load_kernel(path: Path) -> Any:
     # The lines stay those of vLLM's file, where Triton reads the function again.
     exec(compile(ast.Module([function], []), str(path), "exec"), names)
     return names[KERNEL]
-
-
-def find_kernel(path: Path) -> ast.FunctionDef:
-    """The kernel's definition in vLLM's file.
-
-    Raises:
-      NotImplementedError: no such file, no such function in it, or one with other parameters.
-    """
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL]
-    parameters = [argument.arg for node in found for argument in node.args.args]
-    if parameters != PARAMETERS:
-        got = f"parameters {parameters}" if found else "none"
-        raise NotImplementedError(f"find_kernel: not vLLM's kernel: got {got} in {path}, expected {KERNEL} with {PARAMETERS}.")
-    return found[0]

@@ -70,9 +70,10 @@ def test_generate_and_evaluate_read_the_run_and_its_export(finished, compilation
         "jetrl_jax.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4", cache=compilation_cache
     )
     assert other.returncode == 0, other.stderr
-    scored = run_module("jetrl_jax.evaluate", "--checkpoint", str(directory), cache=compilation_cache)
+    scored = run_module("jetrl_jax.evaluate", "--checkpoint", str(directory), "--step", "best", cache=compilation_cache)
     assert scored.returncode == 0, scored.stderr
-    assert json.loads(scored.stdout)["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
+    answer = json.loads(scored.stdout)
+    assert answer["step"] == 4 and answer["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
 
 
 def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path, compilation_cache):

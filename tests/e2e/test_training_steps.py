@@ -168,6 +168,34 @@ def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "run").exists()
 
 
+def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, **fields):
+    """A trainer of sums whose engine and programs follow the script."""
+    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
+    task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
+    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=[shorter])
+
+
+@pytest.mark.parametrize("reject_level", ["token", "sequence_mean"])
+def test_train_tokens_are_those_that_the_programs_are_given(reject_level, tmp_path, monkeypatch):
+    """Rejected whole, a completion is not packed; of one that is packed, the programs read every token, in the loss or not."""
+    seen, trained, real = [], [], ScriptedPrograms.policy_gradient
+
+    def policy_gradient(self, state, batch, *arguments):
+        seen.append(batch.segment_ids > 0)
+        trained.append(batch.loss_mask)
+        return real(self, state, batch, *arguments)
+
+    monkeypatch.setattr(ScriptedPrograms, "policy_gradient", policy_gradient)
+    correction = {"reject": "k3", "reject_level": reject_level, "reject_high": 0.15}  # about the script's own mismatch
+    trainer = scripted_trainer(tmp_path / "run", monkeypatch, algorithm={"epochs": 2, "minibatches": 2}, correction=correction)
+    row = trainer.dry_run()["metrics"]
+    sequences = row["count/completions"] * (row["length/completion_tokens_mean"] + row["length/prompt_tokens_mean"])
+    assert 0 < row["correction/rejected_sequence_fraction"] < 1
+    assert row["count/train_tokens"] == np.sum(seen) < 2 * sequences
+    assert row["policy/trained_tokens"] == np.sum(trained) < row["count/train_tokens"]
+    assert row["count/padding_fraction"] == pytest.approx(1 - np.mean(seen))
+
+
 def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_path, monkeypatch):
     """Scored, differentiated and updated while it sleeps; sampled while it does not."""
     asleep, calls = [False], []
@@ -199,12 +227,6 @@ def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_pat
 
     for name in ("logprobs", "policy_gradient", "update"):
         while_asleep(name)
-    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: Engine(policy.tokenizer))
-    fields = {
-        "task": {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}},
-        "warm_start": None,
-        "algorithm": {"minibatches": 2},
-    }
-    ScriptedTrainer(tiny_config(tmp_path / "run", **fields), reward_functions=[shorter]).dry_run()
+    scripted_trainer(tmp_path / "run", monkeypatch, Engine, algorithm={"minibatches": 2}).dry_run()
     order = [name for name, _ in itertools.groupby(calls)]
     assert order == ["load", "generate", "sleep", "logprobs", "policy_gradient", "update", "policy_gradient", "update", "load"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ScaledArray, matmul, quantize
+from pallas_kernels import ScaledArray, matmul, quantize, vllm_source
 from pallas_kernels.gemm import vllm_triton
 from pallas_kernels.implementations import packages_problem
 from tests.kernels import aot
@@ -53,18 +53,18 @@ def operands(m: int, n: int, k: int, block: tuple[int, int]) -> tuple[ScaledArra
 
 @needs("vllm")
 def test_installed_vllm_has_the_kernel_with_the_parameters_that_it_is_called_with() -> None:
-    assert vllm_triton.find_kernel(vllm_triton.vllm_source()).name == vllm_triton.KERNEL
+    assert vllm_source.find_kernel(vllm_source.vllm_source()).name == vllm_source.KERNEL
 
 
 @pytest.mark.parametrize(
-    "text", [None, "x = 1\n", f"def {vllm_triton.KERNEL}(A, B, M):\n    pass\n"], ids=["no file", "no function", "other"]
+    "text", [None, "x = 1\n", f"def {vllm_source.KERNEL}(A, B, M):\n    pass\n"], ids=["no file", "no function", "other"]
 )
 def test_a_vllm_with_another_kernel_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "fp8_utils.py"
     if text is not None:
         path.write_text(text)
     with pytest.raises(NotImplementedError, match=r"find_kernel: not vLLM's kernel: got .*fp8_utils\.py, expected _w8a8_triton"):
-        vllm_triton.find_kernel(path)
+        vllm_source.find_kernel(path)
 
 
 def test_the_other_order_and_sizes_beyond_int32_are_refused() -> None:

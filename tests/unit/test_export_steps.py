@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is read and exported: of a step, the last, the best on record; and what is said of others."""
+"""Which checkpoint of a run is read, exported, evaluated: of a step, the last, the best on record; and what is said of others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from bridge import export, load_checkpoint
+from bridge.engine.factory import engine_settings
+from jetrl_jax import evaluate, generate
 from jetrl_jax.config_io import config_from_dict, dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.policy import build_policy, load_policy
@@ -47,14 +49,28 @@ def test_export_takes_the_step_that_is_asked_for(run: Path, step: str, expected:
     ("step", "message"),
     [
         ("3", r"no checkpoint of that step: got step=3 of .*, expected one of \[0, 2, 4, 6\]"),
-        ("-1", "no step: got --step -1, expected a number, best or last"),
-        ("newest", "no step: got --step newest"),
+        ("-1", "no step: got '-1', expected a number, best or last"),
+        ("newest", "no step: got 'newest'"),
     ],
 )
 def test_export_raises_on_a_step_that_is_not_there(run: Path, step: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         export.main(["--run", str(run), "--out", str(tmp_path / "out"), f"--step={step}"])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [evaluate, generate])
+@pytest.mark.parametrize(("step", "message"), [("3", "got step=3 of"), ("newest", "no step: got 'newest'")])
+def test_evaluate_and_generate_take_a_step(run: Path, command: Any, step: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        command.main(["--checkpoint", str(run), f"--step={step}"])
+
+
+@pytest.mark.parametrize("sleep", ["null", "true", "false"])
+def test_vllm_of_a_policy_that_was_read_stays_awake(run: Path, sleep: str) -> None:
+    """Nothing learns from it; vLLM's sleep mode costs memory and serves one engine a process."""
+    config = load_policy(run, ["rollout.engine=vllm", f"vllm.sleep={sleep}"]).config
+    assert not engine_settings(config, on_gpu=True).sleep
 
 
 def test_load_policy_raises_on_no_best_a_damaged_one_and_a_directory_without_steps(run: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_benchmark_writes_every_site_and_contender(what: str, sites: list, conte
     )
     out = tmp_path / "out.json"
     monkeypatch.setattr(bench, "parse", lambda arguments, parse=bench.parse: _with_layers(parse(arguments)))
-    bench.main([what, "--rows", "16", "--out", str(out), "--rivals", str(rivals)])
+    bench.main([what, "--rows", "16", "--out", str(out), *([] if (what, "rivals") in bench.NO_EFFECT else ["--rivals", str(rivals)])])
     report = json.loads(out.read_text())
     assert report["command"].startswith(f"python -m pallas_kernels.bench {what} --rows 16") and "jax" in report["environment"]
     assert {(row["site"], row["contender"]) for row in report["rows"]} >= {(site, name) for site in sites for name in contenders}
@@ -169,6 +169,20 @@ def test_layer_benchmark_takes_whole_sequences_and_a_file() -> None:
         bench.parse(["layer"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["layer", "--layers", "o", "--rivals", "f.py"], "layers"),
+        (["linear", "--rivals", "f.py"], "rivals"),
+        (["quantize", "--rivals", "f.py"], "rivals"),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    assert end.value.code == 2 and f"{arguments[0]}: an option without effect: got --{option}" in capsys.readouterr().err
+
+
 @needs_no_gpu
 @pytest.mark.parametrize("main", [lambda: bench.main(["gemm"]), lambda: tune.main([])], ids=["bench", "tune"])
 def test_commands_refuse_without_a_gpu_in_one_line(main: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +194,14 @@ def test_commands_refuse_without_a_gpu_in_one_line(main: Callable[[], None], cap
 
 def test_load_rivals_raises_on_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"load_rivals: no Python file: got .*nothing\.py"):
-        bench.load_rivals(tmp_path / "nothing.py")
+        bench.load_rivals(tmp_path / "nothing.py", "gemm")
+
+
+def test_load_rivals_raises_on_a_file_without_rivals_in_this_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "rivals.py").write_text("def gemm(m, n, k): return {}\n")
+    assert bench.load_rivals(tmp_path / "rivals.py", "gemm").gemm(1, 2, 3) == {}
+    with pytest.raises(ValueError, match=r"no rivals in decode: got .*rivals\.py without a function decode"):
+        bench.load_rivals(tmp_path / "rivals.py", "decode")
 
 
 # --------------------------------------------------------------------------------------------------------------- tuner
