@@ -52,7 +52,8 @@ class EngineSettings:
     """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
 
     promotion_order, scale_format: of the FP8 kernel, where it is this project's own.
-    exact: on vLLM's CPU platform, reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`).
+    exact: on vLLM's CPU platform, reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`);
+      engine_variant: whose rounding points these have in norms, as `numerics.engine_variant`.
     sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
     max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
     """
@@ -63,6 +64,7 @@ class EngineSettings:
     promotion_order: str = "deepgemm"
     scale_format: str = "float32"
     exact: bool = True
+    engine_variant: str = "native"
     gpu_memory_utilization: float = 0.4
     sleep: bool = False
     kv_cache_memory_mb: int | None = None
@@ -94,7 +96,7 @@ class EngineSettings:
             "weight_transfer_config": {"backend": "jetrl"},
             "worker_extension_cls": "bridge.engine.vllm_transfer.WorkerExtension",
             "additional_config": {
-                "jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format, "exact": self.exact}
+                "jetrl": {name: getattr(self, name) for name in ("promotion_order", "scale_format", "exact", "engine_variant")}
             },
         }
         if self.sleep:

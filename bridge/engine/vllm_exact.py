@@ -1,7 +1,7 @@
 """vLLM's operations on its CPU platform with reductions in float64, as the trainer's `numerics.exact` has them.
 
 vLLM's own kernels there sum in another order than the trainer, and now and then a BF16 rounding goes the other way.  These
-compute in float64 and round once, where `jetrl_jax.models.ops` rounds (engine variant "native"), so both sides get the
+compute in float64 and round once, where `jetrl_jax.models.ops` rounds (`bridge.engine.torch_exact`), so both sides get the
 same bits whatever the order: attention over the paged cache, RMSNorm, the table of RoPE.  vLLM's other operations there
 agree as they are (SiLU for every BF16 input down to -88); the FP32 head differs by roundoff.  They serve engines whose
 `additional_config` has ``jetrl`` with ``exact`` (its default); all others keep vLLM's operations.  Slow, like all of the
@@ -21,10 +21,9 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from bridge.engine import torch_exact
 from bridge.engine.vllm_kernel import engine_settings
 from jetrl_jax.models.ops import inverse_frequencies
-
-SCORES_AT_ONCE = 1 << 23  # of one call, in float64
 
 
 def register_operations() -> None:
@@ -37,21 +36,19 @@ def register_operations() -> None:
 
 
 class ExactRMSNorm(RMSNorm):
-    """bf16(bf16(h / rms(h)) * w); h = x + residual, not rounded; the mean in float64."""
+    """RMSNorm with its mean in float64 and the rounding points of the settings' `engine_variant`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.exact = engine_settings().exact and self.has_weight and self.variance_size_override is None
+        self.engine_variant = engine_settings().engine_variant
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """vLLM's call: the normed values, and with a residual also the new residual."""
         if not self.exact:
             return super().forward_native(x, residual)
-        h = x.float() if residual is None else x.float() + residual.float()
-        wide = h.double()
-        normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.variance_epsilon)).float().to(x.dtype)
-        out = (normed.float() * self.weight.float()).to(x.dtype)
-        return out if residual is None else (out, h.to(x.dtype))
+        normed, total = torch_exact.rms_norm(x, self.weight, self.variance_epsilon, self.engine_variant, residual)
+        return normed if residual is None else (normed, total)
 
 
 class ExactRotaryEmbedding(RotaryEmbedding):
@@ -61,15 +58,11 @@ class ExactRotaryEmbedding(RotaryEmbedding):
     scaling is another class of vLLM and keeps its table.
     """
 
-    def _compute_inv_freq(self, base: float) -> torch.Tensor:
-        return torch.from_numpy(inverse_frequencies(self.rotary_dim, base)) if engine_settings().exact else super()._compute_inv_freq(base)
-
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         if not engine_settings().exact:
             return super()._compute_cos_sin_cache()
-        positions = torch.arange(self.max_position_embeddings, dtype=torch.float)
-        angles = (positions[:, None] * self._compute_inv_freq(self.base)[None]).double()
-        return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+        frequencies = torch.from_numpy(inverse_frequencies(self.rotary_dim, self.base))
+        return torch_exact.rope_table(frequencies, self.max_position_embeddings)
 
 
 class ExactAttentionBackend(CPUAttentionBackend):
@@ -117,41 +110,7 @@ class ExactAttention(CPUAttentionBackendImpl):
         """vLLM's call: queries [T, N, H] of several requests, one after the other, against the cache; fills `output`."""
         if not self.exact or attn_metadata is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        starts, lengths = attn_metadata.query_start_loc.long(), attn_metadata.seq_lens.long()
-        new = starts[1:] - starts[:-1]
-        longest, most = int(lengths.max()), int(new.max())
-        step = max(1, SCORES_AT_ONCE // (self.num_heads * most * longest))
-        flat = output.view(output.shape[0], -1)
-        for first in range(0, len(new), step):
-            part = slice(first, first + step)
-            self._attend(query, kv_cache, attn_metadata.block_table[part].long(), starts[:-1][part], new[part], lengths[part], flat)
+        keys, values = torch_exact.key_value_cache(kv_cache, self.head_size)
+        starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+        torch_exact.paged_attention(query, keys, values, attn_metadata.block_table, starts, lengths, self.scale, output)
         return output
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        table: torch.Tensor,  # [R, blocks] of the cache
-        starts: torch.Tensor,  # [R], first token in `query`
-        new: torch.Tensor,  # [R], tokens in `query`
-        lengths: torch.Tensor,  # [R], tokens in the cache
-        output: torch.Tensor,  # [T, N * H], filled
-    ) -> None:
-        heads, width, size = self.num_kv_heads, self.head_size, kv_cache.shape[2]
-        blocks = -(-int(lengths.max()) // size)
-        cached = kv_cache[table[:, :blocks]].permute(0, 2, 1, 3, 4).reshape(len(table), heads, blocks * size, 2 * width).double()
-        place = torch.arange(blocks * size)
-        cached = cached.masked_fill((place >= lengths[:, None])[:, None, :, None], 0.0)  # stale blocks may hold anything
-        keys, values = cached.split(width, dim=-1)
-        offset = torch.arange(int(new.max()))
-        token = starts[:, None] + torch.minimum(offset, new[:, None] - 1)  # [R, Q]
-        queries = (query[token].float() * torch.tensor(self.scale, dtype=torch.float32)).double()
-        queries = queries.view(*token.shape, heads, -1, width).permute(0, 2, 3, 1, 4)  # [R, K, G, Q, H]
-        scores = queries @ keys[:, :, None].transpose(-1, -2)
-        last = (lengths - new)[:, None] + offset
-        scores = scores.masked_fill((place > last[..., None])[:, None, None], -1e30)
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        attended = (weights @ values[:, :, None]) / weights.sum(-1, keepdim=True)
-        attended = attended.permute(0, 3, 1, 2, 4).reshape(*token.shape, -1).float().to(output.dtype)
-        kept = offset < new[:, None]
-        output[token[kept]] = attended[kept]
