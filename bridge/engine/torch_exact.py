@@ -38,6 +38,26 @@ def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
 
 
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two, as `ops.silu_multiply`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.double()
+    decay = torch.exp(-wide.abs())
+    silu = (wide * torch.where(wide >= 0, 1.0, decay) / (1 + decay)).float().to(gate_up.dtype)
+    return (silu.float() * up.float()).to(gate_up.dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias.
+
+    `ops.dense` sums in FP32: that is off by roundoff of the sum, this by none.
+    """
+    wide = x.double()
+    rows = weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))
+    out = torch.cat([(wide @ part.double().t()).float() for part in rows], dim=-1)
+    return out if bias is None else out + bias.float()
+
+
 def key_value_cache(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, values) [blocks, block size, K, H], views of one layer's paged cache in plain order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,30 +11,13 @@ import pytest
 from jetrl_jax.models import ops
 from jetrl_jax.precision import Numerics
 from tests.oracles import attention_oracle
-from tests.parity.small_policy import CONFIG
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from bridge.engine import torch_exact  # noqa: E402
+from tests.parity.paged_cache import LAYOUTS, REQUESTS, Paged, assert_equal, bf16, normal  # noqa: E402
 
 VARIANTS = ("native", "cuda")
 EPS = 1e-6
-BLOCK_SIZE = 16
-# Requests of one step: (tokens in the cache, new ones of them); decoding, a prefill, one with nothing new, a prompt's second part.
-REQUESTS = [(37, 1), (20, 20), (5, 0), (50, 13), (1, 1), (16, 1)]
-
-
-def bf16(array: Any) -> jnp.ndarray:
-    """A torch BF16 tensor as a JAX one, bit for bit."""
-    return jnp.asarray(array.contiguous().view(torch.int16).numpy().view(jnp.bfloat16))
-
-
-def assert_equal(ours: Any, trainers: Any) -> None:
-    np.testing.assert_array_equal(ours.float().numpy(), np.asarray(trainers, np.float32))
-
-
-def normal(rng: np.random.Generator, *shape: int) -> Any:
-    """Random BF16 values over some orders of magnitude."""
-    return torch.from_numpy(rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)))).bfloat16()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -57,51 +39,26 @@ def test_rms_norm_has_two_variants() -> None:
     assert 0.1 < (native != cuda).float().mean() < 0.5
 
 
-@pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (128, 1e6)])
-def test_rope_table_is_the_trainers(head_dim: int, theta: float) -> None:
-    positions = 40960
-    table = torch_exact.rope_table(torch.from_numpy(ops.inverse_frequencies(head_dim, theta)), positions).bfloat16()
-    config = dataclasses.replace(CONFIG, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
-    trainers = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
-    assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
+def test_silu_is_the_trainers() -> None:
+    """For every BF16 gate; subnormal results are 0 in XLA."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = bits[torch.isfinite(bits)][:, None]
+    up = torch.full_like(gate, 1.375)
+    ours = torch_exact.silu_multiply(torch.cat((gate, up), dim=-1)).float().numpy()
+    trainers = np.asarray(ops.silu_multiply(bf16(gate), bf16(up), Numerics()), np.float32)
+    smallest = np.finfo(np.float32).tiny
+    np.testing.assert_array_equal(*(np.where(np.abs(side) <= 2 * smallest, 0, side) for side in (ours, trainers)))
 
 
-class Paged:
-    """Keys and values of `REQUESTS` in the blocks of a cache, in a random order, with NaN wherever no token is.
-
-    layout: "separate" as vLLM 0.24 has it, "side by side" as from 0.26 on; head_major: the memory's order below either.
-    """
-
-    def __init__(self, layout: str, head_major: bool, heads: int, width: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        used = [-(-length // BLOCK_SIZE) for length, _ in REQUESTS]
-        blocks = sum(used) + 3
-        names = rng.permutation(blocks)
-        table = np.full((len(REQUESTS), max(used) + 1), 10**6)  # entries past a request's length
-        shape = (blocks, heads, BLOCK_SIZE) if head_major else (blocks, BLOCK_SIZE, heads)
-        if layout == "separate":
-            memory = torch.full((blocks, 2, *shape[1:], width), float("nan"), dtype=torch.bfloat16)
-            self.cache = memory.transpose(2, 3) if head_major else memory
-        else:
-            memory = torch.full((*shape, 2 * width), float("nan"), dtype=torch.bfloat16)
-            self.cache = memory if head_major else memory.transpose(1, 2)
-        self.keys, self.values = [], []
-        for row, (length, _) in enumerate(REQUESTS):
-            mine, names = names[: used[row]], names[used[row] :]
-            table[row, : used[row]] = mine
-            key, value = normal(rng, length, heads, width), normal(rng, length, heads, width)
-            self.keys.append(key)
-            self.values.append(value)
-            for token in range(length):
-                block, place = int(mine[token // BLOCK_SIZE]), token % BLOCK_SIZE
-                for part, source in ((0, key), (1, value)):
-                    if layout == "separate":
-                        self.cache[block, part, place] = source[token]
-                    else:
-                        self.cache[block, :, place, part * width : (part + 1) * width] = source[token]
-        self.table = torch.from_numpy(table.astype(np.int32))
-        self.lengths = torch.tensor([length for length, _ in REQUESTS], dtype=torch.int32)
-        self.starts = torch.tensor(np.cumsum([0, *(new for _, new in REQUESTS)]), dtype=torch.int32)
+def test_linear_is_the_float64_product_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, bias = normal(rng, 7, 96), normal(rng, 50, 96), normal(rng, 50)
+    product = x.double().numpy() @ weight.double().numpy().T
+    for at_once in (torch_exact.ELEMENTS_AT_ONCE, 1000, 1):
+        monkeypatch.setattr(torch_exact, "ELEMENTS_AT_ONCE", at_once)
+        np.testing.assert_array_equal(torch_exact.linear(x, weight).numpy(), product.astype(np.float32))
+        expected = product.astype(np.float32) + bias.float().numpy()
+        np.testing.assert_array_equal(torch_exact.linear(x, weight, bias).numpy(), expected)
 
 
 def attended(paged: Paged, query: Any) -> Any:
@@ -115,7 +72,7 @@ def attended(paged: Paged, query: Any) -> Any:
 
 
 @pytest.mark.parametrize("head_major", [False, True])
-@pytest.mark.parametrize("layout", ["separate", "side by side"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [16, 64])
 def test_paged_attention_is_float64_rounded_once(layout: str, head_major: bool, width: int) -> None:
     """Against the oracle: its scale, a power of two, is exact in any format."""
@@ -132,26 +89,16 @@ def test_paged_attention_is_float64_rounded_once(layout: str, head_major: bool, 
     assert torch.equal(attended(paged, query), torch.cat(expected))
 
 
-@pytest.mark.parametrize("layout", ["separate", "side by side"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [64, 128])
 def test_paged_attention_is_the_trainers(layout: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill and decode against `attention` of whole sequences, whatever is computed at once."""
-    paged, numerics = Paged(layout, False, 2, width), Numerics()
+    paged = Paged(layout, False, 2, width)
     query = normal(np.random.default_rng(1), int(paged.starts[-1]) + 2, 4, width)
-    expected, longest = [], max(length for length, _ in REQUESTS)
-
-    def padded(x: Any, before: int) -> jnp.ndarray:
-        """Zeros around one request's rows, so that all requests are one program."""
-        return bf16(torch.nn.functional.pad(x, (0, 0, 0, 0, before, longest - before - len(x))))[None]
-
-    for row, (length, new) in enumerate(REQUESTS):
-        start = int(paged.starts[row])
-        mine = padded(query[start : start + new], length - new)
-        out = ops.attention(mine, padded(paged.keys[row], 0), padded(paged.values[row], 0), None, numerics)
-        expected.append(np.asarray(out[0, length - new : length], np.float32))
+    expected = paged.attended_by_the_trainer(query)
     for at_once in (torch_exact.ELEMENTS_AT_ONCE, 5000, 1):
         monkeypatch.setattr(torch_exact, "ELEMENTS_AT_ONCE", at_once)
-        assert_equal(attended(paged, query), np.concatenate(expected))
+        assert_equal(attended(paged, query), expected)
 
 
 def test_an_unknown_cache_layout_is_refused() -> None:
