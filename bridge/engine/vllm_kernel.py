@@ -20,6 +20,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.platforms import PlatformEnum, current_platform
 
 from pallas_kernels.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
+from pallas_kernels.quantize.fused import ENGINE_VARIANTS
 
 SETTINGS_KEY = "jetrl"
 PROMOTION_ORDERS = ("deepgemm", "triton")
@@ -61,17 +62,22 @@ def block_scaled_matmul(
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What an engine was given under ``jetrl``; exact: whether it takes the operations of `bridge.engine.vllm_exact`."""
+    """What an engine was given under ``jetrl``.
+
+    exact: whether it takes the operations of `bridge.engine.vllm_exact`; engine_variant: their rounding points in norms.
+    """
 
     promotion_order: str = PROMOTION_ORDERS[0]
     scale_format: str = SCALE_FORMATS[0]
     exact: bool = True
+    engine_variant: str = ENGINE_VARIANTS[0]
 
     def __post_init__(self) -> None:
-        if self.promotion_order not in PROMOTION_ORDERS or self.scale_format not in SCALE_FORMATS or not isinstance(self.exact, bool):
+        known = self.promotion_order in PROMOTION_ORDERS and self.scale_format in SCALE_FORMATS and self.engine_variant in ENGINE_VARIANTS
+        if not known or not isinstance(self.exact, bool):
             raise ValueError(
                 f"additional_config.{SETTINGS_KEY}: unknown value: got {dataclasses.asdict(self)}, expected promotion_order in "
-                f"{PROMOTION_ORDERS}, scale_format in {SCALE_FORMATS} and exact true or false."
+                f"{PROMOTION_ORDERS}, scale_format in {SCALE_FORMATS}, exact true or false and engine_variant in {ENGINE_VARIANTS}."
             )
 
 

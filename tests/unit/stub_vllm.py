@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from bridge.manifest import Manifest
 
 TOKEN, LOGPROB = 1, -0.5  # what it samples: one token, always
+OPERATIONS = {"attention": "ExactAttention", "norm": "ExactNorm", "silu": "ExactSilu", "logits": "ExactLogits"}  # what it says it runs
 
 
 class StubVllm:
@@ -71,7 +72,9 @@ class StubVllm:
         self.stale = False
         return True
 
-    def collective_rpc(self, method: str, args: Any = ()) -> list[str]:
+    def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        if method == "jetrl_operations":
+            return [OPERATIONS]
         assert self.weights is not None and not self.asleep
         return [self.weights.to_json()]
 

@@ -92,6 +92,11 @@ BROKEN = [
     ),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: server, url: 'http://a:1'}", "rollout: {engine: vllm}, vllm: {mode: server}"),
     ("rollout.engine", "rollout: {engine: vllm}, precision: {preset: fp16}", "rollout: {engine: vllm}, precision: {preset: bf16}"),
+    (
+        "vllm.enforce_eager",
+        "rollout: {engine: vllm}, vllm: {enforce_eager: false}",
+        "rollout: {engine: vllm}, vllm: {enforce_eager: false}, numerics: {exact: false}",
+    ),
     ("correction.mode", "correction: {mode: bypass, veto: 1.0e-4}", "correction: {mode: decoupled, veto: 1.0e-4}"),
     ("correction.low", "correction: {weight: token_mask, low: 5, high: 4}", "correction: {weight: token_mask, low: 5, high: 5}"),
     ("correction.reject_low", "correction: {reject: k1, reject_low: 1.002}", "correction: {reject: k1, reject_low: 1.001}"),

