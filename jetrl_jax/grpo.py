@@ -32,6 +32,7 @@ from jetrl_jax.config_io import dump_config, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.gpu_memory import check_device, share_gpu
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.dense import dense_implementation
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.fp8_producers import input_implementations
@@ -267,6 +268,7 @@ class GRPOTrainer:
                     name: dataclasses.asdict(choice)
                     for name, choice in input_implementations(self.policy.model.config, self.policy.model.numerics).items()
                 },
+                "dense_products": dataclasses.asdict(dense_implementation(self.policy.model.numerics)),
                 "attention": dataclasses.asdict(attention_implementation(self.policy.model.numerics, self.policy.model.config.head_dim)),
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),

@@ -22,10 +22,13 @@ Weights are blocked (128, 128) because such a block transposes exactly: one quan
 
     x8 = quantize(x, (1, 128));  w8 = quantize(w, (128, 128));  y = fprop(x8, w8)        # y: bfloat16 [M, N]
 
+What stays in BF16 or FP16 has a product, too, whose bits do not depend on the rows beside a row: `dense_matmul`.
+
 Everything rounds in one defined way (`formats`), so that a trainer, a rollout engine and an exported checkpoint can hold
 the same bits. This package imports jax and numpy only and knows nothing of models or of reinforcement learning.
 """
 
+from pallas_kernels.dense import dense_matmul
 from pallas_kernels.formats import (
     AMAX_FLOOR,
     BF16_ROUNDOFF,
@@ -64,6 +67,7 @@ __all__ = [
     "Choice",
     "ScaledArray",
     "compute_scale",
+    "dense_matmul",
     "dgrad",
     "divide",
     "encode",

@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels.hopper import SWIZZLE_BYTES
 from pallas_kernels.implementations import interpreter_problem
-
-H100_SMS = 132
-"""Streaming multiprocessors of an H100 SXM and of an H200; a persistent kernel launches one program on each."""
-SMEM_BYTES = 227 * 1024
-"""Shared memory of one program on Hopper."""
-SWIZZLE_BYTES = 128
-"""Width of a row of shared memory that TMA and wgmma permute together."""
 
 
 def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Callable[..., Any]:
@@ -55,3 +52,46 @@ def tile(rows: int, columns: int, dtype: Any, leading: tuple[int, ...] = ()) -> 
         raise ValueError(f"tile: wrong size: got rows={rows}, {width} bytes a row, expected a multiple of 8 and 32, 64 or 128.")
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width))
     return plgpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
+
+
+def ring_slot(step: jax.Array, stages: int) -> jax.Array:
+    """Slot of a ring of `stages` that a program's `step`-th copy goes to."""
+    return lax.rem(step, jnp.int32(stages))
+
+
+def fill_ring(
+    tiles: int, blocks: int, stages: int, empty_barrier: Any, copies: Callable[[jax.Array], Callable[[jax.Array, jax.Array], None]]
+) -> None:
+    """A producer: keeps a ring of slots full with every block of every tile, in the order in which consumers take them.
+
+    Args:
+      tiles: of the result, dealt out over the grid's axis "program".
+      blocks: of the contraction.
+      stages: slots; `empty_barrier[slot]` says that every consumer is done with what it held.
+      copies: gives, for a tile's number, the function (slot, block) that starts the copies of a block.
+    """
+
+    @plgpu.nd_loop((tiles,), collective_axes="program")
+    def _tile(loop: Any) -> None:
+        copy = copies(loop.index[0])
+
+        @pl.loop(0, blocks)
+        def _block(block: jax.Array) -> None:
+            step = loop.local_index * blocks + block
+            slot = ring_slot(step, stages)
+
+            @pl.when(step >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(empty_barrier.at[slot])
+                plgpu.commit_smem()  # what consumers read by plain loads comes before what TMA writes next
+
+            copy(slot, block)
+
+        # Every arrival is waited for: a program of a cluster must not end while its peer can still arrive here.
+        @pl.when(loop.local_index == loop.num_local_steps - 1)
+        def _drain() -> None:
+            @pl.loop(0, stages)
+            def _(slot: jax.Array) -> None:
+                @pl.when(slot < loop.num_local_steps * blocks)
+                def _() -> None:
+                    plgpu.barrier_wait(empty_barrier.at[slot])

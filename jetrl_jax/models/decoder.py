@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models import fp8_producers, ops, tensor_parallel, vocabulary
+from jetrl_jax.models.dense import dense
 from jetrl_jax.models.fp8_linear import InputCodes, linear
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.models.sharded import held, whole
@@ -238,7 +239,7 @@ class Decoder(nnx.Module):
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)
-        flat = ops.dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
+        flat = dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)
 
 

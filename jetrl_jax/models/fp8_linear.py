@@ -32,7 +32,8 @@ import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import tensor_parallel
-from jetrl_jax.models.ops import dense, round_parameter, round_to
+from jetrl_jax.models.dense import dense
+from jetrl_jax.models.ops import round_parameter, round_to
 from jetrl_jax.precision import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK, Numerics, TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve

@@ -25,8 +25,6 @@ from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, 
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics
 
-MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
-
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """x rounded to `dtype` here, whatever is fused around it; the gradient is that of a cast.
@@ -283,47 +281,3 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
         out = jnp.einsum("BKGS,BKSH->BKGH", weights, v.astype(dtype), precision=precision)
         out = (out / weights.sum(-1, keepdims=True)).astype(jnp.float32)
     return round_to(out.reshape(B, N * H), numerics.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
-    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
-
-    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
-    """
-    rows = x.shape[0]
-    if numerics.exact and rows < MIN_ROWS:
-        x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
-    out = _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
-    if bias is not None:
-        out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
-    return round_to(out, out_dtype)
-
-
-def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None) -> Any:
-    return dense(x, weight, out_dtype, numerics, bias), (x, weight, bias)
-
-
-def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
-    x, weight, bias = saved
-    if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
-        dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
-        dw = _dot(dy, x.astype(jnp.float32), 0, 0)
-    else:
-        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
-    db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
-    return round_to(dx, x.dtype), dw.astype(weight.dtype), db
-
-
-dense.defvjp(_dense_forward, _dense_backward)
-
-
-def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Activations in `numerics.dtype`, which their values have already (see `tensor_parallel.enter`)."""
-    return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
-
-
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -15,16 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.formats import BLOCK
+from pallas_kernels.hopper import REGISTERS, SMEM_BYTES, WGMMA_ROWS
 
 TABLE_FILE = Path(__file__).with_name("tuned_h100.json")
 """Measured configurations per shape, written by `python -m pallas_kernels.tune`."""
-SMEM_BYTES = 227 * 1024
-"""Shared memory of one program on Hopper."""
-WGMMA_ROWS = 64
-"""Rows of one wgmma instruction."""
-REGISTERS = {1: None, 2: (240, 24), 3: (152, 40)}
-"""Per thread of (consumer, producer), by consumer warpgroups; the sum over warpgroups must stay below 504 (512 with three
-consumers), or the kernel hangs. One consumer needs no redistribution."""
 LARGEST_SWAP_K = 256 * BLOCK
 """The swapped kernel fetches the scales of all blocks of K by one copy, of which TMA limits every side to 256."""
 _BARRIER_BYTES = 1024

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import BLOCK, E4M3
-from pallas_kernels.gemm.config import WGMMA_ROWS, TuningConfig
+from pallas_kernels.gemm.config import TuningConfig
+from pallas_kernels.hopper import WGMMA_ROWS
 from pallas_kernels.mosaic_common import launch, tile
 
 _TOKEN_SCALES = plgpu.Layout.WGMMA.reduce(0)

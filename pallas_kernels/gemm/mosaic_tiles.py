@@ -18,6 +18,7 @@ and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import BLOCK, E4M3
-from pallas_kernels.gemm.config import REGISTERS, WGMMA_ROWS, TuningConfig
-from pallas_kernels.mosaic_common import H100_SMS, SWIZZLE_BYTES, launch, tile
+from pallas_kernels.gemm.config import TuningConfig
+from pallas_kernels.hopper import H100_SMS, REGISTERS, SWIZZLE_BYTES, WGMMA_ROWS
+from pallas_kernels.mosaic_common import fill_ring, launch, ring_slot, tile
 
 _ROW_SCALES = plgpu.Layout.WGMMA.reduce(1)
 _COLUMN_SCALES = plgpu.Layout.WGMMA.reduce(0)
@@ -171,7 +173,8 @@ class TiledGemm:
         def _() -> None:
             if registers:
                 plgpu.set_max_registers(registers[1], action="decrease")
-            self._produce(refs)
+            tiles = self._grid[0] * self._grid[1]
+            fill_ring(tiles, self.blocks, self.config.stages, refs.empty_barrier, lambda index: self._copies(refs, index))
 
         @pl.when(warpgroup < self.config.warpgroups)
         def _() -> None:
@@ -189,50 +192,22 @@ class TiledGemm:
             column = column * 2 + lax.axis_index("pair")
         return row * config.tile_m, column * config.tile_n
 
-    def _slot(self, step: jax.Array) -> jax.Array:
-        return lax.rem(step, jnp.int32(self.config.stages))
-
-    def _produce(self, refs: _Refs) -> None:
-        """Keeps the ring full: every block of every tile, in the order in which the consumers take them."""
-        stages = self.config.stages
-
-        @plgpu.nd_loop((self._grid[0] * self._grid[1],), collective_axes="program")
-        def _tile(loop: Any) -> None:
-            origin = self._tile_origin(loop.index[0])
-
-            @pl.loop(0, self.blocks)
-            def _block(block: jax.Array) -> None:
-                step = loop.local_index * self.blocks + block
-                slot = self._slot(step)
-
-                @pl.when(step >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(refs.empty_barrier.at[slot])
-                    plgpu.commit_smem()  # the consumers' reads of the scales come before what TMA writes next
-
-                self._copy(refs, slot, block, origin)
-
-            # Every arrival is waited for: a program of a cluster must not end while its peer can still arrive here.
-            @pl.when(loop.local_index == loop.num_local_steps - 1)
-            def _drain() -> None:
-                @pl.loop(0, stages)
-                def _(slot: jax.Array) -> None:
-                    @pl.when(slot < loop.num_local_steps * self.blocks)
-                    def _() -> None:
-                        plgpu.barrier_wait(refs.empty_barrier.at[slot])
-
-    def _copy(self, refs: _Refs, slot: jax.Array, block: jax.Array, origin: tuple[jax.Array, jax.Array]) -> None:
-        """Starts the copies of one block into a slot."""
-        config, full = self.config, refs.full_barrier.at[slot]
+    def _copies(self, refs: _Refs, index: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
+        """What starts the copies of a block of the `index`-th tile into a slot."""
+        config, origin = self.config, self._tile_origin(index)
         rows, columns = pl.ds(origin[0], config.tile_m), pl.ds(origin[1], config.tile_n)
-        depth = pl.ds(block * BLOCK, BLOCK)
         share_a = ("pair",) if config.cluster == "n" else None
         share_b = ("pair",) if config.cluster == "m" else None
-        plgpu.copy_gmem_to_smem(refs.a_gmem.at[rows, depth], refs.a_smem.at[slot], full, collective_axes=share_a)
-        plgpu.copy_gmem_to_smem(refs.b_gmem.at[columns, depth], refs.b_smem.at[slot], full, collective_axes=share_b)
-        plgpu.copy_gmem_to_smem(refs.a_scale_gmem.at[block, rows], refs.a_scale_smem.at[slot], full)
-        if self.per_column:
-            plgpu.copy_gmem_to_smem(refs.b_scale_gmem.at[block, columns], refs.b_scale_smem.at[slot], full)
+
+        def copy(slot: jax.Array, block: jax.Array) -> None:
+            full, depth = refs.full_barrier.at[slot], pl.ds(block * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(refs.a_gmem.at[rows, depth], refs.a_smem.at[slot], full, collective_axes=share_a)
+            plgpu.copy_gmem_to_smem(refs.b_gmem.at[columns, depth], refs.b_smem.at[slot], full, collective_axes=share_b)
+            plgpu.copy_gmem_to_smem(refs.a_scale_gmem.at[block, rows], refs.a_scale_smem.at[slot], full)
+            if self.per_column:
+                plgpu.copy_gmem_to_smem(refs.b_scale_gmem.at[block, columns], refs.b_scale_smem.at[slot], full)
+
+        return copy
 
     def _consume(self, refs: _Refs, warpgroup: jax.Array) -> None:
         """Multiplies this warpgroup's rows of every tile and sends them out."""
@@ -283,7 +258,7 @@ class TiledGemm:
 
     def _add_block(self, refs: _Refs, warpgroup: jax.Array, step: jax.Array, sums: _Sums, scale: tuple[jax.Array, ...]) -> _Sums:
         """The sums after one more block."""
-        slot = self._slot(step)
+        slot = ring_slot(step, self.config.stages)
         plgpu.barrier_wait(refs.full_barrier.at[slot])
         new_sums = []
         for subtile in range(self.config.subtiles):
@@ -304,7 +279,7 @@ class TiledGemm:
     ) -> _Sums:
         """The sums after two more blocks; the second is multiplied while the first is promoted."""
         rows = self._rows(warpgroup, 0)
-        slots = (self._slot(step), self._slot(step + 1))
+        slots = (ring_slot(step, self.config.stages), ring_slot(step + 1, self.config.stages))
         accumulator_type = plgpu.ACC((WGMMA_ROWS, self.config.tile_n), jnp.float32)
 
         def start(accumulator: Any, slot: jax.Array) -> None:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import BLOCK, round_to_float32, to_float64
+from pallas_kernels.formats import BLOCK, round_output, round_to_float32, to_float64
 from pallas_kernels.scaled_array import ScaledArray
 
 # Measured on 2 CPU cores; the choice changes the speed and the size of the program, never the bits of `matmul_exact`.
@@ -89,7 +89,7 @@ def _matmul(dot: _Dot, promote: _Promote, a: ScaledArray, b: ScaledArray, out_dt
     else:
         for block, product in enumerate(_block_dots(dot, a.qvalue, b.qvalue, blocks)):
             accumulator = promote(accumulator, product, a_scale[:, block, None], b_scale[None, :, block])
-    return _round_output(accumulator, out_dtype)
+    return round_output(accumulator, out_dtype)
 
 
 def _block_dots(dot: _Dot, a_codes: jax.Array, b_codes: jax.Array, blocks: int) -> Sequence[jax.Array]:
@@ -134,13 +134,3 @@ def _per_row(array: ScaledArray) -> jax.Array:
     edge = array.block_shape[0]
     scale = lax.convert_element_type(array.scale, jnp.float32)  # a weakly typed one would be multiplied in float64
     return jnp.repeat(scale, edge, axis=0)[: array.shape[0]] if edge > 1 else scale
-
-
-def _round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:
-    """FP32 to `out_dtype`. `reduce_precision` forbids XLA to drop a rounding to BF16 that is widened again.
-
-    A precaution: jax 0.10.2 and 0.12.0 on CPU keep this one without it, but drop others of the same form.
-    """
-    if out_dtype == jnp.bfloat16:
-        accumulator = lax.reduce_precision(accumulator, exponent_bits=8, mantissa_bits=7)
-    return accumulator.astype(out_dtype)

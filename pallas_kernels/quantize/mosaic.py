@@ -34,7 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import BLOCK, E4M3
-from pallas_kernels.mosaic_common import SWIZZLE_BYTES, launch, tile
+from pallas_kernels.hopper import SWIZZLE_BYTES
+from pallas_kernels.mosaic_common import launch, tile
 from pallas_kernels.quantize.producers import silu_multiply
 from pallas_kernels.quantize.rounding import Divisor, encode, magnitude_bits, magnitude_of_bits, scale_of
 from pallas_kernels.scaled_array import ScaledArray

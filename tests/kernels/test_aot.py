@@ -156,6 +156,8 @@ def test_parse_reads_every_kind_of_trouble() -> None:
     assert (spilled.stack_bytes, spilled.spilled_bytes, spilled.clean) == (104, 344, False)
     warning = "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register"
     assert aot.parse(clean + warning).serialized
+    arrive = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 616 by compiler to allow use of registers in GMMA"
+    assert aot.parse(clean + arrive).clean
     with pytest.raises(ValueError, match="parse: unknown report"):
         aot.parse("ptxas info    : nothing")
 

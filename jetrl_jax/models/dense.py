@@ -1,0 +1,94 @@
+"""Linear layers on operands that are not FP8: y = x W^T + b in BF16, FP16 or FP32, and the head of every flow.
+
+    y = round(sum over k of x[m, k] w[n, k]  + b[n])        products exact, sums FP32, one rounding to the output's dtype
+
+With `numerics.exact` the bits of a token do not depend on the tokens beside it, by what `dense_implementation` says:
+
+    CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
+    Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
+    any other device   a float64 product rounded to FP32: slow, and independent of shapes but for ties
+
+cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward is XLA's product
+everywhere: nobody computes a gradient twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.models.ops import along_last, round_parameter, round_to
+from jetrl_jax.precision import Numerics
+from pallas_kernels.dense import dense_matmul
+from pallas_kernels.implementations import Choice, resolve
+
+MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
+
+
+def dense_implementation(numerics: Numerics) -> Choice:
+    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, and why.  Starts the JAX backend."""
+    if not numerics.exact:
+        return Choice("xla_fast", "numerics.exact is false: XLA's own product")
+    if numerics.compute_dtype == "float32":
+        return Choice("xla_fast", "operands are float32, which no kernel takes: XLA's own product, nowhere cut to TF32")
+    found = resolve("dense", "auto", ("xla", "mosaic_gpu", "auto"))
+    if found.name == "xla" and jax.default_backend() == "cpu":
+        return Choice("xla_fast", f"the platform is 'cpu', whose sums do not depend on the number of rows from {MIN_ROWS} on")
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
+    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
+
+    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
+    """
+    implementation = dense_implementation(numerics).name
+    if implementation == "xla_fast":
+        out = _product(x, weight, numerics)
+    else:
+        kind = out_dtype if bias is None else jnp.float32
+        out = dense_matmul(_operand(x, numerics), round_to(weight, numerics.dtype), out_dtype=kind, implementation=implementation)
+    if bias is not None:
+        out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
+    return out if out.dtype == out_dtype else round_to(out, out_dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
+    """XLA's own product, float32 [M, N]."""
+    rows = x.shape[0]
+    if numerics.exact and rows < MIN_ROWS:
+        x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
+    return _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
+
+
+def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None) -> Any:
+    return dense(x, weight, out_dtype, numerics, bias), (x, weight, bias)
+
+
+def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
+    x, weight, bias = saved
+    if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
+        dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
+        dw = _dot(dy, x.astype(jnp.float32), 0, 0)
+    else:
+        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
+    db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
+    return round_to(dx, x.dtype), dw.astype(weight.dtype), db
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+
+def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Activations in `numerics.dtype`, which their values have already (see `tensor_parallel.enter`)."""
+    return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,134 @@
+"""Products that are not FP8: what forms them where, their values and gradients by each form, and decode against a whole forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jetrl_jax.models import dense as dense_module
+from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models.dense import dense, dense_implementation
+from jetrl_jax.precision import Numerics, jit
+from pallas_kernels.implementations import Choice, interpreter_problem
+from tests.kernels.test_implementations import pretend
+from tests.oracles import tolerances
+from tests.parity.small_policy import CONFIG, SmallPolicy
+
+interpreted = pytest.mark.skipif(interpreter_problem() is not None, reason=f"mosaic_interpret: {interpreter_problem()}")
+FORMS = ["xla_fast", "xla", pytest.param("mosaic_interpret", marks=interpreted)]
+
+
+def take(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Makes `dense` run on this form, as on a device that it is for; returns the forms of the products traced since."""
+    traced: list[str] = []
+
+    def choose(numerics: Numerics) -> Choice:
+        traced.append(name)
+        return Choice(name, "asked for by a test")
+
+    monkeypatch.setattr(dense_module, "dense_implementation", choose)
+    return traced
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "version", "options", "name", "reason"),
+    [
+        ("cpu", "", (0, 12, 0), {}, "xla_fast", "the platform is 'cpu', whose sums do not depend on the number of rows from 8 on"),
+        ("gpu", "9.0", (0, 12, 0), {}, "mosaic_gpu", "auto: a GPU of compute capability 9.0"),
+        ("gpu", "9.0", (0, 12, 0), {"compute_dtype": "float16"}, "mosaic_gpu", "auto: a GPU of compute capability 9.0"),
+        ("gpu", "9.0", (0, 12, 0), {"compute_dtype": "float32"}, "xla_fast", "operands are float32"),
+        ("gpu", "9.0", (0, 12, 0), {"exact": False}, "xla_fast", "numerics.exact is false"),
+        ("gpu", "9.0", (0, 10, 2), {}, "xla", "JAX is .*, expected 0.11 or newer"),
+        ("gpu", "8.0", (0, 12, 0), {}, "xla", "the compute capability of Pretended GPU is 8.0, expected 9.0"),
+        ("tpu", "", (0, 12, 0), {}, "xla", "the platform is 'tpu', expected 'gpu'"),
+    ],
+)
+def test_choice_follows_device_and_numerics(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    capability: str,
+    version: tuple[int, ...],
+    options: dict[str, Any],
+    name: str,
+    reason: str,
+) -> None:
+    pretend(monkeypatch, platform, capability, version)
+    choice = dense_implementation(Numerics(**options))
+    assert choice.name == name
+    assert re.search(reason, choice.reason), choice.reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "out_dtype", "bias"), [("bfloat16", "float32", False), ("float16", "float16", True)])
+def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, out_dtype: str, bias: bool, form: str
+) -> None:
+    """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.  The backward is XLA's product in each form."""
+    rng = np.random.default_rng(0)
+    m, n, k = 3, 40, 72
+    numerics = Numerics(compute_dtype=dtype)
+    x, w = jnp.asarray(rng.normal(size=(m, k)), dtype), jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
+    b = jnp.asarray(rng.normal(size=n), jnp.float32) if bias else None
+    dy = jnp.asarray(rng.normal(size=(m, n)), out_dtype)
+
+    def run() -> Any:
+        def layer(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+            return dense(x, w, jnp.dtype(out_dtype), numerics, b)
+
+        run_layer = layer if form == "mosaic_interpret" else jax.checkpoint(layer)
+        return jax.jit(lambda *a: (run_layer(*a), jax.vjp(run_layer, *a)[1](dy)))(x, w, b)
+
+    expected = run()[1]
+    traced = take(monkeypatch, form)
+    out, gradients = run()
+    assert form in traced
+    wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w.astype(dtype), np.float64)
+    exact, magnitude = wide_x @ wide_w.T, np.abs(wide_x) @ np.abs(wide_w).T
+    if b is not None:
+        wide_b = np.asarray(b.astype(dtype), np.float64)
+        exact, magnitude = exact + wide_b, magnitude + np.abs(wide_b)
+    bound = tolerances.output_rounding(exact, tolerances.fp32_dot(k + 1, magnitude), tolerances.U_FP16 if out_dtype == "float16" else 0.0)
+    assert out.dtype == out_dtype and np.all(np.abs(np.asarray(out, np.float64) - exact) <= bound)
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("preset", "form"),
+    [
+        ("bf16", "xla"),
+        ("fp16", "xla"),
+        pytest.param("bf16", "mosaic_interpret", marks=[interpreted, pytest.mark.slow, pytest.mark.long]),
+    ],
+)
+def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatch, preset: str, form: str) -> None:
+    """Each token of three rows decoded alone, against all of them at once: 3 rows of products, and 21."""
+    traced = take(monkeypatch, form)
+    policy = SmallPolicy(preset, dataclasses.replace(CONFIG, attention_bias=True))
+    model = policy.rollout_model()
+    ids = jnp.asarray(np.random.default_rng(4).integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(7, dtype=jnp.int32)[None], ids.shape)
+    graphdef, weights = nnx.split(model)
+
+    def bind(weights: Any) -> Decoder:
+        return nnx.merge(graphdef, weights)
+
+    whole = jit(lambda weights: bind(weights).logits(bind(weights)(ids, positions, jnp.ones_like(ids))))(weights)
+
+    def step(weights: Any, ids: jax.Array, positions: jax.Array, cache: Any) -> Any:
+        hidden, cache = bind(weights).decode(ids, positions, cache)
+        return bind(weights).logits(hidden), cache
+
+    assert len(traced) == 8  # seven linear layers and the head
+    decode, cache = jit(step), empty_cache(model.config, policy.numerics, 3, 16)
+    for position in range(7):
+        logits, cache = decode(weights, ids[:, position], positions[:, position], cache)
+        np.testing.assert_array_equal(np.asarray(logits), np.asarray(whole[:, position]), err_msg=str(position))
