@@ -280,8 +280,8 @@ class ServerEngine:
             self._start()
         self._vllm = self._request("GET", "/version", self._sync_limit()).get("version", "?")
         check_version(self._vllm)
-        limit = self._sync_limit()
-        self._operations = self._post("/collective_rpc", {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}, limit)["results"][0]
+        body = {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}
+        self._operations = self._post("/collective_rpc", body, self._sync_limit())["results"][0]
         if self.owned:
             require_exact(self._operations, self.settings)
         self._ready = True
