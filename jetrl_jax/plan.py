@@ -134,6 +134,7 @@ def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices
     table.add_row("left", *(f"{(budget - phase.total) / GIB:.2f}" for phase in plan.phases))
     console.print(table)
     console.print(f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: {budget / GIB:.2f} GiB")
+    console.print(f"attention: {plan.run.attention.name} ({plan.run.attention.reason})")
     if shares_gpu(config):
         console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.vllm).items()))
     for remat in ("none", "layer"):

@@ -41,7 +41,7 @@ def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bo
     Args:
       numerics: "auto" takes cudnn where it can run.
       head_dim: H.
-      elsewhere: for a GPU that is not here, on which nothing can be tried.
+      elsewhere: for a run of this JAX on a GPU that is not here, where nothing can be tried.
 
     Raises:
       UserError: cudnn was asked for by name and cannot run.
@@ -49,9 +49,11 @@ def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bo
     asked = numerics.attention
     if asked not in ("auto", "cudnn"):
         return Choice(asked, "asked for by name")
-    problem = _operand_problem(numerics, head_dim) or (None if elsewhere else _device_problem(numerics.dtype, head_dim))
+    problem = _operand_problem(numerics, head_dim)
+    problem = problem or (_version_problem() if elsewhere else _device_problem(numerics.dtype, head_dim))
     if problem is None:
-        return Choice("cudnn", "asked for by name" if asked == "cudnn" else "auto: a GPU and operands that cuDNN takes")
+        why = "auto: operands that cuDNN takes, a GPU that is not here" if elsewhere else "auto: a GPU and operands that cuDNN takes"
+        return Choice("cudnn", "asked for by name" if asked == "cudnn" else why)
     if asked == "cudnn":
         raise UserError(f"numerics.attention: cannot run: got 'cudnn', but {problem}. 'auto' takes what can run, 'xla' runs everywhere.")
     return Choice("xla", f"auto: cudnn cannot run: {problem}")
@@ -71,9 +73,13 @@ def _device_problem(dtype: Any, head_dim: int) -> str | None:
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda"):
         return f"the platform is {platform!r}, expected 'gpu'"
+    return _version_problem() or _refusal(jnp.dtype(dtype).name, head_dim)
+
+
+def _version_problem() -> str | None:
     if jax.__version_info__ < FIRST_JAX:
         return f"JAX is {jax.__version__}, expected {'.'.join(map(str, FIRST_JAX))} or newer"
-    return _refusal(jnp.dtype(dtype).name, head_dim)
+    return None
 
 
 @functools.cache

@@ -40,6 +40,7 @@ class AbstractRun:
 
     Attributes:
       layout: None for one device.
+      attention: what computes it, and why.
       programs, state, frozen: of the trainer; weights of a forward without gradient.
       engine: the embedded engine of one copy of the policy, or None.
     """
@@ -47,9 +48,9 @@ class AbstractRun:
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
         numerics = build_numerics(config.precision, config.numerics)
+        self.attention = attention_implementation(numerics, sizes.head_dim, elsewhere=on_gpu)
         if on_gpu:
-            chosen = attention_implementation(numerics, sizes.head_dim, elsewhere=True).name
-            attention = PLANNED if chosen == "cudnn" else chosen
+            attention = PLANNED if self.attention.name == "cudnn" else self.attention.name
             numerics = dataclasses.replace(numerics, stored_dtype=numerics.compute_dtype, attention=attention)
         remat = config.batch.remat == "layer"
         self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))

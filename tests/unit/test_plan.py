@@ -12,6 +12,7 @@ import pytest
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import load_config
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models import flash_attention
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.plan import main, planned_model
 from jetrl_jax.planning.abstract_run import AbstractRun
@@ -33,6 +34,12 @@ SMALL = [
     "rollout.max_completion_tokens=128", "rollout.slots=8", "rollout.prefill_rows=4", "batch.microbatch_tokens=512",
     "batch.logprob_chunk_tokens=128",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def new_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a JAX whose cuDNN attention a run takes, whichever is here."""
+    monkeypatch.setattr(flash_attention, "FIRST_JAX", (0, 0))
 
 
 def small(*changes: str) -> RunConfig:
@@ -149,6 +156,15 @@ def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
     ] == ["planned", "xla", "xla", "xla", "planned"]
 
 
+def test_a_jax_that_is_too_old_for_cudnn_is_planned_with_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its run would take."""
+    monkeypatch.setattr(flash_attention, "FIRST_JAX", (99, 1))
+    run = AbstractRun(small(), SIZES)
+    assert run.model.numerics.attention == "xla" and "expected 99.1 or newer" in run.attention.reason
+    with pytest.raises(UserError, match=r"numerics\.attention: cannot run: got 'cudnn', but JAX is .*, expected 99\.1 or newer"):
+        AbstractRun(small("numerics.attention=cudnn"), SIZES)
+
+
 @pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.long)])
 def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> None:
     config, deep = small(f"batch.remat={remat}"), dataclasses.replace(SIZES, num_layers=6)
@@ -210,7 +226,8 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
     words = ["--no-search", "--set", "sharding.fsdp=2"]
     words += [word for name, size in sizes.items() for word in ("--set", f"model.{name}={size}")]
     assert main([*words, "--set", "precision.preset=bf16", "--devices", "2x80GiB"]) == 0
-    assert "gradient" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "gradient" in printed and "attention: xla (auto: cudnn cannot run: numerics.exact is true" in printed
     with pytest.raises(RunStopped, match="does not fit"):
         main([*words, "--set", "precision.preset=bf16", "--devices", "2x0.01GiB"])
 
