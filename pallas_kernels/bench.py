@@ -7,8 +7,8 @@
     layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
 Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals, vLLM's
-Triton kernel where it can run; others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py,
-which needs torch) that defines
+Triton kernel where it can run; `gemm` and `decode` also time the batch-invariant BF16 product, "mosaic bf16". Others come
+from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which needs torch) that defines
 
     gemm(m, n, k) -> {name: contender}        decode(m, n, k) -> {name: pallas_kernels.measure.Timing}
 
@@ -35,7 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ScaledArray, fprop, matmul, quantize, quantize_dual, quantize_weight, wgrad
+from pallas_kernels import ScaledArray, dense_matmul, fprop, matmul, quantize, quantize_dual, quantize_weight, wgrad
 from pallas_kernels.implementations import cannot_run
 from pallas_kernels.measure import (
     Contender,
@@ -134,6 +134,7 @@ def _gemm_rows(
     }
     if cannot_run("triton") is None:
         contenders["vLLM triton"] = jax_contender(_product(out, "triton", "triton"), left, right)
+    contenders["mosaic bf16"] = jax_contender(_dense_product(out), a, b)
     contenders["jax bf16"] = jax_contender(lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=out), a, b)
     if rivals:
         contenders |= rivals.gemm(*sizes)
@@ -154,6 +155,7 @@ def bench_decode(layers: list[str], rows: list[int], rivals: ModuleType | None) 
             timings: dict[str, Timing] = {"mosaic": cold_kernels(_product(jnp.bfloat16, "deepgemm"), quantize(x, ROWS), weights)}
             if cannot_run("triton") is None:
                 timings["vLLM triton"] = cold_kernels(_product(jnp.bfloat16, "triton", "triton"), quantize(x, ROWS), weights)
+            timings["mosaic bf16"] = cold_kernels(_dense_product(jnp.bfloat16), x, half)
             timings["jax bf16"] = cold_kernels(lambda x, w: jnp.einsum("mk,nk->mn", x, w), x, half)
             if rivals:
                 timings |= rivals.decode(m, n, k)
@@ -235,6 +237,10 @@ def random_matrix(rows: int, columns: int, seed: int) -> jax.Array:
 
 def _product(out_dtype: Any, order: str, implementation: str | None = None) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
     return lambda a, b: matmul(a, b, out_dtype=out_dtype, promotion_order=order, implementation=implementation or IMPLEMENTATION)
+
+
+def _dense_product(out_dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda x, w: dense_matmul(x, w, out_dtype=out_dtype, implementation=IMPLEMENTATION)
 
 
 def _row(site: str, layer: str, m: int, name: str, timing: Timing, figure: str, **figures: float) -> Row:

@@ -42,6 +42,7 @@ def test_run_leaves_its_whole_record(finished):
         assert (directory / name).exists(), name
     (start,) = json.loads((directory / "environment.json").read_text())["starts"]
     assert start["attention"]["name"] == "xla" and "numerics.exact is true" in start["attention"]["reason"]
+    assert start["dense_products"]["name"] == "xla_fast" and "the platform is 'cpu'" in start["dense_products"]["reason"]
     assert all(choice["reason"].startswith("auto: ") for choice in start["fp8_products"].values())
     table = rows(directory)
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]

@@ -82,10 +82,10 @@ def program_and_reports(function: Callable[..., Any], *arguments: Any) -> tuple[
     return program, reports
 
 
-def program_for_h100(function: Callable[..., Any], *arguments: Any) -> str:
-    """The optimised HLO of `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them."""
+def program_for_h100(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The optimised HLO of `jit(function, **options)` of these `jax.ShapeDtypeStruct`s, or trees of them."""
     with _dump():
-        return str(_compile(function, arguments).as_text())
+        return str(_compile(function, arguments, **options).as_text())
 
 
 def h100_mesh(devices: int = 1) -> jax.sharding.Mesh:
@@ -95,11 +95,11 @@ def h100_mesh(devices: int = 1) -> jax.sharding.Mesh:
     return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("device",))
 
 
-def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Any:
     """The executable for the described device."""
     sharding = jax.sharding.NamedSharding(_one_h100(), jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
-    return jax.jit(function).lower(*shapes).compile()
+    return jax.jit(function, **options).lower(*shapes).compile()
 
 
 def parse(text: str, ptx: str = "") -> KernelReport:

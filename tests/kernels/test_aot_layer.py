@@ -33,9 +33,8 @@ BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul":
 def launches(program: str) -> Counter[str]:
     """How often each function of `pallas_kernels` is a kernel of the program, those of the backward under 'backward NAME'."""
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
-    names = [
-        re.search(r'op_name="[^"]*?(transpose\()?(?:jvp\()?jit\((rms_norm_quantize|requantize|quantize|matmul)\)', line) for line in calls
-    ]
+    ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul)"
+    names = [re.search(rf'op_name="[^"]*?(transpose\()?(?:jvp\()?jit\({ours}\)', line) for line in calls]
     assert all(names), calls
     return Counter(("backward " if name.group(1) else "") + name.group(2) for name in names if name)
 
@@ -43,11 +42,11 @@ def launches(program: str) -> Counter[str]:
 class Layer:
     """A decoder layer as rollout and as training run it, on one device or split over the mesh of `sharding`."""
 
-    def __init__(self, sharding: ShardingSection | None = None) -> None:
+    def __init__(self, sharding: ShardingSection | None = None, preset: str = "fp8_unified") -> None:
         self.numerics = Numerics(kernels="mosaic_gpu")
         model = nnx.eval_shape(lambda: Decoder(SIZES, self.numerics, rngs=nnx.Rngs(0)))
         self.graphdef, params = nnx.split(model)
-        self.plan = PrecisionPlan([path for path, _ in named_params(params)], "fp8_unified")
+        self.plan = PrecisionPlan([path for path, _ in named_params(params)], preset)
         published = jax.eval_shape(self.plan.publish, params)
         x = jax.ShapeDtypeStruct((1, TOKENS, SIZES.hidden_size), jnp.bfloat16)
         self.layout = None
@@ -96,15 +95,25 @@ def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
     assert not re.findall(rf"f64\[(?:\d+,)*{TOKENS},{SIZES.hidden_size}\]", program)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "forward"), [("bf16", {"dense_matmul": 7}), pytest.param("fp8_forward", FORWARD, marks=pytest.mark.long)]
+)
+def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forward: dict[str, int]) -> None:
+    layer = Layer(preset=preset)
+    assert launches(aot.program_for_h100(layer.training, *layer.training_arguments)) == forward
+
+
 @pytest.mark.long
 @pytest.mark.slow
-def test_split_layers_run_on_the_same_kernels() -> None:
+@pytest.mark.parametrize(("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})])
+def test_split_layers_run_on_the_same_kernels(preset: str, expected: dict[str, int]) -> None:
     """Two H100 that share the layer: codes are made from the values of the dtype between operations and gathered."""
-    layer = Layer(ShardingSection(tensor=2))
+    layer = Layer(ShardingSection(tensor=2), preset)
     assert layer.layout is not None
     weights = layer.layout.specs(layer.training_arguments[0])
     mapped = layer.layout.map(layer.training, (weights, weights, WHOLE, WHOLE, WHOLE, WHOLE), (WHOLE, (weights, WHOLE, WHOLE)))
     program = str(jax.jit(mapped).lower(*layer.training_arguments).compile().as_text())
-    assert launches(program) == FORWARD | BACKWARD
+    assert launches(program) == expected
     gathers = [line for line in program.splitlines() if " all-gather-start(" in line]
-    assert sum("f8e4m3fn" in line for line in gathers) == 2  # the inputs of o and down
+    assert sum("f8e4m3fn" in line for line in gathers) == (2 if preset == "fp8_unified" else 0)  # the inputs of o and down
