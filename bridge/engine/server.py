@@ -215,12 +215,13 @@ class ServerEngine:
         limit = self._sync_limit()
         if self._asleep:
             self._post("/wake_up?tags=weights", {}, limit)
+        start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `vllm_transfer`
         try:
-            self._post("/start_weight_update", {}, limit)
+            self._post("/start_weight_update", start, limit)
         except EngineFailed:  # a trainer that was killed left an update open: this update, of nothing, ends it
             with contextlib.suppress(EngineFailed):
                 self._post("/update_weights", {"update_info": {}}, limit)
-            self._post("/start_weight_update", {}, limit)
+            self._post("/start_weight_update", start, limit)
         self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
         self._post("/pause?mode=abort&clear_cache=true", {}, limit)  # no request may see both versions
         try:

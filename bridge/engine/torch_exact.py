@@ -10,6 +10,8 @@ Shapes: T tokens of all requests, R requests, N query heads, K key/value heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 ELEMENTS_AT_ONCE = 1 << 23  # of one float64 temporary
@@ -17,12 +19,17 @@ ELEMENTS_AT_ONCE = 1 << 23  # of one float64 temporary
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, engine_variant: str, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """RMSNorm of x (+ residual) [..., D] in x's dtype: (normed, the sum rounded), as `ops.rms_norm` and `ops.add_rms_norm`.
 
     engine_variant: "native" (the unrounded sum is normed, one more rounding before the weight) or "cuda" (the rounded sum, none).
     """
-    h = x.float() if residual is None else x.float() + residual.float()
+    add = () if residual is None else (residual,)
+    return _in_parts(lambda *part: _rms_norm(*part, weight=weight, eps=eps, engine_variant=engine_variant), x, *add)
+
+
+def _rms_norm(x: torch.Tensor, *residual: torch.Tensor, weight: torch.Tensor, eps: float, engine_variant: str) -> tuple[torch.Tensor, ...]:
+    h = sum((part.float() for part in residual), x.float())
     total = h.to(x.dtype)
     wide = (total if engine_variant == "cuda" else h).double()
     normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)).float()
@@ -40,11 +47,22 @@ def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two, as `ops.silu_multiply`."""
+    return _in_parts(_silu_multiply, gate_up)[0]
+
+
+def _silu_multiply(gate_up: torch.Tensor) -> tuple[torch.Tensor]:
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.double()
     decay = torch.exp(-wide.abs())
     silu = (wide * torch.where(wide >= 0, 1.0, decay) / (1 + decay)).float().to(gate_up.dtype)
-    return (silu.float() * up.float()).to(gate_up.dtype)
+    return ((silu.float() * up.float()).to(gate_up.dtype),)
+
+
+def _in_parts(function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`function` of equal shapes [T, ...], so many rows at a time that a float64 temporary stays small."""
+    rows = max(1, ELEMENTS_AT_ONCE // arrays[0].shape[1:].numel())
+    parts = [function(*part) for part in zip(*(array.split(rows) for array in arrays), strict=True)]
+    return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,12 +154,12 @@ def _attend(
     kept = offset < new[:, None]
     token = torch.where(kept, starts[:, None] + offset, 0)  # [R, Q]
     queries = (query[token].float() * torch.tensor(scale, dtype=torch.float32, device=query.device)).double()
-    queries = queries.view(*token.shape, keys.shape[1], -1, keys.shape[3]).permute(0, 2, 3, 1, 4)  # [R, K, G, Q, H]
-    scores = queries @ keys[:, :, None].transpose(-1, -2)
+    (R, K, S, H), Q = keys.shape, len(offset)
+    queries = queries.view(R, Q, K, -1, H).permute(0, 2, 3, 1, 4).reshape(R, K, -1, H)  # [R, K, G * Q, H]
     last = (lengths - new)[:, None] + offset
-    hidden = torch.arange(keys.shape[2], device=query.device) > last[..., None]
-    scores = scores.masked_fill(hidden[:, None, None], -1e30)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    attended = (weights @ values[:, :, None]) / weights.sum(-1, keepdim=True)
-    attended = attended.permute(0, 3, 1, 2, 4).reshape(*token.shape, -1).float().to(output.dtype)
+    hidden = torch.arange(S, device=query.device) > last[..., None]  # [R, Q, S]
+    scores = (queries @ keys.transpose(-1, -2)).view(R, K, -1, Q, S).masked_fill(hidden[:, None, None], -1e30)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True)).view(R, K, -1, S)
+    attended = ((weights @ values) / weights.sum(-1, keepdim=True)).view(R, K, -1, Q, H)
+    attended = attended.permute(0, 3, 1, 2, 4).reshape(R, Q, -1).float().to(output.dtype)
     output[token[kept]] = attended[kept]

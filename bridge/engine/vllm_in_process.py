@@ -5,6 +5,7 @@ A call into vLLM runs in this thread and cannot be given up half way: time limit
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import tempfile
@@ -79,7 +80,11 @@ class InProcessEngine:
                 raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         (self.operations_run,) = self.llm.collective_rpc("jetrl_operations")
-        require_exact(self.operations_run, settings)
+        try:
+            require_exact(self.operations_run, settings)
+        except EngineFailed:
+            self.close()
+            raise
 
     @property
     def policy_version(self) -> int:
@@ -104,9 +109,10 @@ class InProcessEngine:
         try:
             if self._asleep:
                 self.llm.wake_up(tags=["weights"])  # the cache follows when the new weights are in: less is held at once
-            self.llm.start_weight_update()
+            start, finish = self.llm.start_weight_update, self.llm.finish_weight_update
+            start(**_known(start, is_checkpoint_format=False))
             self.llm.update_weights({"update_info": {"ticket": ticket}})
-            self.llm.finish_weight_update(str(version))
+            finish(**_known(finish, weight_version=str(version)))
             if self._asleep:
                 self.llm.wake_up(tags=["kv_cache"])
             reset = self.llm.reset_prefix_cache()  # keys and values of the old weights
@@ -195,6 +201,11 @@ class InProcessEngine:
 
 def _is_cpu_build() -> bool:
     return "cpu" in vllm.__version__ or vllm.platforms.current_platform.is_cpu()
+
+
+def _known(function: Any, **options: Any) -> dict[str, Any]:
+    """Those options that this vLLM's function has: 0.24 alone asks for a format, and a version is kept from 0.27 on."""
+    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
 
 
 def _as_torch(array: Any) -> torch.Tensor:

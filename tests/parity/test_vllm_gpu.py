@@ -1,7 +1,11 @@
-"""Trainer and vLLM on one GPU: what the one gives up, the other takes.  Needs an NVIDIA GPU and vLLM's CUDA build; not run yet."""
+"""Trainer and vLLM on one GPU: the same log-probabilities, and memory that the one gives up and the other takes.
+
+Needs a Hopper GPU and vLLM's CUDA build; not run yet.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,6 +16,8 @@ from typing import Any
 
 import jax
 import pytest
+
+from bridge.engine.common import set_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.6  # of the GPU, for each of the two in turn: together they do not fit
@@ -28,18 +34,47 @@ def problem() -> str | None:
     return "this vLLM is a CPU build" if current_platform.is_cpu() else None
 
 
+def alone(arguments: list[str], directory: Path) -> Any:
+    """What this file prints last as a program, in a process of its own: JAX here has taken the GPU already."""
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    ran = subprocess.run(command, cwd=directory, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    print(ran.stdout)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [0, 2000])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
+def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(architecture: str, context: int, tmp_path: Path) -> None:
+    """Prompts of some tokens, and of so many that FlashAttention would split them."""
+    if (why := problem()) is not None:
+        pytest.skip(why)
+    seen = alone(["exact", architecture, str(context)], tmp_path)
+    assert seen["ours"]["tokens"] > 100 and seen["ours"]["equal"] == 1.0 and seen["ours"]["mean"] <= 1e-6
+    assert seen["mixed"]["mean"] > 1e-3, "a trainer in BF16 is another policy"
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_process", "server"])
 def test_trainer_and_vllm_take_turns_on_one_gpu(mode: str, tmp_path: Path) -> None:
     if (why := problem()) is not None:
         pytest.skip(why)
-    command = [sys.executable, str(Path(__file__).resolve()), mode]  # a process of its own: JAX here has taken the GPU already
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+    seen = alone(["turns", mode], tmp_path)
     assert seen["certified"] and seen["largest"] < 1.0 and seen["versions"] == [0, 1, 2]
+
+
+def exact_gaps(architecture: str, context: int) -> dict[str, Any]:
+    """The gaps of `tests/benchmarks/vllm_gap.py` for one policy, with the trainer's operations in vLLM; also runs on a CPU."""
+    from tests.benchmarks.vllm_gap import rows  # first: it leaves vLLM room before JAX starts
+    from tests.parity.vllm_policy import QWEN2, QWEN3
+
+    set_environment(jax.default_backend() == "cpu")
+    found = rows({"qwen3": QWEN3, "qwen2": QWEN2}[architecture], 0, 24, context or None, {"exact": True})
+    return {name: dataclasses.asdict(gap) for name, gap in found.items()}
 
 
 def take_turns(mode: str) -> dict[str, Any]:
@@ -87,4 +122,8 @@ def _memory_bytes() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(take_turns(sys.argv[1])))
+    what, *arguments = sys.argv[1:]
+    if what == "exact":
+        print(json.dumps(exact_gaps(arguments[0], int(arguments[1]))))
+    else:
+        print(json.dumps(take_turns(arguments[0])))

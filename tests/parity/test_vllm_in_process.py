@@ -158,13 +158,15 @@ def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_rounding
     policy = SmallPolicy("fp8_unified", QWEN3)
     engine = make_engine(policy, exact=False)
     try:
+        assert engine.description["operations"]["attention"] == "CPUAttentionBackendImpl"
         check(policy, engine, count=48, exact=False)
     finally:
         engine.close()
 
 
 def vllms_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm_exact_cpu.ExactCpuBackend, "get_impl_cls", vllm_exact_cpu.CPUAttentionBackend.get_impl_cls)
+    for method in ("forward", "do_kv_cache_update"):
+        patch.setattr(vllm_exact_cpu.ExactCpuAttention, method, getattr(vllm_exact_cpu.CPUAttentionBackendImpl, method))
 
 
 def vllms_norm(patch: pytest.MonkeyPatch) -> None:
@@ -297,9 +299,23 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(q
         make_engine(policy, sleep=True)
 
 
+def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_exact_cpu.ExactCpuBackend, "get_impl_cls", vllm_exact_cpu.CPUAttentionBackend.get_impl_cls)
+    with pytest.raises(EngineFailed, match="got attention by CPUAttentionBackendImpl"):
+        make_engine(SmallPolicy("fp8_unified", QWEN3))
+
+
 def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
     """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no earlier one."""
     policy, engine = qwen3
+    assert engine.description["operations"] == {
+        "attention": "ExactCpuAttention",
+        "fp8_product": "ReferenceFp8BlockScaledMMKernel",
+        "logits": "ExactLogitsProcessor",
+        "norm": "ExactRMSNorm",
+        "rope": "ExactRotaryEmbedding",
+        "silu": "ExactSiluAndMul",
+    }
     sequences = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in engine.generate(requests(3), SAMPLING)]
     graphdef = nnx.graphdef(policy.rollout_model())
 

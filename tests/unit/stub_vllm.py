@@ -62,7 +62,7 @@ class StubVllm:
             self.staged = vllm_transfer._handed_over.pop(info["ticket"])[0]
         self.calls.append("update")
 
-    def finish_weight_update(self, version: str) -> None:
+    def finish_weight_update(self, weight_version: str) -> None:
         assert self.updating and self.staged is not None and "weights" not in self.asleep
         self.calls.append("finish")
         self.weights, self.staged, self.updating, self.stale = self.staged, None, False, True
