@@ -76,12 +76,11 @@ def _gap(name: str, *words: str) -> Stage:
 
 
 ONCE = ("--stretches", "1", "--steps", "5", "--left-out", "1", "--set", "warm_start.steps=1")
-SEEDS = ("--seeds", "0", "1", "2")
 VLLM_RUN = ("--config", "configs/tiny_vllm_cpu.yaml", "--set", "run.directory={out}/vllm")
 STAGES = (
     _tests("tests-gemm", *(f"tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
     _tests("tests-quantize", "tests/kernels", *(f"--ignore=tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
-    _tests("tests-attention", "tests/parity/test_flash_attention.py", processes=0),
+    _tests("tests-model", "tests/parity/test_flash_attention.py", "tests/parity/test_dense_products.py", processes=0),
     *(
         Stage(f"tune-{layer}", ("-m", "pallas_kernels.tune", "--layers", layer), 540, changes="pallas_kernels/gemm/tuned_h100.json")
         for layer in LAYERS
@@ -92,10 +91,8 @@ STAGES = (
     _train("exact-bf16", "--flows", "bf16-exact", "fp16-exact", "bf16-fast", *ONCE),
     Stage("contract", ("-m", "bridge.check_engine", *VLLM_RUN), 300),
     _tests("vllm-tests", "tests/parity/test_vllm_gpu.py", processes=0),
-    _gap("vllm-gap", *SEEDS),
+    *(_gap(f"vllm-gap-{seed}", "--seeds", seed, "--vllm-operations", "--compiled") for seed in "012"),
     _gap("vllm-gap-context", "--seeds", "0", "--context", "2000"),
-    _gap("vllm-gap-own", "--vllm-operations", *SEEDS),
-    _gap("vllm-gap-compiled", "--vllm-operations", "--compiled", *SEEDS),
     Stage("vllm-train", ("-m", "jetrl_jax.train", *VLLM_RUN), 540, directory="vllm"),
     Stage("vllm-parity", ("-m", "bridge.parity", "--run", "{out}/vllm", "--json", "{out}/parity.json"), 300, "parity.json"),
 )
