@@ -80,7 +80,7 @@ VLLM_RUN = ("--config", "configs/tiny_vllm_cpu.yaml", "--set", "run.directory={o
 STAGES = (
     _tests("tests-gemm", *(f"tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
     _tests("tests-quantize", "tests/kernels", *(f"--ignore=tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
-    _tests("tests-model", "tests/parity/test_flash_attention.py", "tests/parity/test_dense_products.py", processes=0),
+    _tests("tests-attention", "tests/parity/test_flash_attention.py", processes=0),
     *(
         Stage(f"tune-{layer}", ("-m", "pallas_kernels.tune", "--layers", layer), 540, changes="pallas_kernels/gemm/tuned_h100.json")
         for layer in LAYERS
