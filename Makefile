@@ -74,11 +74,14 @@ test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each 
 test-long: $(VENV)/.installed-test  ## The tests that `make test` leaves out: more meshes and flows, more ways for a process to end
 	$(RUN_PYTHON) -m pytest -m long $(PYTEST_ARGS)
 
-.PHONY: test-py312
+.PHONY: test-py312 test-long-py312
 # With the plugin that compiles for GPUs: only here, because outside the tests it complains of a missing cuDNN when JAX starts.
 test-py312:  ## The tests on Python 3.12 with the newer JAX and without torch
-	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory test VENV=.venv-py312 PYTHON="$$python" \
+	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory $(or $(TARGET),test) VENV=.venv-py312 PYTHON="$$python" \
 		TEST_EXTRAS=dev,hf,tasks,aot
+
+test-long-py312:  ## What `make test-py312` leaves out of the kernels' tests, which run there alone
+	@$(MAKE) --no-print-directory test-py312 TARGET=test-long PYTEST_ARGS="tests/kernels tests/parity $(PYTEST_ARGS)"
 
 .PHONY: lint
 lint: $(VENV)/.installed-test  ## ruff: errors, imports, format
