@@ -14,23 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jaxlib.mlir import ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_sharding import ShardingSection
-from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.config_io import config_from_dict
 from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
-from jetrl_jax.rl.algorithm import resolve_algorithm
-from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rl.losses import Denominators
-from jetrl_jax.sharding import Layout
-from jetrl_jax.training.optimizer import build_optimizer
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 
 MIB = 2**20
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -59,29 +49,18 @@ def model_config(hidden: int, intermediate: int, layers: int, vocabulary: int) -
     )
 
 
-def lowered(
-    config: ModelConfig, section: ShardingSection, preset: str, shape: tuple[int, int], remat: bool
-) -> tuple[TrainState, Any, tuple[Any, Any]]:
-    """(abstract state, lowered gradient, lowered check and step) for a microbatch of `shape` [rows, tokens] on each device.
-
-    Devices that split a layer share their rows.
-    """
+def run_on(sharding: dict[str, int], sizes: ModelConfig, preset: str, shape: tuple[int, int], remat: str) -> AbstractRun:
+    """A run with a microbatch of `shape` [rows, tokens] on each device; devices that split a layer share their rows."""
     rows, tokens = shape
-    numerics = Numerics(exact=False)
-    model = nnx.eval_shape(lambda: Decoder(config, numerics, rngs=nnx.Rngs(0), remat=remat))
-    params = nnx.state(model, nnx.Param)
-    plan = PrecisionPlan([path for path, _ in named_params(params)], preset)
-    layout = Layout(section, plan, model)
-    run = RunConfig()
-    programs = PolicyPrograms(model, plan, build_optimizer(run.optimizer, 10), temperature=1.0, chunk_tokens=tokens, layout=layout)
-    state = programs.abstract(params)
-    shape = (rows * section.row_shards, tokens)
-    whole, number = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
-    batch = TrainBatch(whole, whole, whole, mask, number, number, whole, number)
-    count = jax.ShapeDtypeStruct((), jnp.float32)
-    algorithm = resolve_algorithm(run.algorithm, tokens, run.correction)
-    return state, programs.lower_gradient(state, batch, Denominators(count, count, count), algorithm), programs.lower_update(state)
+    fields = {
+        "model": {"path": "--sizes"},  # read by nobody; a path says that the sizes are not the config's
+        "precision": {"preset": preset},
+        "numerics": {"exact": False},
+        "sharding": sharding,
+        "rollout": {"max_prompt_tokens": tokens // 2, "max_completion_tokens": tokens - tokens // 2},
+        "batch": {"microbatch_tokens": rows * tokens, "logprob_chunk_tokens": tokens, "remat": remat},
+    }
+    return AbstractRun(config_from_dict(fields), sizes, on_gpu=False)
 
 
 def collectives(lowered: Any) -> dict[str, tuple[int, int]]:
@@ -100,13 +79,9 @@ def collectives(lowered: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-def on_one_device(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays with shardings on one device."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def report(state: TrainState, gradient: Any, update: tuple[Any, Any]) -> list[str]:
+def report(run: AbstractRun) -> list[str]:
     """Cells of one row."""
+    state, gradient, *update = run.state, *(run.trace(program).lower() for program in ("gradient", "check", "step"))
     held = [on_one_device(part) for part in (state.params, state.opt_state, state.published)]
     held += [program.compile().memory_analysis().temp_size_in_bytes for program in (gradient, *update)]
     sent = collectives(gradient)
@@ -129,10 +104,10 @@ def main() -> None:
     heads += ["all-gather", "reduce-scatter", "all-reduce", "others"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for data, fsdp, tensor in MESHES:
-        for remat in (False, True):
-            section = ShardingSection(data=data, fsdp=fsdp, tensor=tensor)
-            cells = report(*lowered(model_config(*options.sizes), section, options.preset, tuple(options.shape), remat))
-            print(f"| {data} × {fsdp} × {tensor} | {'layer' if remat else 'none'} | {' | '.join(cells)} |", flush=True)
+        for remat in ("none", "layer"):
+            sharding = {"data": data, "fsdp": fsdp, "tensor": tensor}
+            cells = report(run_on(sharding, model_config(*options.sizes), options.preset, options.shape, remat))
+            print(f"| {data} × {fsdp} × {tensor} | {remat} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

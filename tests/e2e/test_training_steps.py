@@ -155,6 +155,11 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     assert all(np.isfinite(np.asarray(value, np.float32)).all() for _, value in named_params(state.params))
 
 
+def test_a_tiny_config_has_the_lists_that_it_is_given(tmp_path):
+    config = tiny_config(tmp_path / "run", rewards=[{"name": "tiny:noted", "weight": 2.0}, {"name": "tiny:shorter"}])
+    assert [(reward.name, reward.weight) for reward in config.rewards] == [("tiny:noted", 2.0), ("tiny:shorter", 1.0)]
+
+
 def test_prompts_that_never_fit_end_with_a_message(tmp_path):
     with pytest.raises(UserError, match="max_prompt_tokens"):
         GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()

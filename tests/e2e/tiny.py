@@ -36,14 +36,14 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_config(directory: str | Path, **sections: dict[str, Any] | None) -> RunConfig:
-    """`TINY` with the fields of `sections` changed; a section of None has its defaults."""
+def tiny_config(directory: str | Path, **sections: dict[str, Any] | list[Any] | None) -> RunConfig:
+    """`TINY` with the fields of `sections` changed, a list in place of its own; a section of None has its defaults."""
     data: dict[str, Any] = {name: dict(section) if isinstance(section, dict) else section for name, section in TINY.items()}
     for name, section in sections.items():
-        if isinstance(section, dict):
-            data[name] = data.get(name, {}) | section
-        else:
+        if section is None:
             data.pop(name)
+        else:
+            data[name] = data.get(name, {}) | section if isinstance(section, dict) else section
     data["run"]["directory"] = str(directory)
     return config_from_dict(data)
 
