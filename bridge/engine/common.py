@@ -147,7 +147,8 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings) -> No
     """
     if not settings.exact:
         return
-    wrong = [f"{name} by {operations.get(name)}" for name in EXACT if not operations.get(name, "").startswith("Exact")]
+    served = {name: operations.get(name, "nothing") for name in EXACT}
+    wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
     products = FP8_PRODUCTS[settings.promotion_order]
     if operations.get("fp8_product", products[0]) not in products:
         wrong.append(f"fp8_product by {operations['fp8_product']}, expected {' or '.join(products)}")

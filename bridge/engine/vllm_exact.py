@@ -46,6 +46,7 @@ def register_operations() -> None:
         return
     for base, operation in LAYERS.items():
         CustomOp.register_oot(operation, name=base.__name__)
+        operation.name = base.name  # by which `custom_ops` of a compiled engine turns it on or off
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.engine.vllm_exact_cpu.ExactCpuBackend")
     else:

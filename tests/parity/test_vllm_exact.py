@@ -185,6 +185,7 @@ def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatc
         vllm_exact.register_operations()  # once
         assert {backend.name for backend in backends} == set(expected)
         assert set(replaced) == ({"RMSNorm", "RotaryEmbedding", "SiluAndMul", "LogitsProcessor"} if expected else set())
+        assert all(replaced[base.__name__].name == base.name for base in vllm_exact.LAYERS if expected)
         for backend in backends:
             exact = backend.get_class()
             assert exact.__module__.startswith("bridge.") and issubclass(exact.get_impl_cls(), vllm_exact.ExactAttention)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bridge.engine.common import EngineFailed, EngineSettings
+from bridge.engine.common import EngineFailed, EngineSettings, require_exact
 from bridge.engine.server import ServerEngine
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.engine import Request, SamplingParams
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN3
-from tests.unit.stub_vllm import TOKEN, StubServer
+from tests.unit.stub_vllm import OPERATIONS, TOKEN, StubServer
 
 pytest.importorskip("httpx", reason="httpx, the client of vLLM's server, is not installed")
 REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,), 0)
@@ -69,6 +69,31 @@ def test_a_server_of_somebody_else_is_not_restarted():
         engine._with_restarts(call)
     assert engine.restarts_left == 2 and engine.url == "http://127.0.0.1:9"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("order", "changed", "message"),
+    [
+        ("deepgemm", {"fp8_product": "CutlassFp8BlockScaledMMKernel"}, None),
+        ("triton", {"fp8_product": "TritonFp8BlockScaledMMKernel"}, None),
+        (
+            "triton",
+            {"fp8_product": "CutlassFp8BlockScaledMMKernel"},
+            "fp8_product by Cutlass.*, expected Reference.* or Triton",
+        ),
+        ("deepgemm", {"fp8_product": "DeepGemmFp8BlockScaledMMKernel"}, "fp8_product by DeepGemm"),
+        ("deepgemm", {"attention": "FlashAttentionImpl"}, "attention by FlashAttentionImpl"),
+        ("deepgemm", {"norm": "ExactRMSNorm+RMSNorm"}, "norm by ExactRMSNorm.RMSNorm"),
+    ],
+)
+def test_an_exact_engine_must_run_the_trainers_operations(order, changed, message):
+    settings = EngineSettings(8, 8, promotion_order=order)
+    require_exact(OPERATIONS | changed, dataclasses.replace(settings, exact=False))
+    if message is None:
+        require_exact(OPERATIONS | changed, settings)
+    else:
+        with pytest.raises(EngineFailed, match=message):
+            require_exact(OPERATIONS | changed, settings)
 
 
 def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
