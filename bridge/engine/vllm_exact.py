@@ -153,7 +153,12 @@ class ExactLogitsProcessor(LogitsProcessor):
         return None if logits is None else logits[..., : self.org_vocab_size]
 
 
-LAYERS = {RMSNorm: ExactRMSNorm, RotaryEmbedding: ExactRotaryEmbedding, SiluAndMul: ExactSiluAndMul, LogitsProcessor: ExactLogitsProcessor}
+LAYERS: dict[Any, Any] = {
+    RMSNorm: ExactRMSNorm,
+    RotaryEmbedding: ExactRotaryEmbedding,
+    SiluAndMul: ExactSiluAndMul,
+    LogitsProcessor: ExactLogitsProcessor,
+}
 
 
 class ExactAttention(AttentionImpl):
