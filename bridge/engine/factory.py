@@ -56,8 +56,17 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
 
 
 def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
-    """How vLLM runs under a config; UserError as `jetrl_jax.gpu_memory.sleeps`."""
+    """How vLLM runs under a config.
+
+    Raises:
+      UserError: as `jetrl_jax.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not make.
+    """
     section = config.vllm
+    if on_gpu and config.precision.scale_format != "float32":
+        raise UserError(
+            f"precision.scale_format: got {config.precision.scale_format!r} with vLLM on a GPU, whose quantiser here makes float32 scales, "
+            "expected float32, or rollout.engine: jax."
+        )
     return EngineSettings(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_completion_tokens=config.rollout.max_completion_tokens,

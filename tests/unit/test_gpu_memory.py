@@ -111,3 +111,10 @@ def test_vllm_sleeps_on_gpus_alone() -> None:
 )
 def test_the_engine_is_told_whether_it_will_sleep(changes: tuple[str, ...], on_gpu: bool, expected: bool) -> None:
     assert engine_settings(load_config(None, [*VLLM, *changes]), on_gpu).sleep is expected
+
+
+def test_power_of_two_scales_are_refused_where_vllm_makes_others() -> None:
+    config = load_config(None, [*VLLM, "precision.preset=fp8_unified", "precision.scale_format=power_of_two"])
+    assert engine_settings(config, on_gpu=False).scale_format == "power_of_two"
+    with pytest.raises(UserError, match=r"precision\.scale_format: got 'power_of_two' with vLLM on a GPU"):
+        engine_settings(config, on_gpu=True)
