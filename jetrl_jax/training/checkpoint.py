@@ -1,4 +1,4 @@
-"""Checkpoints of a run: Orbax files, a hash of every array, and the rules of resuming.
+"""Checkpoints of a run: Orbax files, and a hash of every array.
 
 A checkpoint is ``checkpoints/<step>/`` with the items of an Orbax `CheckpointManager`: ``state`` (the
 arrays, under their tree paths), ``metadata`` (what the trainer keeps as JSON, and the manifest: shape,
@@ -34,27 +34,10 @@ import orbax.checkpoint as ocp
 from jetrl_jax import processes
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.training.console import print_warning
-from jetrl_jax.training.run_directory import flatten
 
 FORMAT = 1
 _DELETED = ".deleted"  # where Orbax renames an old checkpoint to; emptied after each save
 _TEMPORARY = ".orbax-checkpoint-tmp"
-
-# A resumed run may change these; `compare_for_resume` refuses every other difference.
-MAY_CHANGE = (
-    "run.steps",
-    "run.directory",
-    "run.samples_per_step",
-    "run.max_skipped_steps",
-    "run.tensorboard",
-    "run.wandb_project",
-    "run.profile_steps",
-    "eval.every_steps",
-    "checkpoint.",
-    "sharding.",
-    "distributed.",
-    "batch.remat",
-)
 
 
 class Restored(NamedTuple):
@@ -267,39 +250,6 @@ class CheckpointStore:
         for entry in sorted(self.directory.glob(f"*{_TEMPORARY}*")):
             self._warn(f"checkpoint {entry} was not finished and is removed")
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with a config that would make it another run.
-
-    ``saved`` and ``current``: the resolved configs as nested dicts.  Raises `UserError` that lists every field
-    that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too when
-    the learning rate follows it (``optimizer.schedule`` other than constant).
-    """
-    before, after = flatten(saved), flatten(current)
-    absent = "(absent)"
-    differing = []
-    for name in sorted({*before, *after}):
-        old, new = before.get(name, absent), after.get(name, absent)
-        if _same(old, new) or (name.startswith(MAY_CHANGE) and not (name == "run.steps" and _stretches(after))):
-            continue
-        why = "; the learning-rate schedule ends there" if name == "run.steps" else ""
-        differing.append(f"  {name}: saved {old!r}, now {new!r}{why}")
-    if differing:
-        raise UserError(
-            "compare_for_resume: the config is not that of the run:\n" + "\n".join(differing) + "\n"
-            "Give these fields their saved values, or start a new run in another run.directory."
-        )
-
-
-def _stretches(config: Mapping[str, Any]) -> bool:
-    return config.get("optimizer.schedule", "constant") != "constant"
-
-
-def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, list | tuple | Mapping) or isinstance(new, list | tuple | Mapping):  # only empty ones reach here
-        return not old and not new and isinstance(old, Mapping) == isinstance(new, Mapping)
-    return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
 def _score(metrics: Mapping[str, float]) -> float:

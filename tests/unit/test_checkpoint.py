@@ -20,7 +20,8 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint, compare_for_resume
+from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint
+from jetrl_jax.training.resume_rules import compare_for_resume
 
 
 class Model(nnx.Module):
