@@ -55,6 +55,14 @@ $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
 	$(INSTALL_VLLM)
 	@touch $@ $(VENV)/.installed-train
 
+$(VENV)/.installed-gpu: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
+	$(call say,"installing jetrl-jax[dev,cuda] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and 8 GB)")
+	@$(PIP_INSTALL) -e '.[dev,cuda]'
+	@touch $@ $(VENV)/.installed-train
+
+# What a benchmark of GPUs needs: JAX for one where there is one.
+BENCH_INSTALLED := $(VENV)/.installed-$(if $(shell command -v nvidia-smi),gpu,train)
+
 .PHONY: install
 install: $(VENV)/.installed-test  ## Make .venv with everything the tests need
 
@@ -110,7 +118,7 @@ bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random 
 	$(RUN_PYTHON) tests/benchmarks/vllm_gap.py $(ARGS)
 
 .PHONY: bench-train
-bench-train: $(VENV)/.installed-train  ## Train FP8 against BF16 in turns, tokens a second of each (a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
+bench-train: $(BENCH_INSTALLED)  ## Train FP8 against BF16 in turns, tokens a second of each (a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
 	$(RUN_PYTHON) tests/benchmarks/train_flows.py $(ARGS)
 
 .PHONY: bench-scaling
@@ -118,14 +126,14 @@ bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training s
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
 .PHONY: gpu
-gpu: $(VENV)/.installed-train  ## Everything that needs a GPU, stage by stage, resumable: tests, tiles, benchmarks, exactness, the real vLLM (ARGS='--minutes 60')
+gpu: $(BENCH_INSTALLED)  ## Everything that needs a GPU, stage by stage, resumable: tests, tiles, benchmarks, exactness, the real vLLM (ARGS='--minutes 60')
 	$(RUN_PYTHON) tests/benchmarks/gpu.py $(ARGS)
 
 WHAT ?= gemm
 RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 
 .PHONY: bench-kernels
-bench-kernels: $(VENV)/.installed-train  ## The Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
+bench-kernels: $(BENCH_INSTALLED)  ## The Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
 	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
 
 .PHONY: plan-check

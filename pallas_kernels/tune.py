@@ -115,7 +115,9 @@ def write_table(path: Path, rows: list[dict[str, Any]], source: dict[str, Any]) 
     measured = {_size(row) for row in rows}
     kept = [{"source": table["source"]} | row for row in table["rows"] if _size(row) not in measured]
     lines = ",\n".join(json.dumps(row) for row in [*kept, *({"source": source} | row for row in rows)])
-    path.write_text(f'{{\n"source": "of each row",\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    beside = path.with_name(f"{path.name}.new")  # a kill leaves the old table or the new one
+    beside.write_text(f'{{\n"source": "of each row",\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    beside.replace(path)
 
 
 def _size(row: dict[str, Any]) -> tuple[Any, ...]:

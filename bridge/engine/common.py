@@ -29,7 +29,7 @@ FP8_PRODUCTS = {
     "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
     "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
 }
-EXACT = ("attention", "norm", "silu", "logits")  # operations of an exact engine that are this project's
+EXACT = ("attention", "norm", "rope", "silu", "logits")  # operations of an exact engine that are this project's
 # vLLM's CUDA kernel that promotes the blocks of an FP8 product in an order (`precision.promotion_order`).
 LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
@@ -140,18 +140,18 @@ def check_version(version: str) -> None:
         raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
 
 
-def require_exact(operations: Mapping[str, str], settings: EngineSettings) -> None:
+def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: bool) -> None:
     """Raises EngineFailed where an engine that was to be exact computes with other operations.
 
-    operations: of `bridge.engine.vllm_exact.operations`.
+    operations: of `bridge.engine.vllm_exact.operations`; fp8: whether the model has FP8 layers.
     """
     if not settings.exact:
         return
     served = {name: operations.get(name, "nothing") for name in EXACT}
     wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
-    products = FP8_PRODUCTS[settings.promotion_order]
-    if operations.get("fp8_product", products[0]) not in products:
-        wrong.append(f"fp8_product by {operations['fp8_product']}, expected {' or '.join(products)}")
+    products, product = FP8_PRODUCTS[settings.promotion_order], operations.get("fp8_product", "nothing")
+    if fp8 and product not in products:
+        wrong.append(f"fp8_product by {product}, expected {' or '.join(products)}")
     if wrong:
         hint = "Is this package's plugin there (entry point jetrl of vllm.general_plugins), and no VLLM_ variable set?"
         raise EngineFailed(f"vLLM: numerics.exact: it runs operations that are not the trainer's: got {'; '.join(wrong)}. {hint}")

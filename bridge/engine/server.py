@@ -229,10 +229,16 @@ class ServerEngine:
             if self._asleep:
                 self._post("/wake_up?tags=kv_cache", {}, limit)
             self._post("/reset_prefix_cache", {}, limit)
-        finally:  # a server that was late is given the time to go on
-            resume = Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S))
-            self._post("/resume", {}, resume)
+        except EngineFailed:
+            with contextlib.suppress(EngineFailed):  # what went wrong first is what is told
+                self._resume(limit)
+            raise
+        self._resume(limit)
         self._version, self._asleep = version, False
+
+    def _resume(self, limit: Limit) -> None:
+        """Lets the server go on; one that was late is given the time for it."""
+        self._post("/resume", {}, Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S)))
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
         """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
@@ -279,12 +285,13 @@ class ServerEngine:
             return
         if self.owned:
             self._start()
-        self._vllm = self._request("GET", "/version", self._sync_limit()).get("version", "?")
+        limit = self._sync_limit()
+        self._vllm = self._request("GET", "/version", limit).get("version", "?")
         check_version(self._vllm)
         body = {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}
-        self._operations = self._post("/collective_rpc", body, self._sync_limit())["results"][0]
+        self._operations = self._post("/collective_rpc", body, limit)["results"][0]
         if self.owned:
-            require_exact(self._operations, self.settings)
+            require_exact(self._operations, self.settings, bool(self.fp8_paths))
         self._ready = True
 
     def _start(self) -> None:

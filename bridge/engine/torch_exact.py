@@ -68,7 +68,7 @@ def _in_parts(function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias.
 
-    `ops.dense` sums in FP32: that is off by roundoff of the sum, this by none.
+    `models.dense.dense` sums in FP32: that is off by roundoff of the sum, this by none.
     """
     wide = x.double()
     rows = weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))

@@ -18,6 +18,7 @@ float64, and temporaries that no CUDA graph holds.  On CUDA not run yet.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ from jetrl_jax.models.ops import inverse_frequencies
 
 NO_WINDOW = (-1, (-1, -1))  # how vLLM's CPU backend and its FlashAttention say so
 PLAIN_CACHE = ("auto", "bfloat16")
-HEAD_DTYPE_HEEDED = hasattr(LogitsProcessor, "_apply_head")  # from vLLM 0.26 on
+HAS_HEAD_METHOD = hasattr(LogitsProcessor, "_apply_head")  # the head's product in a method of its own
+HEAD_DTYPE_HEEDED = "head_dtype" in inspect.getsource(LogitsProcessor)  # not so in vLLM 0.24 and 0.25
 
 
 def register_operations() -> None:
@@ -140,17 +142,25 @@ class ExactLogitsProcessor(LogitsProcessor):
     def _apply_head(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
         if self.exact:
             return torch_exact.linear(hidden_states, lm_head.weight, embedding_bias)
-        if HEAD_DTYPE_HEEDED:
+        if HAS_HEAD_METHOD:
             return super()._apply_head(lm_head, hidden_states, embedding_bias)
-        if self.float32 and embedding_bias is None:
-            return torch.mm(hidden_states, lm_head.weight.t(), out_dtype=torch.float32)
+        if self.float32:
+            return _float32_head(hidden_states, lm_head.weight, embedding_bias)
         return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)
 
     def _get_logits(self, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: torch.Tensor | None, *options: Any) -> Any:
-        if HEAD_DTYPE_HEEDED:
+        if HAS_HEAD_METHOD or (HEAD_DTYPE_HEEDED and not self.exact):
             return super()._get_logits(hidden_states, lm_head, embedding_bias, *options)
         logits = self._gather_logits(self._apply_head(lm_head, hidden_states, embedding_bias))
         return None if logits is None else logits[..., : self.org_vocab_size]
+
+
+def _float32_head(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """FP32 sums of products of 16-bit numbers; torch has a kernel for it on CUDA alone."""
+    if not hidden_states.is_cuda:
+        return torch.nn.functional.linear(hidden_states.float(), weight.float(), None if bias is None else bias.float())
+    out = torch.mm(hidden_states, weight.t(), out_dtype=torch.float32)
+    return out if bias is None else out + bias.float()
 
 
 LAYERS: dict[Any, Any] = {

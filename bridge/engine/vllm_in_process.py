@@ -81,7 +81,7 @@ class InProcessEngine:
         self.llm.init_weight_transfer_engine({"init_info": {}})
         (self.operations_run,) = self.llm.collective_rpc("jetrl_operations")
         try:
-            require_exact(self.operations_run, settings)
+            require_exact(self.operations_run, settings, bool(fp8_paths))
         except EngineFailed:
             self.close()
             raise

@@ -82,11 +82,22 @@ class PluginSettings:
 
 
 def engine_settings() -> PluginSettings:
-    """The settings of the engine that is being built; one that was given none keeps vLLM's operations."""
+    """The settings of the engine that is being built; one that was given none keeps vLLM's operations.
+
+    Raises:
+      ValueError: unknown values; exact operations without `enforce_eager`, which torch would fuse.
+    """
     from vllm.config import get_current_vllm_config
 
-    given: Any = (get_current_vllm_config().additional_config or {}).get(SETTINGS_KEY)
-    return PluginSettings(exact=False) if given is None else PluginSettings(**given)
+    config = get_current_vllm_config()
+    given: Any = (config.additional_config or {}).get(SETTINGS_KEY)
+    settings = PluginSettings(exact=False) if given is None else PluginSettings(**given)
+    if settings.exact and config.model_config is not None and not config.model_config.enforce_eager:
+        raise ValueError(
+            f"additional_config.{SETTINGS_KEY}: exact operations in an engine that is compiled: got enforce_eager=False, expected "
+            'True, or {"exact": false}.'
+        )
+    return settings
 
 
 class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):

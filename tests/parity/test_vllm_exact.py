@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,11 +156,12 @@ class Head:
         self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t())
 
 
-@pytest.mark.parametrize("heeded", sorted({False, vllm_exact.HEAD_DTYPE_HEEDED}))
-def test_logits_are_float64_products_in_fp32(heeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM heeds `head_dtype` and, as in 0.24, where it does not."""
+@pytest.mark.parametrize(("method", "heeded"), [(vllm_exact.HAS_HEAD_METHOD, vllm_exact.HEAD_DTYPE_HEEDED), (False, False), (False, True)])
+def test_logits_are_float64_products_in_fp32(method: bool, heeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this vLLM; in one that, as 0.24, does not heed `head_dtype`; in one that heeds it without a method of the head's own."""
     rng = np.random.default_rng(0)
     head, hidden = Head(rng), normal(rng, 9, 96)
+    monkeypatch.setattr(vllm_exact, "HAS_HEAD_METHOD", method)
     monkeypatch.setattr(vllm_exact, "HEAD_DTYPE_HEEDED", heeded)
     monkeypatch.setattr(vllm_exact.LogitsProcessor, "_gather_logits", lambda self, logits: logits)
     with engine_given({}):
@@ -169,6 +171,9 @@ def test_logits_are_float64_products_in_fp32(heeded: bool, monkeypatch: pytest.M
     with engine_given(None):
         processor = vllm_exact.LogitsProcessor(50)
     assert processor(head, hidden).dtype == torch.bfloat16, "an engine that asks for nothing"
+    if not (method or heeded):
+        processor.float32 = True
+        torch.testing.assert_close(processor(head, hidden), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +206,15 @@ def test_settings_reach_the_engine(variant: str, exact: bool) -> None:
     with engine_given(given):
         read = vllm_kernel.engine_settings()
     assert (read.engine_variant, read.exact, read.promotion_order, read.scale_format) == (variant, exact, "triton", "float32")
+
+
+def test_exact_operations_are_refused_in_an_engine_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for eager, given, refused in ((True, {}, False), (False, {}, True), (False, {"exact": False}, False), (False, None, False)):
+        config = SimpleNamespace(additional_config={} if given is None else {"jetrl": given})
+        config.model_config = SimpleNamespace(enforce_eager=eager)
+        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda config=config: config)
+        with pytest.raises(ValueError, match="got enforce_eager=False") if refused else contextlib.nullcontext():
+            vllm_kernel.engine_settings()
 
 
 def test_unknown_settings_are_refused() -> None:

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from bridge.engine.common import EXACT, FP8_PRODUCTS
 from bridge.manifest import Manifest
 
 TOKEN, LOGPROB = 1, -0.5  # what it samples: one token, always
-OPERATIONS = {"attention": "ExactAttention", "norm": "ExactNorm", "silu": "ExactSilu", "logits": "ExactLogits"}  # what it says it runs
+OPERATIONS = {name: f"Exact{name.title()}" for name in EXACT} | {"fp8_product": FP8_PRODUCTS["deepgemm"][0]}  # what it says it runs
 
 
 class StubVllm:

@@ -84,16 +84,24 @@ def test_a_server_of_somebody_else_is_not_restarted():
         ("deepgemm", {"fp8_product": "DeepGemmFp8BlockScaledMMKernel"}, "fp8_product by DeepGemm"),
         ("deepgemm", {"attention": "FlashAttentionImpl"}, "attention by FlashAttentionImpl"),
         ("deepgemm", {"norm": "ExactRMSNorm+RMSNorm"}, "norm by ExactRMSNorm.RMSNorm"),
+        ("deepgemm", {"rope": "Llama3RotaryEmbedding"}, "rope by Llama3RotaryEmbedding"),
     ],
 )
 def test_an_exact_engine_must_run_the_trainers_operations(order, changed, message):
     settings = EngineSettings(8, 8, promotion_order=order)
-    require_exact(OPERATIONS | changed, dataclasses.replace(settings, exact=False))
+    require_exact(OPERATIONS | changed, dataclasses.replace(settings, exact=False), True)
     if message is None:
-        require_exact(OPERATIONS | changed, settings)
+        require_exact(OPERATIONS | changed, settings, True)
     else:
         with pytest.raises(EngineFailed, match=message):
-            require_exact(OPERATIONS | changed, settings)
+            require_exact(OPERATIONS | changed, settings, True)
+
+
+def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
+    silent = {name: by for name, by in OPERATIONS.items() if name != "fp8_product"}
+    require_exact(silent, EngineSettings(8, 8), False)
+    with pytest.raises(EngineFailed, match="fp8_product by nothing, expected Reference"):
+        require_exact(silent, EngineSettings(8, 8), True)
 
 
 def test_a_server_sleeps_until_new_weights_and_wakes_around_them():

@@ -38,6 +38,30 @@ def test_stages_are_kept_and_only_what_did_not_pass_is_run_again(tmp_path: Path)
     assert page.startswith("# NVIDIA H100") and "| b | 0 |" in page and "mended" in page
 
 
+@pytest.mark.parametrize(
+    ("code", "fields", "status"),
+    [
+        ("print('3 passed')", {"expects": r"[1-9] passed"}, 0),
+        ("print('6 skipped')", {"expects": r"[1-9] passed"}, "nothing passed"),
+        ("print('3 passed, 1 skipped')", {"expects": r"[1-9] passed", "refuses": "skipped"}, "skipped tests"),
+        ("pass", {"result": "none.json"}, "no result: "),
+        ("print('{', file=open(r'{out}/half.json', 'w'))", {"result": "half.json"}, "no result: "),
+    ],
+)
+def test_an_end_without_error_is_not_enough(tmp_path: Path, code: str, fields: dict[str, str], status: int | str) -> None:
+    code = code.replace("'{'", "chr(123)")
+    assert gpu.run_stages([stage("a", code, **fields)], tmp_path, 60.0, lambda: CARD) == int(status != 0)
+    assert str(record(tmp_path)["a"]["status"]).startswith(str(status))
+
+
+def test_a_stage_is_run_again_with_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [stage("a", f"open({str(tmp_path / 'runs')!r}, 'a').write('x')")]
+    for commit in ("1", "1", "2"):
+        monkeypatch.setattr(gpu, "state", lambda commit=commit: {"commit": commit})
+        assert gpu.run_stages(stages, tmp_path, 60.0, lambda: CARD) == 0
+    assert (tmp_path / "runs").read_text() == "xx" and "commit 2" in (tmp_path / "gpu.md").read_text()
+
+
 def test_a_stage_that_runs_out_of_time_ends_with_all_its_children(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
@@ -59,6 +83,7 @@ def test_what_a_stage_left_half_done_is_gone_before_it_starts_again(tmp_path: Pa
 
 def test_no_stage_starts_without_time_or_on_another_card(tmp_path: Path) -> None:
     stages = [stage("a", "print(1)")]
+    assert "jax" in gpu.state() and "commit" in gpu.state()
     assert gpu.run_stages(stages, tmp_path, 1.0, lambda: CARD) == 1 and not (tmp_path / "gpu.json").exists()
     gpu.run_stages(stages, tmp_path, 60.0, lambda: CARD)
     with pytest.raises(UserError, match="of another machine: got NVIDIA H200"):
