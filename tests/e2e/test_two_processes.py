@@ -222,6 +222,7 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
     assert exported(tmp_path / "run") == exported(single)
 
 
+@pytest.mark.long
 def test_run_that_begins_without_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
     """The start policy goes straight from the processes' own devices to those of all."""
     found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=0", "--set", "run.steps=1"))

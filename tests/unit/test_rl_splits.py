@@ -105,7 +105,7 @@ def program(settings: dict[str, object], devices: int):
     return jax.jit(mapped)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("microbatch_rows", [4, 8, 16])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_aggregation_adds_up_over_microbatches_and_devices(name: str, microbatch_rows: int, devices: int) -> None:
