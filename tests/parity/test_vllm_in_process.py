@@ -154,6 +154,7 @@ def test_trainer_and_vllm_agree_on_qwen2_in_bf16() -> None:
     assert gap.exact
 
 
+@pytest.mark.long
 def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_roundings() -> None:
     policy = SmallPolicy("fp8_unified", QWEN3)
     engine = make_engine(policy, exact=False)
