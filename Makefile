@@ -56,7 +56,7 @@ $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
 	@touch $@ $(VENV)/.installed-train
 
 $(VENV)/.installed-gpu: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
-	$(call say,"installing jetrl-jax[dev,cuda] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and 8 GB)")
+	$(call say,"installing jetrl-jax[dev,cuda] into $(VENV) with the versions of $(notdir $(CONSTRAINTS)) (some minutes and several GB)")
 	@$(PIP_INSTALL) -e '.[dev,cuda]'
 	@touch $@ $(VENV)/.installed-train
 

@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -162,21 +163,14 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
-def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_message(kind):
-    answer, message = ANSWERS[kind]
+def assert_sleep_fails(answer: Callable[[socket.socket], None], message: str) -> None:
+    """A call of a server that does this with its connection ends with one message, and the server is free again."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                request = b""
-                while not request.endswith(b"{}"):  # all of it: closing on what is unread would be a reset
-                    request += connection.recv(65536)
-                if answer:
-                    connection.sendall(answer)
-                while kind == "silence" and connection.recv(1):
-                    pass
+                answer(connection)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -187,6 +181,22 @@ def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_messa
         engine.close()
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_server_that_does_not_answer_as_it_should_ends_the_call_with_one_message(kind):
+    answer, message = ANSWERS[kind]
+
+    def respond(connection: socket.socket) -> None:
+        request = b""
+        while not request.endswith(b"{}"):  # all of it: closing on what is unread would be a reset
+            request += connection.recv(65536)
+        if answer:
+            connection.sendall(answer)
+        while kind == "silence" and connection.recv(1):
+            pass
+
+    assert_sleep_fails(respond, message)
 
 
 DRIPPED = {  # what comes at once, and what comes drop by drop: a whole answer, in the end
@@ -200,25 +210,15 @@ DRIPPED = {  # what comes at once, and what comes drop by drop: a whole answer, 
 def test_a_server_that_drips_its_answer_is_given_the_limit_and_no_more(kind):
     """A byte every tenth of a second, for three seconds; the limit is one."""
     at_once, drops = DRIPPED[kind]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):  # the other side is gone, as it should be
-                connection.sendall(at_once)
-                for drop in drops:
-                    time.sleep(0.1)
-                    connection.sendall(bytes([drop]))
+    def drip(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the other side is gone, as it should be
+            connection.sendall(at_once)
+            for drop in drops:
+                time.sleep(0.1)
+                connection.sendall(bytes([drop]))
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        engine = engine_with(0, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=1.0)
-        with pytest.raises(EngineFailed, match=r"^vLLM: /sleep: it did not answer in time \(vllm\.sync_timeout_s: 1 s\)\."):
-            engine.sleep()
-        engine.close()
-        thread.join(10)
-        assert not thread.is_alive()
+    assert_sleep_fails(drip, ANSWERS["silence"][1])
 
 
 def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):

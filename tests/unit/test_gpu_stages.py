@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from jetrl_jax.errors import UserError
-from tests.benchmarks import gpu
+from tests.benchmarks import gpu, train_flows
 
 CARD = {"gpu": "NVIDIA H100 80GB HBM3, 580.1", "python": "3.12.3"}
 
@@ -42,8 +43,8 @@ def test_stages_are_kept_and_only_what_did_not_pass_is_run_again(tmp_path: Path)
     ("code", "fields", "status"),
     [
         ("print('3 passed')", {"expects": r"[1-9] passed"}, 0),
-        ("print('6 skipped')", {"expects": r"[1-9] passed"}, "nothing passed"),
-        ("print('3 passed, 1 skipped')", {"expects": r"[1-9] passed", "refuses": "skipped"}, "skipped tests"),
+        ("print('6 skipped')", {"expects": r"[1-9] passed"}, "no '[1-9] passed' in"),
+        ("print('3 passed, 1 skipped')", {"expects": r"[1-9] passed", "refuses": "skipped"}, "'skipped' in"),
         ("pass", {"result": "none.json"}, "no result: "),
         ("print('{', file=open(r'{out}/half.json', 'w'))", {"result": "half.json"}, "no result: "),
     ],
@@ -52,6 +53,14 @@ def test_an_end_without_error_is_not_enough(tmp_path: Path, code: str, fields: d
     code = code.replace("'{'", "chr(123)")
     assert gpu.run_stages([stage("a", code, **fields)], tmp_path, 60.0, lambda: CARD) == int(status != 0)
     assert str(record(tmp_path)["a"]["status"]).startswith(str(status))
+
+
+def test_an_exact_flow_with_a_mismatch_has_not_passed() -> None:
+    flow = {"device": "cpu", "implementations": {}, "figures": {}}
+    for largest, found in ((0.0, False), (2.4e-7, True)):
+        flows = {"bf16-exact": flow | {"largest_difference": largest}, "bf16-fast": flow | {"largest_difference": 0.5}}
+        table = train_flows.table({"flows": flows, "against_base": {}, "base": "bf16-fast"})
+        assert bool(re.search(gpu.MISMATCH, table)) is found, table
 
 
 def test_a_stage_is_run_again_with_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
