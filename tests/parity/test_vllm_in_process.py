@@ -38,19 +38,37 @@ from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 NEVER = "they never part: every operator's output is the same bits"
 
 
+SHARED: list[InProcessEngine] = []  # at most one
+
+
+def close_shared() -> None:
+    while SHARED:
+        SHARED.pop().close()
+
+
 def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
+    """An engine of a test's own.  One at a time: closing one ends what vLLM shares in a process."""
+    close_shared()
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), dataclasses.replace(SETTINGS, **settings))
     engine.load_weights(policy.published, 0)
     return engine
 
 
+@pytest.fixture(scope="module")
+def shared_policy() -> Iterator[SmallPolicy]:
+    yield SmallPolicy("fp8_unified", QWEN3)
+    close_shared()
+
+
 @pytest.fixture
-def qwen3() -> Iterator[tuple[SmallPolicy, InProcessEngine]]:
-    """One engine at a time: closing one ends what vLLM shares in a process."""
-    policy = SmallPolicy("fp8_unified", QWEN3)
-    engine = make_engine(policy)
-    yield policy, engine
-    engine.close()
+def qwen3(shared_policy: SmallPolicy) -> tuple[SmallPolicy, InProcessEngine]:
+    """The engine that tests share, with the policy's weights loaded anew as a run loads them at every step."""
+    if SHARED:
+        SHARED[0].load_weights(shared_policy.published, 0)
+    else:
+        engine = make_engine(shared_policy)
+        SHARED.append(engine)
+    return shared_policy, SHARED[0]
 
 
 def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +149,14 @@ def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool 
 
 
 def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
-    check(*qwen3, count=48)
+    check(*qwen3, count=24)
 
 
 def test_trainer_and_vllm_agree_on_qwen2() -> None:
     policy = SmallPolicy("fp8_unified", QWEN2)
     engine = make_engine(policy)
     try:
-        check(policy, engine, count=32)
+        check(policy, engine, count=24)
     finally:
         engine.close()
 
@@ -186,7 +204,7 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     ingredient(monkeypatch)
     policy = SmallPolicy("fp8_unified", QWEN3)
     engine = make_engine(policy)
-    trajectories = engine.generate(requests(48), SAMPLING)
+    trajectories = engine.generate(requests(16), SAMPLING)
     engine.close()
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
     print(f"\n{ingredient.__name__}: {gap}")
@@ -215,11 +233,11 @@ def test_twenty_syncs_with_optimiser_steps_between_them(qwen3: tuple[SmallPolicy
     print(f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS in MiB: {[round(size) for size in memory]}")
     assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
     before = engine.generate(requests(16, 99), SAMPLING)
-    engine.close()
+    close_shared()
     fresh = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
+    SHARED.append(fresh)
     fresh.load_weights(state.published, 20)
     after = fresh.generate(requests(16, 99), SAMPLING)
-    fresh.close()
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
@@ -285,11 +303,13 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].policy_version == 1
 
 
-def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
+    qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its CPU worker ignores them with a warning, its scheduler pauses and goes on: the same tokens before and after."""
     policy, engine = qwen3
     before = engine.generate(requests(8), SAMPLING)
-    engine.settings = dataclasses.replace(engine.settings, sleep=True)  # as if it had been started so
+    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
     assert engine.llm.llm_engine.is_sleeping()
     engine.load_weights(policy.published, 1)
@@ -297,7 +317,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(q
     for one, other in zip(before, engine.generate(requests(8), SAMPLING), strict=True):
         np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
     with pytest.raises(EngineFailed, match="Sleep mode is not supported on current platform"):
-        make_engine(policy, sleep=True)
+        make_engine(policy, sleep=True)  # last: it ends the shared engine
 
 
 def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
