@@ -1,9 +1,10 @@
-"""`python -m bridge.check_engine`: the quantiser contract's golden vectors against the installed vLLM.
+"""`python -m bridge.check_engine`: the golden vectors of the contract against the installed vLLM.
 
-`bridge/contract.json` holds inputs with the codes, scales and products they must give (made by a numpy oracle of the
-formulas alone).  Every quantiser and product of the installed vLLM runs them, as does the trainer's own; the table says
-what matches bit for bit, what does not and by how much, and the settings that select each.  Exit status 3 where the
-trainer, or the engine that the config selects, breaks the contract.
+`bridge/contract.json` holds inputs with the outputs they must give (made by numpy oracles of the formulas only): codes,
+scales and FP8 products, and every other operator of a decoder that an exact run relies on, from the norm to the
+log-probability.  The trainer's own run them, and those of the installed vLLM on this machine; the table says what matches bit
+for bit, what does not and by how much, and the settings that select each.  Exit status 3 where the trainer, or the engine
+that the config selects, breaks the contract; without `numerics.exact` the operators are vLLM's, and are not asked.
 
 Products of `exact_sums` are decided by the promotion order alone and must match anywhere.  Those of `random_codes` also
 depend on how a tensor core rounds a dot of 128 products: they must match where the dot is exact, which is on CPU.
@@ -149,6 +150,32 @@ def engine_rows(contract: dict[str, Any], scale_format: str, order: str) -> list
     return rows
 
 
+def operator_rows(contract: dict[str, Any], name: str, run: Any, variant: str) -> list[Row]:
+    """Every operator's case on one side; norms of the other `numerics.engine_variant` are shown and not required."""
+    rows = []
+    for case, vectors in contract["operators"].items():
+        parameters = vectors["parameters"]
+        inputs = {part: _shaped(array) for part, array in vectors["inputs"].items()}
+        got, different, values, largest = run(case, parameters, inputs), 0, 0, 0.0
+        for part, expected in vectors["outputs"].items():
+            want = _shaped(expected)
+            mine = got[part].view(want.dtype).reshape(want.shape)
+            wide, wide_want = mine.astype(np.float64), want.astype(np.float64)
+            different += int(np.count_nonzero(wide != wide_want))
+            values += want.size
+            largest = max(largest, float((np.abs(wide - wide_want) / np.maximum(np.abs(wide_want), 1e-30)).max()))
+        used = parameters.get("engine_variant", variant)
+        settings = f"numerics.engine_variant={used}" if "engine_variant" in parameters else ""
+        rows.append(Row(name, case, different, values, largest, settings, used == variant))
+    return rows
+
+
+def _shaped(array: dict[str, Any]) -> np.ndarray:
+    """An array that comes with dtype and shape; "bfloat16" is ml_dtypes'."""
+    dtype = ml_dtypes.bfloat16 if array["dtype"] == "bfloat16" else np.dtype(array["dtype"])
+    return np.frombuffer(bytes.fromhex(array["bytes"]), dtype).reshape(array["shape"])
+
+
 def table(rows: list[Row]) -> str:
     """The rows as aligned text."""
     lines = [("implementation", "case", "differ", "of", "largest", "used", "settings")]
@@ -162,9 +189,10 @@ def table(rows: list[Row]) -> str:
 
 def main(argv: list[str]) -> int:
     """Parses the command line, runs the vectors, prints the table; raises RunStopped where the configured run breaks the contract."""
-    parser = argparse.ArgumentParser(prog="python -m bridge.check_engine", description="Check the installed vLLM against the FP8 contract.")
+    parser = argparse.ArgumentParser(prog="python -m bridge.check_engine", description="Check the installed vLLM against the contract.")
     add_config_arguments(parser)
-    precision = config_from_arguments(parser.parse_args(argv)).precision
+    config = config_from_arguments(parser.parse_args(argv))
+    precision, numerics = config.precision, config.numerics
 
     import importlib.util
 
@@ -178,6 +206,12 @@ def main(argv: list[str]) -> int:
     contract = load_contract()
     rows = trainer_rows(contract, precision.scale_format, precision.promotion_order)
     rows += engine_rows(contract, precision.scale_format, precision.promotion_order)
+    if numerics.exact:
+        from bridge import trainer_operators
+        from bridge.engine import vllm_operator_contract
+
+        rows += operator_rows(contract, TRAINER, trainer_operators.run, numerics.engine_variant)
+        rows += operator_rows(contract, "vllm", vllm_operator_contract.run, numerics.engine_variant)
     print(table(rows))
     broken = sorted({f"{row.implementation}: {row.case}" for row in rows if row.required and row.different})
     if broken:

@@ -104,7 +104,7 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     """
     path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
-    numerics = build_numerics(config.precision, config.numerics)
+    numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
     if isinstance(model, Decoder):
         sizes = model.config
     else:

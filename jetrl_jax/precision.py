@@ -57,6 +57,7 @@ class Numerics:
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.fp8_linear`.
     kernels: implementation of the FP8 products; see `jetrl_jax.models.fp8_linear.product_implementation`.
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
+    dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see `jetrl_jax.models.dense`.
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`models.ops.cache_dtype`).
     """
 
@@ -68,6 +69,7 @@ class Numerics:
     scale_format: str = "float32"
     kernels: str = "auto"
     attention: str = "auto"
+    dense: str = "auto"
     stored_dtype: str | None = None
 
     @property
@@ -251,8 +253,8 @@ def build_plan(paths: Iterable[str], section: Any) -> PrecisionPlan:
     return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=section.wgrad_operand, scale_format=section.scale_format)
 
 
-def build_numerics(precision: Any, numerics: Any) -> Numerics:
-    """The `Numerics` of the config sections `precision` and `numerics`."""
+def build_numerics(precision: Any, numerics: Any, engine: str) -> Numerics:
+    """The `Numerics` of the config sections `precision` and `numerics` and of `rollout.engine`."""
     return Numerics(
         compute_dtype=COMPUTE_DTYPES.get(precision.preset, "bfloat16"),
         engine_variant=numerics.engine_variant,
@@ -262,4 +264,5 @@ def build_numerics(precision: Any, numerics: Any) -> Numerics:
         scale_format=precision.scale_format,
         kernels=numerics.kernels,
         attention=numerics.attention,
+        dense="float64" if numerics.exact and engine == "vllm" else "auto",
     )

@@ -29,7 +29,8 @@ FP8_PRODUCTS = {
     "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
     "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
 }
-EXACT = ("attention", "norm", "rope", "silu", "logits")  # operations of an exact engine that are this project's
+# Operations of an exact engine that are this project's; linear layers in BF16 only where the model has some.
+EXACT = ("attention", "norm", "rope", "silu", "linear", "logits", "logprobs")
 # vLLM's CUDA kernel that promotes the blocks of an FP8 product in an order (`precision.promotion_order`).
 LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
@@ -42,6 +43,7 @@ ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probabilities are a Triton kernel's, with sums in FP32
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
@@ -147,7 +149,7 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
     """
     if not settings.exact:
         return
-    served = {name: operations.get(name, "nothing") for name in EXACT}
+    served = {name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"}
     wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
     products, product = FP8_PRODUCTS[settings.promotion_order], operations.get("fp8_product", "nothing")
     if fp8 and product not in products:

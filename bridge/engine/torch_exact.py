@@ -45,6 +45,16 @@ def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of x [T, N, H] with the halves as pairs, by cos and sin [T, H / 2] in x's dtype: FP32, one rounding, as `ops.rope`.
+
+    The products of two BF16 numbers are exact in FP32, so a fused multiply-add changes nothing.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two, as `ops.silu_multiply`."""
     return _in_parts(_silu_multiply, gate_up)[0]
@@ -66,14 +76,24 @@ def _in_parts(function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias.
-
-    `models.dense.dense` sums in FP32: that is off by roundoff of the sum, this by none.
-    """
+    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias; as `models.dense.dense`
+    of a trainer whose `Numerics.dense` is "float64"."""
     wide = x.double()
     rows = weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))
     out = torch.cat([(wide @ part.double().t()).float() for part in rows], dim=-1)
     return out if bias is None else out + bias.float()
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of FP32 logits [R, V]: the normaliser in float64 and rounded, as `vocabulary.token_logprobs`."""
+    return _in_parts(_log_softmax, logits.float())[0]
+
+
+def _log_softmax(logits: torch.Tensor) -> tuple[torch.Tensor]:
+    wide = logits.double()
+    top = wide.amax(-1, keepdim=True)
+    normalizer = torch.log(torch.exp(wide - top).sum(-1, keepdim=True)) + top
+    return (logits - normalizer.float(),)
 
 
 def key_value_cache(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:

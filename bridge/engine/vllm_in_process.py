@@ -22,6 +22,7 @@ import vllm
 from vllm import LLM
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from bridge.engine import plugin, vllm_operators, vllm_transfer
 from bridge.engine.common import (
@@ -74,6 +75,7 @@ class InProcessEngine:
         with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:
             arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model, on_cpu)
             arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
+            _ROPE_DICT.clear()  # by which vLLM gives an engine the RoPE of one before it, exact or not
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:  # whatever vLLM raises, the cause is chained

@@ -82,14 +82,16 @@ class PluginSettings:
 
 
 def engine_settings() -> PluginSettings:
-    """The settings of the engine that is being built; one that was given none keeps vLLM's operations.
+    """The settings of the engine that is being built; without an engine, or one that was given none, vLLM's own operations.
 
     Raises:
       ValueError: unknown values; exact operations without `enforce_eager`, which torch would fuse.
     """
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config()
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return PluginSettings(exact=False)
     given: Any = (config.additional_config or {}).get(SETTINGS_KEY)
     settings = PluginSettings(exact=False) if given is None else PluginSettings(**given)
     if settings.exact and config.model_config is not None and not config.model_config.enforce_eager:

@@ -141,8 +141,8 @@ class WorkerExtension:
             return manifest_of(held_tensors(self.get_model(), names), version).to_json()  # type: ignore[attr-defined]
 
     def jetrl_operations(self) -> dict[str, str]:
-        """What computes what in the model, by class."""
-        return operations(self.get_model())  # type: ignore[attr-defined]
+        """What computes what in the model and its sampler, by class."""
+        return operations(self.get_model(), getattr(self.model_runner, "sampler", None))  # type: ignore[attr-defined]
 
 
 def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:

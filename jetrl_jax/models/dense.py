@@ -7,6 +7,7 @@ With `numerics.exact` the bits of a token do not depend on the tokens beside it,
     CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
     Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
     any other device   a float64 product rounded to FP32: slow, and independent of shapes but for ties
+    vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums is shared with them
 
 cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward is XLA's product
 everywhere: nobody computes a gradient twice.
@@ -34,6 +35,8 @@ def dense_implementation(numerics: Numerics) -> Choice:
         return Choice("xla_fast", "numerics.exact is false: XLA's own product")
     if numerics.compute_dtype == "float32":
         return Choice("xla_fast", "operands are float32, which no kernel takes: XLA's own product, nowhere cut to TF32")
+    if numerics.dense == "float64":
+        return Choice("xla", "rollout.engine is vllm: float64 on both sides, which no order of sums changes")
     found = resolve("dense", "auto", ("xla", "mosaic_gpu", "auto"))
     if found.name == "xla" and jax.default_backend() == "cpu":
         return Choice("xla_fast", f"the platform is 'cpu', whose sums do not depend on the number of rows from {MIN_ROWS} on")

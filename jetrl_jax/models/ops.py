@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, flash_attention, flash_cached_attention
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
 
 
@@ -134,20 +134,16 @@ def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Arr
     return round_to(silu.astype(jnp.float32) * up.astype(jnp.float32), numerics.dtype)
 
 
-def inverse_frequencies(head_dim: int, rope_theta: float) -> np.ndarray:
-    """Angular frequencies of RoPE without scaling, float32 [H / 2]."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return (np.float32(1.0) / (np.float32(rope_theta) ** exponent)).astype(np.float32)
+def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where given.
 
-
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where configured."""
-    frequencies = inverse_frequencies(config.head_dim, config.rope_theta)
-    scaling = config.rope_scaling
+    Computed in float64 and rounded once: FP32 powers differ between CPUs, here and in other libraries, by a unit in the last place.
+    """
+    frequencies = rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
-        return frequencies
+        return frequencies.astype(np.float32)
     if scaling.rope_type == "linear":
-        return frequencies / np.float32(scaling.factor)
+        return (frequencies / scaling.factor).astype(np.float32)
     original, low_factor, high_factor = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     assert original is not None and low_factor is not None and high_factor is not None  # `RopeScaling` requires them of llama3
     wavelength = 2 * np.pi / frequencies
@@ -160,7 +156,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them."""
-    frequencies = along_last(jnp.asarray(rope_frequencies(config)), positions.ndim + 1)
+    frequencies = along_last(jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)), positions.ndim + 1)
     angle = positions[..., None].astype(jnp.float32) * frequencies
     if numerics.exact:
         with jax.enable_x64(True):

@@ -47,7 +47,7 @@ class AbstractRun:
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
-        numerics = build_numerics(config.precision, config.numerics)
+        numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
         self.attention = attention_implementation(numerics, sizes.head_dim, elsewhere=on_gpu)
         if on_gpu:
             attention = PLANNED if self.attention.name == "cudnn" else self.attention.name

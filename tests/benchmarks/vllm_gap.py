@@ -32,7 +32,7 @@ from bridge.engine.common import EngineSettings, set_environment
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request
 from tests.parity.small_policy import SmallPolicy
-from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
+from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
 Asked = tuple[EngineSettings, list[Request]]
 
@@ -67,8 +67,8 @@ def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, 
     """All pairs of one random policy and one way to run vLLM; rounding points are those of vLLM's platform."""
     config, what = asked(architecture, seed, count, context)
     here, elsewhere = ("native", "cuda") if jax.default_backend() == "cpu" else ("cuda", "native")
-    fp8, bf16 = (SmallPolicy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16"))
-    formula = SmallPolicy("fp8_unified", config, seed=seed, exact=False, engine_variant=elsewhere)
+    fp8, bf16 = (sampled_policy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16"))
+    formula = sampled_policy("fp8_unified", config, seed=seed, exact=False, engine_variant=elsewhere)
     return gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, what, how) | gaps(bf16, {"BF16 floor": bf16}, what, how)
 
 

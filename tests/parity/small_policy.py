@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,7 +38,9 @@ CONFIG = ModelConfig(
 class SmallPolicy:
     """Model, masters, plan and published weights of one preset; the masters are the same for every preset."""
 
-    def __init__(self, preset: str, config: ModelConfig = CONFIG, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, preset: str, config: ModelConfig = CONFIG, *, seed: int = 0, overrides: Sequence[tuple[str, str]] = (), **options: Any
+    ) -> None:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
         self.numerics = Numerics(compute_dtype=dtype, **options)
         self.model = Decoder(config, self.numerics, rngs=nnx.Rngs(seed))
@@ -50,7 +53,7 @@ class SmallPolicy:
 
         self.params = map_params(spread, params)
         self.paths = [path for path, _ in named_params(self.params)]
-        self.plan = PrecisionPlan(self.paths, preset)
+        self.plan = PrecisionPlan(self.paths, preset, overrides)
         self.published = jit(self.plan.publish)(self.params)
 
     def training_model(self) -> Decoder:

@@ -18,6 +18,8 @@ from bridge.engine.common import EngineSettings, as_flags, set_environment, writ
 from bridge.engine.factory import engine_settings
 from jetrl_jax.config_io import load_config
 from jetrl_jax.models import ops
+from jetrl_jax.models.dense import dense
+from jetrl_jax.models.hf_config import RopeScaling
 from jetrl_jax.precision import Numerics
 from tests.parity.vllm_policy import QWEN3
 
@@ -28,11 +30,12 @@ from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
+from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
 
-from bridge.engine import vllm_exact, vllm_exact_cuda, vllm_kernel, vllm_transfer  # noqa: E402
+from bridge.engine import torch_exact, vllm_exact, vllm_exact_cuda, vllm_kernel, vllm_transfer  # noqa: E402
 from tests.parity.paged_cache import LAYOUTS, Paged, assert_equal, bf16, normal  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
@@ -138,6 +141,71 @@ def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -
     assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
 
 
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
+}
+
+
+@pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_rotation_of_the_engine_is_the_trainers(rope_type: str, method: str) -> None:
+    """The class that vLLM takes for each kind of scaling, called by each of its names; the trainer's table and rotation."""
+    positions, rng = np.array([0, 1, 63, 500, 1999]), np.random.default_rng(0)
+    query, key = normal(rng, 5, 4 * 64), normal(rng, 5, 2 * 64)
+    with engine_given({}):
+        rotary_embedding._ROPE_DICT.clear()
+        rope = rotary_embedding.get_rope(
+            64, 2000, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **SCALINGS[rope_type]}, dtype=torch.bfloat16
+        )
+    assert type(rope).__name__.startswith("Exact")
+    scaling = RopeScaling(rope_type, **SCALINGS[rope_type]) if SCALINGS[rope_type] else None
+    config = dataclasses.replace(QWEN3, head_dim=64, rope_theta=1e4, rope_scaling=scaling, max_position_embeddings=2000)
+    table = ops.rope_table(jnp.asarray(positions, jnp.int32)[None], config, Numerics())
+    for mine, given in zip(getattr(rope, method)(torch.from_numpy(positions), query, key), (query, key), strict=True):
+        heads = given.view(5, -1, 64)
+        assert_equal(mine.view(heads.shape), ops.rope(bf16(heads)[None], table, Numerics())[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers_are_the_trainers(bias: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, layer = normal(rng, 9, 96), torch.nn.Module()
+    layer.weight, layer.bias = normal(rng, 64, 96), normal(rng, 64) if bias else None
+    with engine_given({}):
+        method = vllm_exact.UnquantizedLinearMethod()
+    assert type(method) is vllm_exact.ExactLinearMethod
+    method.process_weights_after_loading(layer)
+    master = None if layer.bias is None else bf16(layer.bias).astype(jnp.float32)
+    numerics = Numerics(dense="float64")
+    assert_equal(method.apply(layer, x, layer.bias), dense(bf16(x), bf16(layer.weight), jnp.bfloat16, numerics, master))
+
+
+def test_linear_layers_and_samplers_are_vllms_where_exact_is_not_asked_for() -> None:
+    for settings in (None, {"exact": False}):
+        with engine_given(settings):
+            made = (vllm_exact.UnquantizedLinearMethod(), vllm_exact.Sampler(), vllm_exact.TopKTopPSampler())
+        assert [type(one) for one in made] == list(vllm_exact.STAND_INS)
+    assert type(vllm_exact.UnquantizedLinearMethod()) is vllm_exact.UnquantizedLinearMethod, "without an engine"
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_sampled_logprobs_are_the_trainers_of_what_is_drawn_from(mode: str) -> None:
+    """With top-k and top-p too, which this project never asks for: tokens left out have probability 0."""
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 50)) * 3).float()
+    with engine_given({}):
+        sampler = vllm_exact.Sampler(logprobs_mode=mode)
+    assert isinstance(sampler, vllm_exact.ExactSampler) and torch.equal(sampler.compute_logprobs(logits), torch_exact.log_softmax(logits))
+    generators = {row: torch.Generator().manual_seed(row) for row in range(6)}
+    tokens, logprobs = sampler.topk_topp_sampler(logits.clone(), generators, None, None)
+    assert tokens.shape == (6,) and (logprobs is None) == (mode == "raw_logprobs")
+    if logprobs is not None:
+        assert torch.equal(logprobs, torch_exact.log_softmax(logits))
+        _, cut = sampler.topk_topp_sampler(logits.clone(), generators, torch.full((6,), 5), None)
+        assert (torch.isfinite(cut).sum(-1) == 5).all() and torch.allclose(cut.exp().sum(-1), torch.ones(6))
+
+
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
 def test_silu_is_the_trainers(method: str) -> None:
     gate_up = normal(np.random.default_rng(0), 300, 512)
@@ -182,6 +250,7 @@ def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatc
     for module in (custom_op, vllm_exact):
         monkeypatch.setattr(module, "op_registry_oot", replaced)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", backends)
+    monkeypatch.setattr(vllm_exact, "WEIGHT_LOADER_V2_SUPPORTED", [])
     for cpu, cuda, expected in ((False, False, {}), (False, True, {"FLASH_ATTN"}), (True, False, {"CPU_ATTN"})):
         replaced.clear()
         backends.clear()
@@ -189,7 +258,7 @@ def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatc
         vllm_exact.register_operations()
         vllm_exact.register_operations()  # once
         assert {backend.name for backend in backends} == set(expected)
-        assert set(replaced) == ({"RMSNorm", "RotaryEmbedding", "SiluAndMul", "LogitsProcessor"} if expected else set())
+        assert set(replaced) == ({base.__name__ for base in vllm_exact.LAYERS} if expected else set())
         assert all(replaced[base.__name__].name == base.name for base in vllm_exact.LAYERS if expected)
         for backend in backends:
             exact = backend.get_class()
@@ -212,7 +281,7 @@ def test_exact_operations_are_refused_in_an_engine_that_is_compiled(monkeypatch:
     for eager, given, refused in ((True, {}, False), (False, {}, True), (False, {"exact": False}, False), (False, None, False)):
         config = SimpleNamespace(additional_config={} if given is None else {"jetrl": given})
         config.model_config = SimpleNamespace(enforce_eager=eager)
-        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda config=config: config)
+        monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda config=config: config)
         with pytest.raises(ValueError, match="got enforce_eager=False") if refused else contextlib.nullcontext():
             vllm_kernel.engine_settings()
 

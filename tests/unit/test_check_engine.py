@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge import check_engine
+from bridge import check_engine, trainer_operators
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models import dense, ops, vocabulary
 from tests.oracles import contract_oracle, fp8_oracle
 
 
@@ -23,6 +26,33 @@ def test_trainer_keeps_the_contract(scale_format, order):
     rows = check_engine.trainer_rows(check_engine.load_contract(), scale_format, order)
     assert [row for row in rows if row.different] == []
     assert len(rows) == 9 and all(row.values and row.required for row in rows)
+
+
+def test_trainers_operators_keep_the_contract():
+    rows = check_engine.operator_rows(check_engine.load_contract(), "trainer", trainer_operators.run, "cuda")
+    assert [row for row in rows if row.different or not row.values] == []
+    assert {row.case for row in rows if not row.required} == {"norm native"}
+
+
+def test_other_roundings_are_told_apart(monkeypatch):
+    """Each operator's rounding taken away in the trainer breaks the vectors of that operator."""
+    contract = check_engine.load_contract()
+
+    def broken():
+        return {row.case for row in check_engine.operator_rows(contract, "trainer", trainer_operators.run, "native") if row.different}
+
+    def truncated(x, dtype):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0xFFFF0000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+    monkeypatch.setattr(ops, "round_to", truncated)
+    assert broken() >= {"norm native", "norm cuda", "rope", "rope linear", "rope llama3", "attention", "silu"}
+    monkeypatch.undo()
+    monkeypatch.setattr(dense, "round_to", truncated)
+    assert broken() == {"linear with bias"}  # without a bias the product rounds by itself
+    monkeypatch.undo()
+    monkeypatch.setattr(vocabulary, "log_normalizer", lambda logits, numerics, split=False: jax.nn.logsumexp(logits, axis=-1) * (1 + 2e-7))
+    assert broken() == {"head"}
 
 
 def quantize_by(scale_of):
@@ -64,12 +94,28 @@ def test_missing_vllm_is_an_error(monkeypatch):
 
 
 def test_vllm_with_the_plugin_keeps_the_contract_and_without_it_does_not(capsys, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("vllm", reason="the contract is run against the real vLLM, and vllm is not installed")
     assert check_engine.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     (native,) = [line.split() for line in lines if line.startswith("vllm/cpu_native") and " floor " in line]
     assert int(native[2]) > 0
-    assert check_engine.main(["--set", "precision.scale_format=power_of_two", "--set", "precision.promotion_order=triton"]) == 0
+    changes = ("precision.scale_format=power_of_two", "precision.promotion_order=triton", "numerics.exact=false")
+    assert check_engine.main([word for change in changes for word in ("--set", change)]) == 0
+    assert " rope" in "\n".join(lines) and " rope" not in capsys.readouterr().out, "without exact the operators are vLLM's own"
     monkeypatch.setattr("bridge.engine.vllm_kernel.AMAX_FLOOR", 1e-4)
     with pytest.raises(RunStopped, match=r"plugin/float32: floor"):
         check_engine.main([])
+    monkeypatch.undo()
+    from bridge.engine import torch_exact, vllm_operator_contract
+
+    rotate = torch_exact.rotate
+
+    def truncated(x, cos, sin):
+        """As vLLM's library for AVX2 rounds."""
+        wide = rotate(x.float(), cos, sin)
+        return (wide.view(torch.int32) & ~0xFFFF).view(torch.float32).to(x.dtype)
+
+    monkeypatch.setattr(torch_exact, "rotate", truncated)
+    rows = check_engine.operator_rows(check_engine.load_contract(), "vllm", vllm_operator_contract.run, "native")
+    assert {row.case for row in rows if row.different} == {"rope", "rope linear", "rope llama3"}

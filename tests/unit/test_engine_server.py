@@ -85,7 +85,9 @@ def test_a_server_of_somebody_else_is_not_restarted():
         ("deepgemm", {"fp8_product": "DeepGemmFp8BlockScaledMMKernel"}, "fp8_product by DeepGemm"),
         ("deepgemm", {"attention": "FlashAttentionImpl"}, "attention by FlashAttentionImpl"),
         ("deepgemm", {"norm": "ExactRMSNorm+RMSNorm"}, "norm by ExactRMSNorm.RMSNorm"),
-        ("deepgemm", {"rope": "Llama3RotaryEmbedding"}, "rope by Llama3RotaryEmbedding"),
+        ("deepgemm", {"rope": "YaRNScalingRotaryEmbedding"}, "rope by YaRNScalingRotaryEmbedding"),
+        ("deepgemm", {"linear": "UnquantizedLinearMethod"}, "linear by UnquantizedLinearMethod"),
+        ("deepgemm", {"logprobs": "Sampler"}, "logprobs by Sampler"),
     ],
 )
 def test_an_exact_engine_must_run_the_trainers_operations(order, changed, message):
@@ -99,7 +101,7 @@ def test_an_exact_engine_must_run_the_trainers_operations(order, changed, messag
 
 
 def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
-    silent = {name: by for name, by in OPERATIONS.items() if name != "fp8_product"}
+    silent = {name: by for name, by in OPERATIONS.items() if name not in ("fp8_product", "linear")}  # linear layers in BF16: it has none
     require_exact(silent, EngineSettings(8, 8), False)
     with pytest.raises(EngineFailed, match="fp8_product by nothing, expected Reference"):
         require_exact(silent, EngineSettings(8, 8), True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import ops, vocabulary
 from jetrl_jax.precision import Numerics
 from tests.oracles import attention_oracle
 
@@ -49,6 +49,31 @@ def test_silu_is_the_trainers() -> None:
     trainers = np.asarray(ops.silu_multiply(bf16(gate), bf16(up), Numerics()), np.float32)
     smallest = np.finfo(np.float32).tiny
     np.testing.assert_array_equal(*(np.where(np.abs(side) <= 2 * smallest, 0, side) for side in (ours, trainers)))
+
+
+def test_rotation_is_the_trainers_and_rounds_to_nearest() -> None:
+    rng, numerics = np.random.default_rng(0), Numerics()
+    x, cos, sin = normal(rng, 300, 4, 64), normal(rng, 300, 32), normal(rng, 300, 32)
+    ours = torch_exact.rotate(x, cos, sin)
+    assert_equal(ours, ops.rope(bf16(x)[None], (bf16(cos)[None], bf16(sin)[None]), numerics)[0])
+    first, second = x.double().chunk(2, dim=-1)
+    wide = [side.double()[:, None] for side in (cos, sin)]
+    expected = torch.cat((first * wide[0] - second * wide[1], second * wide[0] + first * wide[1]), dim=-1).float()
+    assert torch.equal(ours, expected.bfloat16())
+    assert not torch.equal(ours.float(), (expected.view(torch.int32) & ~0xFFFF).view(torch.float32)), "truncation is another rotation"
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_log_softmax_is_the_trainers(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(40, 500)) * size).float()
+    every = jnp.tile(jnp.arange(500, dtype=jnp.int32)[None], (40, 1))
+    trainers = [vocabulary.token_logprobs(jnp.asarray(logits.numpy()), every[:, i], Numerics()) for i in range(0, 500, 50)]
+    for at_once in (torch_exact.ELEMENTS_AT_ONCE, 1100):
+        monkeypatch.setattr(torch_exact, "ELEMENTS_AT_ONCE", at_once)
+        ours = torch_exact.log_softmax(logits)
+        np.testing.assert_array_equal(ours[:, ::50].numpy(), np.stack(trainers, axis=1))
+    wide = logits.double()
+    assert (ours.double() - (wide - wide.logsumexp(-1, keepdim=True))).abs().max() < 1e-6 * size
 
 
 def test_linear_is_the_float64_product_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
