@@ -60,8 +60,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
-import jax
-import pytest
+import jax  # noqa: E402 (after the environment is set)
+import pytest  # noqa: E402
 
 # A silent promotion of bfloat16 or of a rank is how precision and shapes go wrong unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
