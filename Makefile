@@ -11,7 +11,8 @@ CONFIG ?= configs/tiny_cpu.yaml
 RUN ?= runs/tiny_cpu
 # Extra arguments of the training command and of pytest.
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Files go to workers whole (they share engines and programs), the runs and meshes first.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # The Python that counts is the environment's where there is one, else the one that will make it.
 ENV_PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))

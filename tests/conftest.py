@@ -1,37 +1,124 @@
-"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, and a reason for every skip."""
+"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, a reason for every skip, and a limit of time.
+
+Compiled programs are kept over sessions in `.cache/jax-tests`, by the versions and the processor that they were made for.
+A test's cost is the processor time of its process and of those that it started and waited for: two workers share two
+cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing so; pytest's own list of durations has it.)
+"""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import importlib.metadata
 import os
+import platform
+import resource
 import shutil
-import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # Runs that a test starts, kills and resumes compile the same programs again and again: once a session is enough.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jetrl_jax_tests_")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "jax-tests"
+COMPILED_BYTES = 3 * 2**30  # of all programs that are kept; more than that, and all are made again
+
+
+def processor_features() -> str:
+    """Names of the instructions that the CPU has; its name where the system does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def compilation_cache() -> Path:
+    """Where this session's programs are kept: emptied where it has grown too large or a session was killed while it wrote."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
+    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
+    key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
+    folder = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16]
+    sessions = COMPILED / "sessions"
+    sessions.mkdir(parents=True, exist_ok=True)
+    living = [mark for mark in sessions.iterdir() if Path(f"/proc/{mark.name}").exists()]
+    unfinished = len(living) < len(list(sessions.iterdir()))
+    size = sum(file.stat().st_size for file in COMPILED.glob("*/*-cache"))
+    if not living and (unfinished or size > COMPILED_BYTES):
+        shutil.rmtree(COMPILED)
+        sessions.mkdir(parents=True)
+    mark = sessions / str(os.getpid())
+    mark.touch()
+    atexit.register(mark.unlink, missing_ok=True)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of pytest-xdist has it from the session's first process
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
-import jax
-import pytest
+import jax  # noqa: E402 (after the environment is set)
+import pytest  # noqa: E402
 
 # A silent promotion of bfloat16 or of a rank is how precision and shapes go wrong unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes the first
 
+LISTED_S, LIMIT_S = 10, 30  # of processor time: the end of a session lists a test above the first; CI fails one above the second
+COST = pytest.StashKey[float]()
+
+
+def spent_s() -> float:
+    """Processor seconds so far, of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Notes what the test itself costs; fixtures that it shares are not its own."""
+    start = spent_s()
+    try:
+        return (yield)
+    finally:
+        item.stash[COST] = spent_s() - start
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
-    """Turn a skip that gives no reason into a failure."""
+    """Turns a skip that gives no reason, and in CI a test that costs too much, into a failure."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped:").strip()
         if reason in ("", "unconditional skip"):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} was skipped without a reason"
+    if report.when == "call":
+        report.cost_s, long = item.stash.get(COST, 0.0), item.get_closest_marker("long") is not None
+        if report.passed and not long and report.cost_s > LIMIT_S and os.environ.get("CI") == "true":
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {report.cost_s:.0f} s of processor time, expected at most {LIMIT_S} s of a test that is not "
+                "marked `long`."
+            )
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason of skips, and the tests that cost much; pytest's own summary of failures comes last."""
+    skips = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    if skips:
+        terminalreporter.section("skipped, by reason")
+        for reason, count in sorted(skips.items(), key=lambda pair: (-pair[1], pair[0])):
+            terminalreporter.line(f"{count:5d}  {reason}")
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    costs = sorted(((getattr(report, "cost_s", 0.0), report.nodeid) for report in reports), reverse=True)
+    if costs and costs[0][0] > LISTED_S:
+        terminalreporter.section(f"tests above {LISTED_S} s of processor time")
+        for cost, name in costs:
+            if cost > LISTED_S:
+                terminalreporter.line(f"{cost:5.0f} s  {name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from tiny import ROOT, command_environment, rows, run_module, tiny_config, train_command, write_config
@@ -18,11 +17,6 @@ mount -o remount,size=50m "$DISK" || exit 77
 "$@" --resume >"$OUT/second.out" 2>"$OUT/second.err"; echo $? >"$OUT/second.status"
 cp "$DISK/run/metrics.jsonl" "$OUT/" && cp -r "$DISK/run/export" "$OUT/"
 """
-
-
-@pytest.fixture
-def compilation_cache() -> Path:
-    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from pallas_kernels import implementations
 from tests.kernels import aot
 from tests.parity.small_policy import CONFIG
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))]
+pytestmark = [pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))]
 
 # A scale of attention that is no power of two, and biases: roundings that a fusion could move.
 SIZES = dataclasses.replace(

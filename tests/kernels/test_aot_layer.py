@@ -75,7 +75,6 @@ def _with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
 
 
-@pytest.mark.slow
 def test_training_runs_on_the_kernels_and_quantises_every_input_once() -> None:
     layer = Layer()
     program, reports = aot.program_and_reports(layer.training, *layer.training_arguments)
@@ -86,7 +85,6 @@ def test_training_runs_on_the_kernels_and_quantises_every_input_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
     layer = Layer()
     program = aot.program_for_h100(layer.rollout, *layer.rollout_arguments)
@@ -95,7 +93,6 @@ def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
     assert not re.findall(rf"f64\[(?:\d+,)*{TOKENS},{SIZES.hidden_size}\]", program)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "forward"), [("bf16", {"dense_matmul": 7}), pytest.param("fp8_forward", FORWARD, marks=pytest.mark.long)]
 )
@@ -105,7 +102,6 @@ def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forwar
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})])
 def test_split_layers_run_on_the_same_kernels(preset: str, expected: dict[str, int]) -> None:
     """Two H100 that share the layer: codes are made from the values of the dtype between operations and gathered."""

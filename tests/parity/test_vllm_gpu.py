@@ -45,7 +45,6 @@ def alone(arguments: list[str], directory: Path) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("context", [0, 2000])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
 def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(architecture: str, context: int, tmp_path: Path) -> None:
@@ -58,7 +57,6 @@ def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(arch
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_process", "server"])
 def test_trainer_and_vllm_take_turns_on_one_gpu(mode: str, tmp_path: Path) -> None:
     if (why := problem()) is not None:

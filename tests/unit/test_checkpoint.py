@@ -312,7 +312,6 @@ def save_until_killed(directory: Path, delay_s: float) -> int:
     return int(lines[-1]) if lines else step
 
 
-@pytest.mark.slow
 def test_kills_at_random_moments_lose_at_most_the_save_in_progress(tmp_path: Path) -> None:
     kills = int(os.environ.get("JETRL_TEST_KILLS", "2"))
     moments = random.Random(0)
