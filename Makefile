@@ -92,6 +92,19 @@ test-py312:  ## The tests on Python 3.12 with the newer JAX and without torch
 test-long-py312:  ## What `make test-py312` leaves out of the kernels' tests, which run there alone
 	@$(MAKE) --no-print-directory test-py312 TARGET=test-long PYTEST_ARGS="tests/kernels tests/parity $(PYTEST_ARGS)"
 
+# The claims about bits, on the kernels that each library has for a CPU with AVX2 only (ISA=AVX512: AVX-512 without BF16).
+ISA ?= AVX2
+ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
+	tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
+	tests/unit/test_check_engine.py tests/kernels/test_quantize.py tests/kernels/test_formats.py tests/kernels/test_rounding.py \
+	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch \
+	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates
+
+.PHONY: test-avx2
+test-avx2: $(VENV)/.installed-test  ## What must hold to the bit, with every library forced to its kernels for AVX2 (ISA=AVX512)
+	JETRL_TEST_ISA=$(ISA) PYTHONPATH=$(CURDIR)/tests/instruction_set$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+		$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS) $(ISA_TESTS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-test  ## ruff: errors, imports, format
 	$(RUN_PYTHON) -m ruff check .

@@ -203,7 +203,7 @@ class ExactLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to do."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N]: the bias joins the FP32 sums, which are rounded once."""
         return torch_exact.linear(x, layer.weight, bias).to(x.dtype)
 

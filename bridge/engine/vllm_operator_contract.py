@@ -123,7 +123,8 @@ def _silu(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tens
 
 def _linear(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
     """The method of a layer without quantisation; the layer itself would ask for vLLM's process groups."""
-    layer, method = torch.nn.Module(), UnquantizedLinearMethod()
+    layer: Any = torch.nn.Module()
+    method = UnquantizedLinearMethod()
     layer.weight = torch.nn.Parameter(arrays["weight"], requires_grad=False)
     layer.bias = arrays.get("bias")
     method.process_weights_after_loading(layer)

@@ -6,9 +6,10 @@ Two layers, hidden size 256; every token is sampled by vLLM and scored again by 
     formula only   the same                                               the same codes, other roundings (in the norms, FP32 sums)
     mixed          the same                                               BF16
     BF16 floor     vLLM on the same policy in BF16                        BF16
+    both           vLLM with attention in BF16 and the MLP in FP8         the same codes and BF16 weights
 
 vLLM runs with the trainer's exact operations and, where asked to, with its own, eager or compiled.  Prints of each the share
-of tokens within 1e-5, mean and largest |Δ logprob| and k3, below the processor or card.
+of tokens within 1e-5, mean and largest |Δ logprob| and k3, below the card or the processor and the instruction set that torch takes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM is on th
 
 import jax
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -68,8 +70,16 @@ def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, 
     config, what = asked(architecture, seed, count, context)
     here, elsewhere = ("native", "cuda") if jax.default_backend() == "cpu" else ("cuda", "native")
     fp8, bf16 = (sampled_policy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16"))
+    both = sampled_policy("fp8_unified", config, seed=seed, engine_variant=here, overrides=[("*.self_attn.*", "bf16")])
     formula = sampled_policy("fp8_unified", config, seed=seed, exact=False, engine_variant=elsewhere)
-    return gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, what, how) | gaps(bf16, {"BF16 floor": bf16}, what, how)
+    found = gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, what, how)
+    return found | gaps(bf16, {"BF16 floor": bf16}, what, how) | gaps(both, {"both": both}, what, how)
+
+
+def processor() -> str:
+    """The CPU's name where the system tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> None:
@@ -86,7 +96,7 @@ def main() -> None:
     ways = {"our operations": {"exact": True}}
     ways |= {"its own": {"exact": False}} if options.vllm_operations else {}
     ways |= {"its own, compiled": {"exact": False, "enforce_eager": False}} if options.compiled else {}
-    where = platform.processor() or platform.machine() if on_cpu else jax.devices()[0].device_kind
+    where = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else jax.devices()[0].device_kind
     print(f"{where}\n\n| policy | seed | vLLM | pair | tokens | within 1e-5 | mean | largest | k3 |")
     print("|---|---|---|---|---|---|---|---|---|")
     for architecture in (QWEN3, QWEN2):

@@ -208,7 +208,7 @@ def vllms_attention(patch: pytest.MonkeyPatch) -> None:
 
 
 def vllms_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm_exact.ExactRMSNorm, "forward_native", vllm_exact.RMSNorm.forward_native)
+    patch.setattr(vllm_exact.ExactRMSNorm, "compute", vllm_exact.RMSNorm.forward_native)
 
 
 def vllms_linear_layers(patch: pytest.MonkeyPatch) -> None:
