@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, D width, N query heads, K key/value heads, H head widt
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, flash_attention, flash_cached_attention
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
 
 
@@ -141,13 +142,22 @@ def inverse_frequencies(head_dim: int, rope_theta: float) -> np.ndarray:
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where configured."""
-    frequencies = inverse_frequencies(config.head_dim, config.rope_theta)
-    scaling = config.rope_scaling
+    """Angular frequencies of a model, float32 [H / 2]."""
+    return scaled_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+
+
+def scaled_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angular frequencies, float32 [H / 2], stretched as `RopeScaling` says."""
+    frequencies = inverse_frequencies(head_dim, rope_theta)
     if scaling is None:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / np.float32(scaling.factor)
+    return (_llama3_frequencies if scaling.rope_type == "llama3" else _yarn_frequencies)(frequencies, rope_theta, scaling)
+
+
+def _llama3_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
+    """By wavelength (Dubey et al. 2024)."""
     original, low_factor, high_factor = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     assert original is not None and low_factor is not None and high_factor is not None  # `RopeScaling` requires them of llama3
     wavelength = 2 * np.pi / frequencies
@@ -158,8 +168,29 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return scaled.astype(np.float32)
 
 
+def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
+    """By pair of channels (Peng et al. 2023), in FP32 like transformers and vLLM.
+
+    The pair that turns n times within the original length L has the index  H ln(L / 2 pi n) / (2 ln theta).
+    """
+    original, head_dim = scaling.original_max_position_embeddings, 2 * len(frequencies)
+    assert original is not None  # `RopeScaling` requires it of yarn
+    first, last = (head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope_theta)) for turns in scaling.betas)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step in place of a ramp
+    pairs = np.arange(len(frequencies), dtype=np.float32)
+    divided = np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+    return divided * (frequencies / np.float32(scaling.factor)) + (1 - divided) * frequencies
+
+
 def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them."""
+    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them.
+
+    YaRN's factor multiplies them in FP32, before that rounding.
+    """
     frequencies = along_last(jnp.asarray(rope_frequencies(config)), positions.ndim + 1)
     angle = positions[..., None].astype(jnp.float32) * frequencies
     if numerics.exact:
@@ -168,6 +199,9 @@ def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) ->
             cos, sin = jnp.cos(wide).astype(jnp.float32), jnp.sin(wide).astype(jnp.float32)
     else:
         cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.rope_scaling is not None and config.rope_scaling.attention_scaling != 1:
+        factor = np.float32(config.rope_scaling.attention_scaling)
+        cos, sin = cos * factor, sin * factor
     return round_to(cos, numerics.dtype), round_to(sin, numerics.dtype)
 
 
