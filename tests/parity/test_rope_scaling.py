@@ -1,4 +1,4 @@
-"""YaRN's frequencies and factor against transformers' and vLLM's own functions, for any values that a config.json may state."""
+"""YaRN's frequencies and factor against transformers' own function, for any values that a config.json may state."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from bridge.engine.common import EngineSettings, as_flags, set_environment, writ
 from bridge.engine.factory import engine_settings
 from jetrl_jax.config_io import load_config
 from jetrl_jax.models import ops
+from jetrl_jax.models.hf_config import RopeScaling
 from jetrl_jax.precision import Numerics
 from tests.parity.vllm_policy import QWEN3
 
@@ -28,6 +29,7 @@ from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
@@ -136,6 +138,24 @@ def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -
     config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
     trainers = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
     assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
+
+
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=512, mscale=0.7, mscale_all_dim=0.2, truncate=False)
+
+
+@pytest.mark.parametrize("scaling", [YARN, RopeScaling("yarn", 4.0, original_max_position_embeddings=512, beta_fast=16.0)])
+def test_yarn_of_vllm_is_the_trainers_but_for_fp32_powers(scaling: RopeScaling) -> None:
+    """Its own class, made of the dictionary that is written for it: as many positions, frequencies and factor alike."""
+    config = dataclasses.replace(QWEN3, head_dim=64, max_position_embeddings=2048, rope_scaling=scaling)
+    with engine_given({"exact": False}):
+        engines = get_rope(64, 2048, True, config.to_hf()["rope_parameters"], torch.float32)
+    assert engines.mscale == scaling.attention_scaling
+    frequencies = ops.rope_frequencies(config)
+    np.testing.assert_allclose(frequencies, engines._compute_inv_freq(scaling.factor).numpy(), rtol=2.0**-21)
+    trainers = ops.rope_table(jnp.arange(2048, dtype=jnp.int32)[None], config, Numerics(compute_dtype="float32"))
+    got = np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1)
+    assert engines.cos_sin_cache.shape == got.shape
+    np.testing.assert_allclose(engines.cos_sin_cache.numpy(), got, atol=2048 * 2.0**-21)
 
 
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
