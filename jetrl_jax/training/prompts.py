@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,13 +77,3 @@ def fitting_prompts(examples: Iterator[Example] | list[Example], tokenizer: Toke
     """Those of `examples` whose prompt fits, tokenised."""
     prompts = (Prompt(example, tokenizer.encode_prompt(example.prompt)) for example in examples)
     return [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
-
-
-def data_fingerprint(task: Task) -> str:
-    """A hash of the task's sizes and of a spread of its examples, so that a resume on other data is refused."""
-    digest = hashlib.sha256(f"{task.name} {len(task.train)} {len(task.eval)}".encode())
-    for split in (task.train, task.eval):
-        for index in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)):
-            example = split[int(index)]
-            digest.update(f"\0{example.prompt}\0{example.answer}".encode())
-    return digest.hexdigest()

@@ -180,6 +180,28 @@ def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, **fields):
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=[shorter])
 
 
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "level": 1} for a in range(10) for b in range(10)]
+
+
+def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
+    """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
+    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+
+    def trainer(data, steps, **options):
+        config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})
+        return ScriptedTrainer(config, dataset=data, reward_functions=[shorter], **options)
+
+    trainer(SUMS, 1).train()
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    held_out = {example.prompt for example in trainer(SUMS, 2).task.eval}
+    changed = next(index for index in range(50, 100) if SUMS[index]["prompt"] not in held_out)
+    for change in ({"answer": "0"}, {"solution": "0"}, {"level": 2}, {"prompt": "9+9+9="}):
+        with pytest.raises(UserError, match=r"not that of the run:\n  data\.(train|eval)\.\w+: saved '\w+', now '\w+'"):
+            trainer([*SUMS[:changed], SUMS[changed] | change, *SUMS[changed + 1 :]], 2, resume=True).train()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+    assert trainer(SUMS, 2, resume=True).train()["steps"] == 2
+
+
 @pytest.mark.parametrize("reject_level", ["token", "sequence_mean"])
 def test_train_tokens_are_those_that_the_programs_are_given(reject_level, tmp_path, monkeypatch):
     """Rejected whole, a completion is not packed; of one that is packed, the programs read every token, in the loss or not."""
