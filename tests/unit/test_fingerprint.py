@@ -85,9 +85,9 @@ def test_a_generated_split_is_sampled_and_a_users_own_sequence_is_not():
 
 
 VALUES = [
-    None, True, 1, 10**5000, 1.0, "1", b"1", [1], [1, [2]], [[1], 2], {"a": 1}, {"a": [1]}, {1, 2}, "", [], {}, "a\ud800", float("nan"), -0.0, 0.0,
-    Decimal("1"), datetime.date(2020, 1, 2), np.float32(1), np.float64(1), np.arange(3), np.arange(3.0), np.array([1, "a"], object), ["ab", "c"],
-    ["a", "bc"], {"a": "b", "c": "d"}, {"a": "bc", "": "d"},
+    None, True, 1, 10**5000, 1.0, "1", b"1", [1], [1, [2]], [[1], 2], {"a": 1}, {"a": [1]}, {1, 2}, "", [], {}, "a\ud800", float("nan"),
+    -0.0, 0.0, Decimal("1"), datetime.date(2020, 1, 2), np.float32(1), np.float64(1), np.arange(3), np.arange(3.0),
+    np.array([1, "a"], object), ["ab", "c"], ["a", "bc"], {"a": "b", "c": "d"}, {"a": "bc", "": "d"},
 ]  # fmt: skip
 
 
