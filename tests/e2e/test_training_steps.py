@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -110,17 +111,43 @@ def test_python_interface_takes_records_and_a_function(tmp_path):
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
 
 
-def nan_reward(prompts, completions, answers, **kwargs):
-    """What a broken reward model returns."""
-    return [float("nan")] * len(completions)
+def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path, monkeypatch):
+    class Broken(ScriptedEngine):
+        def generate(self, requests, sampling):
+            return [dataclasses.replace(t, rollout_logprobs=t.rollout_logprobs * np.nan) for t in super().generate(requests, sampling)]
 
-
-def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path):
-    config = tiny_config(tmp_path / "run", warm_start=None, run={"steps": 6, "tensorboard": False, "max_skipped_steps": 3})
-    with pytest.raises(RunStopped, match="nan_reward"):
-        GRPOTrainer(config, reward_functions=[nan_reward]).train()
+    run = {"steps": 6, "tensorboard": False, "max_skipped_steps": 3}
+    with pytest.raises(RunStopped, match="3 updates in a row were not finite .*; the last: rollout_logprobs"):
+        scripted_trainer(tmp_path / "run", monkeypatch, Broken, run=run).train()
     saved = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
-    assert len(saved) == 3 and "nan_reward" in saved[0]
+    assert len(saved) == 3 and "rollout_logprobs" in saved[0]
+
+
+def test_one_nan_costs_its_sample_and_not_the_step(tmp_path, monkeypatch, capsys):
+    """One completion of sixteen has no reward: the others are trained, and the metrics say how many were left out and why."""
+
+    def shorter_but_one(completions, **kwargs):
+        return [float("nan"), None, *shorter([], completions, [])[2:]]
+
+    def raises_on_long(completions, **kwargs):
+        if max(map(len, completions)) > 2:
+            raise KeyError("too long")
+        return [0.0] * len(completions)
+
+    trainer = scripted_trainer(tmp_path / "run", monkeypatch, rewards=[shorter_but_one, raises_on_long])
+    row = trainer.dry_run()["metrics"]
+    assert row["count/reward_shorter_but_one_nan"] == row["count/reward_shorter_but_one_none"] == 1
+    assert row["count/skipped_updates"] == 0 and row["policy/trained_tokens"] > 0
+    assert row["count/masked_samples"] == 2 + row["count/reward_raises_on_long_exception"] < 16
+    assert "step 1: reward raises_on_long: KeyError: 'too long'" in "".join(capsys.readouterr())
+
+
+def test_an_infinite_reward_ends_the_run_with_its_sample(tmp_path, monkeypatch):
+    def judge(completions, **kwargs):
+        return [float("inf"), *[0.0] * (len(completions) - 1)]
+
+    with pytest.raises(UserError, match=r"^reward judge: returned inf for completion 0 \('\d+' after the prompt"):
+        scripted_trainer(tmp_path / "run", monkeypatch, rewards=[judge]).train()
 
 
 def test_steps_without_anything_to_train_on_stop_the_run(tmp_path, capsys):
@@ -173,11 +200,11 @@ def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "run").exists()
 
 
-def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, **fields):
+def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), **fields):
     """A trainer of sums whose engine and programs follow the script."""
     monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
-    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=[shorter])
+    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards))
 
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "level": 1} for a in range(10) for b in range(10)]
