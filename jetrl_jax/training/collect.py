@@ -26,7 +26,6 @@ from jetrl_jax.training.console import Console
 from jetrl_jax.training.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
 from jetrl_jax.training.scoring import score
 
-
 MOST_MESSAGES = 20  # distinct failures of reward functions that a run tells; the metrics count all
 
 

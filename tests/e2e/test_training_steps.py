@@ -117,7 +117,7 @@ def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path, monkeypatch
             return [dataclasses.replace(t, rollout_logprobs=t.rollout_logprobs * np.nan) for t in super().generate(requests, sampling)]
 
     run = {"steps": 6, "tensorboard": False, "max_skipped_steps": 3}
-    with pytest.raises(RunStopped, match="3 updates in a row were not finite .*; the last: rollout_logprobs"):
+    with pytest.raises(RunStopped, match=r"3 updates in a row were not finite .*; the last: rollout_logprobs"):
         scripted_trainer(tmp_path / "run", monkeypatch, Broken, run=run).train()
     saved = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
     assert len(saved) == 3 and "rollout_logprobs" in saved[0]

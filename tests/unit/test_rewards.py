@@ -111,7 +111,7 @@ def test_reward_raises_naming_function_and_sample_on_what_is_not_finite(value, a
             return value if completion == "b" else 1.0
 
     rewards = RewardFunctions.from_functions(["task" if alone else judge], as_task(Mine(), TaskSection()))
-    where = r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in FP32, or None or NaN to leave the sample out$"
+    where = r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in FP32, or None or NaN to leave"
     with pytest.raises(UserError, match=rf"^reward {'task' if alone else 'judge'}: returned .*{where}"):
         run(rewards, ["a", "b", "c"])
 
