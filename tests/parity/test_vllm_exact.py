@@ -17,6 +17,7 @@ import pytest
 from bridge.engine.common import EngineSettings, as_flags, set_environment, write_model_directory
 from bridge.engine.factory import engine_settings
 from jetrl_jax.config_io import load_config
+from jetrl_jax.config_types import VLLM_TEMPERATURES
 from jetrl_jax.models import ops
 from jetrl_jax.models.hf_config import RopeScaling
 from jetrl_jax.precision import Numerics
@@ -30,6 +31,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
@@ -138,6 +140,14 @@ def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -
     config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
     trainers = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
     assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
+
+
+def test_temperatures_are_those_that_vllm_takes_as_they_are() -> None:
+    low, high = VLLM_TEMPERATURES
+    assert [SamplingParams(temperature=value).temperature for value in (low, 1.0, high)] == [low, 1.0, high]
+    assert SamplingParams(temperature=0.99 * low).temperature == low
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=1.01 * high)
 
 
 YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=512, mscale=0.7, mscale_all_dim=0.2, truncate=False)
