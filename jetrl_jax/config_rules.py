@@ -16,7 +16,7 @@ from jetrl_jax.config_rule_types import NoEffect, Problem, Rule
 from jetrl_jax.config_rules_distributed import DISTRIBUTED_NO_EFFECT, DISTRIBUTED_RULES
 from jetrl_jax.config_rules_sharding import SHARDING_RULES, any_fp8
 from jetrl_jax.config_rules_vllm import VLLM_NO_EFFECT, VLLM_RULES
-from jetrl_jax.config_types import show, value_at
+from jetrl_jax.config_types import TEMPERATURES, show, value_at
 
 if TYPE_CHECKING:
     from jetrl_jax.config import RunConfig
@@ -86,6 +86,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.path is not None or _tokens(c) <= c.model.max_position_embeddings,
         "the model is too short for the sequences of the run",
         lambda c: f"at least {_SUM} = {_tokens(c)}",
+    ),
+    Rule(
+        ("rollout.temperature",),
+        lambda c: TEMPERATURES[0] <= c.rollout.temperature <= TEMPERATURES[1],
+        "FP32 cannot sample at such a temperature",
+        lambda c: "a number from {} to {}".format(*map(show, TEMPERATURES)),
+        "below, the roundoff of the logits decides; greedy decoding is measured by every evaluation, and generate has --temperature 0",
     ),
     Rule(
         ("rollout.top_p",),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from jetrl_jax.config_rule_types import NoEffect, Rule
+from jetrl_jax.config_types import VLLM_TEMPERATURES, show
 from jetrl_jax.gpu_memory import shares_gpu
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ VLLM_RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.engine != "vllm" or c.precision.preset not in ("fp32", "fp16"),
         "vLLM runs in BF16 and FP8 here",
         lambda c: "jax, or another preset",
+    ),
+    Rule(
+        ("rollout.temperature", "rollout.engine"),
+        lambda c: c.rollout.engine != "vllm" or VLLM_TEMPERATURES[0] <= c.rollout.temperature <= VLLM_TEMPERATURES[1],
+        "vLLM samples at another temperature than the trainer scores at, or refuses it",
+        lambda c: "a number from {} to {}, or rollout.engine: jax".format(*map(show, VLLM_TEMPERATURES)),
     ),
     Rule(
         ("vllm.enforce_eager", "numerics.exact"),

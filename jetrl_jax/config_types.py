@@ -11,6 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
+# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (near 0 they are infinite, or NaN).
+TEMPERATURES = (1e-3, 1e6)
+VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM raises a lower one in silence and refuses a higher one
 PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PositiveFloat = Annotated[float, Field(gt=0)]

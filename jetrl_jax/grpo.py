@@ -39,18 +39,19 @@ from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.sharding import Layout
+from jetrl_jax.tasks.fingerprint import data_fingerprint
 from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
 from jetrl_jax.training.build_programs import build_programs
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint
 from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator
 from jetrl_jax.training.execution import Execution
 from jetrl_jax.training.metrics import MetricsWriter
-from jetrl_jax.training.prompts import PromptStream, data_fingerprint
-from jetrl_jax.training.resume_rules import compare_for_resume
-from jetrl_jax.training.run_directory import RunDirectory, collect_environment
+from jetrl_jax.training.prompts import PromptStream
+from jetrl_jax.training.resume_rules import compare_data_for_resume, compare_for_resume
+from jetrl_jax.training.run_directory import RunDirectory, collect_environment, flatten
 from jetrl_jax.training.step import PolicyPrograms, TrainState
 from jetrl_jax.training.stop_signals import StopSignals
 from jetrl_jax.training.trainer import Trainer
@@ -94,7 +95,8 @@ class GRPOTrainer:
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         check_device(self.config, jax.default_backend() == "gpu")
-        processes.check_same("task or tokenizer", f"{data_fingerprint(self.task)}\n{self.policy.tokenizer.fingerprint()}")
+        self.data = {"tokenizer": self.policy.tokenizer.fingerprint(), "data": data_fingerprint(self.task)}
+        processes.check_same("task or tokenizer", "\n".join(f"{name}: {value}" for name, value in flatten(self.data).items()))
         processes.check_same("start policy", processes.fingerprint(self.policy.params))
         section = self.config.sharding
         many = section.devices > 1 or processes.count() > 1
@@ -130,6 +132,7 @@ class GRPOTrainer:
                     warn=self.console.warn,
                 )
             )
+            self._check_data(run, store)
             self._record(run)
             section = self.config.run
             writer = stack.enter_context(
@@ -158,6 +161,13 @@ class GRPOTrainer:
                 "run.directory on a file system that every process sees."
             )
         return run, Path(shared["checkpoints"])
+
+    def _check_data(self, run: RunDirectory, store: CheckpointStore) -> None:
+        """Refuses other data or another tokenizer than the newest checkpoint's, before anything of the run is written."""
+        steps = store.steps() if run.resumed else []
+        if steps:
+            with contextlib.suppress(CorruptCheckpoint):  # left out when the state is restored, and named there
+                compare_data_for_resume(store.read_metadata(steps[-1])["metadata"], self.data)
 
     def dry_run(self) -> dict[str, Any]:
         """Builds everything and compiles and runs one step, without a run directory; returns {"seconds", "metrics"}."""

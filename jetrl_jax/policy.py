@@ -109,6 +109,12 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
         sizes = model.config
     else:
         sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+    if tokenizer.vocab_size > sizes.vocab_size:
+        raise UserError(
+            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
+            f"vocab_size={sizes.vocab_size}."
+        )
+    sizes = dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))  # an export stops where the run did
     product_implementation(numerics, forward=True)  # both raise where they cannot run
     attention_implementation(numerics, sizes.head_dim)
     if isinstance(model, Decoder) or path is None:
@@ -122,11 +128,6 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
         raise UserError(
             f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
             f"{config.max_sequence_tokens}, expected at most max_position_embeddings={built.config.max_position_embeddings}."
-        )
-    if tokenizer.vocab_size > built.config.vocab_size:
-        raise UserError(
-            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
-            f"vocab_size={built.config.vocab_size}."
         )
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)

@@ -121,7 +121,7 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("count/reward_*_exception", "Exceptions in {}"),
             Panel("count/reward_*_timeout", "Time-outs in {}"),
             Panel("count/reward_*_none", "No reward from {}"),
-            Panel("count/reward_*_non_finite", "Non-finite rewards of {}"),
+            Panel("count/reward_*_nan", "NaN rewards of {}"),
         ),
     ),
 )

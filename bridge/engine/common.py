@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bridge.hf_tensors import quantization_config
+from jetrl_jax.config_types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
@@ -203,6 +204,9 @@ def scoring_fields() -> dict[str, Any]:
 def check_requests(requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int) -> None:
     """Raises ValueError for what vLLM would refuse, or silently cut."""
     problems = []
+    low, high = VLLM_TEMPERATURES
+    if not sampling.greedy and not low <= sampling.temperature <= high:
+        problems.append(f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are")
     if sampling.max_tokens > settings.max_completion_tokens:
         problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={settings.max_completion_tokens}")
     for request in requests:

@@ -38,11 +38,14 @@ def _rms_norm(x: torch.Tensor, *residual: torch.Tensor, weight: torch.Tensor, ep
     return (normed * weight.float()).to(x.dtype), total
 
 
-def rope_table(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F]; made on the CPU."""
+def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
+    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F]; made on the CPU.
+
+    factor: YaRN's, which multiplies them in FP32.
+    """
     place = torch.arange(positions, dtype=torch.float32, device="cpu")
     angles = (place[:, None] * frequencies.cpu()[None]).double()
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float() * torch.tensor(factor, dtype=torch.float32)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

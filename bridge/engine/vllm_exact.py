@@ -7,7 +7,7 @@ exact engine takes nothing that rounds from vLLM, oneDNN or torch.  These comput
 
     attention over the paged cache     in the place of CPU_ATTN (`vllm_exact_cpu`) and of FLASH_ATTN (`vllm_exact_cuda`)
     RMSNorm                            both rounding variants (`numerics.engine_variant`)
-    RoPE                               the table, plain, linear or Llama 3, and the rotation
+    RoPE                               the table with each scaling of `RopeScaling`, and the rotation
     SiLU times gate
     linear layers that are not FP8     one rounding behind sum and bias
     logits and log-probabilities       FP32
@@ -32,6 +32,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -155,7 +156,8 @@ class ExactRotaryEmbedding(ExactOperation, RotaryEmbedding):
             return super()._compute_cos_sin_cache()
         scaling, positions = self.scaling()
         frequencies = torch.from_numpy(rope_frequencies(self.rotary_dim, self.base, scaling))
-        return torch_exact.rope_table(frequencies, positions).to(torch.empty(0).device)  # the default device
+        table = torch_exact.rope_table(frequencies, positions, 1.0 if scaling is None else scaling.attention_scaling)
+        return table.to(torch.empty(0).device)  # the default device
 
     def compute(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
         """Rotated queries and keys [T, N * H] of the tokens at `positions`."""
@@ -183,6 +185,23 @@ class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
         """Llama 3's factor and wavelengths."""
         wavelengths = (self.low_freq_factor, self.high_freq_factor, self.orig_max_position)
         return RopeScaling("llama3", self.scaling_factor, *wavelengths), self.max_position_embeddings
+
+
+class ExactYaRNScalingRotaryEmbedding(ExactRotaryEmbedding, YaRNScalingRotaryEmbedding):
+    """With YaRN's ramp and factor; its `max_position_embeddings` is the original length."""
+
+    def scaling(self) -> tuple[RopeScaling | None, int]:
+        """YaRN's rule, whose factor vLLM has worked out."""
+        rule = RopeScaling(
+            "yarn",
+            self.scaling_factor,
+            original_max_position_embeddings=self.max_position_embeddings,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=self.mscale,
+            truncate=self.truncate,
+        )
+        return rule, int(self.max_position_embeddings * self.scaling_factor)
 
 
 class ExactSiluAndMul(ExactOperation, SiluAndMul):
@@ -274,6 +293,7 @@ LAYERS: dict[Any, Any] = {
     RotaryEmbedding: ExactRotaryEmbedding,
     LinearScalingRotaryEmbedding: ExactLinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding: ExactLlama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding: ExactYaRNScalingRotaryEmbedding,
     SiluAndMul: ExactSiluAndMul,
     LogitsProcessor: ExactLogitsProcessor,
 }

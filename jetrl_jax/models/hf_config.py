@@ -11,14 +11,14 @@ looks healthy. Two things are fixed by the architecture and so are no values: Qw
 q, k, v and never on o; a Qwen2 or Llama file without ``head_dim`` means ``hidden_size / num_attention_heads``.
 
 Refused, by the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
-rotary types other than default, linear and llama3, quantised checkpoints, custom code, attention dropout.
+rotary types other than default, linear, llama3 and yarn, quantised checkpoints, custom code, attention dropout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jetrl_jax.errors import UserError
@@ -35,10 +35,15 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-_ROPE_KEYS = {
+# What config.json must state of a rotary type, and what it may.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
 # Keys that change the mathematics and are not implemented: each must be absent, null or one of the values given.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -66,10 +71,17 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class RopeScaling:
     """How the rotary frequencies are stretched beyond the pre-training length.
 
-    ``rope_type`` is "linear" (every frequency divided by ``factor``) or "llama3" (low frequencies divided by
-    ``factor``, high ones kept, a linear blend between the two wavelengths
-    ``original_max_position_embeddings / low_freq_factor`` and ``... / high_freq_factor``). The last three
-    fields are None for "linear". Raises UserError on values outside these rules.
+    ``rope_type`` is one of
+
+        linear   every frequency divided by ``factor``
+        llama3   low frequencies divided by ``factor``, high ones kept, a linear blend between the two wavelengths
+                 ``original_max_position_embeddings / low_freq_factor`` and ``... / high_freq_factor``
+        yarn     the same by pairs of channels: a linear ramp between the two that turn ``beta_fast`` and ``beta_slow`` times
+                 within the original length, moved outwards to whole pairs unless ``truncate`` is false; cos and sin are
+                 multiplied by `attention_scaling`  (Peng et al. 2023)
+
+    Fields of the other types are None, and so is what config.json leaves out: YaRN's ``beta_fast`` is then 32, ``beta_slow`` 1
+    and ``truncate`` true, in the paper as in transformers and vLLM. Raises UserError on values outside these rules.
     """
 
     rope_type: str
@@ -77,28 +89,62 @@ class RopeScaling:
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
 
     def __post_init__(self) -> None:
+        kinds = [kind for kind in _ROPE_KEYS if kind != "default"]
+        if self.rope_type not in kinds:
+            _raise("RopeScaling", [f"got rope_type={self.rope_type!r}, expected one of {kinds}"])
         problems: list[str] = []
-        if self.rope_type not in ("linear", "llama3"):
-            problems.append(f"got rope_type={self.rope_type!r}, expected 'linear' or 'llama3'")
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            value, used = getattr(self, name), name in _ROPE_KEYS.get(self.rope_type, ())
-            if used and not _is_positive_number(value):
-                problems.append(f"got {name}={value!r}, expected a positive number")
-            if not used and self.rope_type == "linear" and value is not None:
-                problems.append(f"got {name}={value!r}, expected None for linear scaling")
-        original = self.original_max_position_embeddings
-        if self.rope_type == "llama3" and not _is_positive_int(original):
-            problems.append(f"got original_max_position_embeddings={original!r}, expected a positive integer")
+        required, optional = _ROPE_KEYS[self.rope_type], _ROPE_OPTIONS.get(self.rope_type, ())
+        for name in (f.name for f in fields(self) if f.name != "rope_type"):
+            value = getattr(self, name)
+            holds, expected = _ROPE_RULES.get(name, (_is_positive_number, "a positive number"))
+            if name not in (*required, *optional):
+                holds, expected = (lambda v: v is None), f"None for {self.rope_type} scaling"
+            if not (holds(value) or (value is None and name in optional)):
+                problems.append(f"got {name}={value!r}, expected {expected}")
         low, high = self.low_freq_factor, self.high_freq_factor
         if not problems and low is not None and high is not None and high <= low:
             problems.append(f"got high_freq_factor={high!r}, expected more than low_freq_factor={low!r}")
+        if not problems and self.rope_type == "yarn" and self.factor < 1:
+            problems.append(f"got factor={self.factor!r}, expected at least 1 for yarn scaling")
+        if not problems and self.rope_type == "yarn" and self.betas[0] < self.betas[1]:
+            problems.append(f"got beta_fast={self.betas[0]!r}, expected at least beta_slow={self.betas[1]!r}")
         _raise("RopeScaling", problems)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """YaRN's (beta_fast, beta_slow): turns within the original length above which a frequency is kept, below which divided."""
+        return self.beta_fast or 32.0, self.beta_slow or 1.0
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied by; 1 but for YaRN.
+
+        ``attention_factor`` where it is stated, else m(mscale) / m(mscale_all_dim) where both are, else m(1), with
+        m(s) = 0.1 s ln(factor) + 1.
+        """
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
 
     def to_hf(self) -> dict[str, Any]:
         """The rope dictionary of ``config.json``, without ``rope_theta``."""
-        return {"rope_type": self.rope_type, **{key: getattr(self, key) for key in _ROPE_KEYS[self.rope_type]}}
+        optional = {key: getattr(self, key) for key in _ROPE_OPTIONS.get(self.rope_type, ()) if getattr(self, key) is not None}
+        return {"rope_type": self.rope_type, **{key: getattr(self, key) for key in _ROPE_KEYS[self.rope_type]}, **optional}
 
 
 @dataclass(frozen=True)
@@ -226,6 +272,13 @@ def _is_positive_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
+# Rules of the fields of `RopeScaling` that are no positive numbers.
+_ROPE_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "original_max_position_embeddings": (_is_positive_int, "a positive integer"),
+    "truncate": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
 def _float(value: Any) -> Any:
     """JSON writes 10000.0 as 10000 now and then; anything that is no good number is left for the rules to name."""
     return float(value) if _is_positive_number(value) else value
@@ -255,6 +308,11 @@ def _field_problems(config: ModelConfig) -> list[str]:
     rule(isinstance(config.eos_token_ids, tuple), "eos_token_ids", "a tuple of token ids")
     if problems:
         return problems
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "yarn":
+        longest = config.rope_scaling.factor * (config.rope_scaling.original_max_position_embeddings or 0)
+        rule(config.rope_theta > 1, "rope_theta", "more than 1 for yarn scaling")
+        stretched = f"at most factor * original_max_position_embeddings = {longest:g}, the length that YaRN stretches to"
+        rule(config.max_position_embeddings <= longest, "max_position_embeddings", stretched)
     rule(config.num_heads % config.num_kv_heads == 0, "num_kv_heads", f"a divisor of num_heads={config.num_heads}")
     rule(config.head_dim % 2 == 0, "head_dim", "an even number, since RoPE turns pairs")
     rule(config.qk_norm == (config.architecture == "qwen3"), "qk_norm", f"{config.architecture == 'qwen3'} for {config.architecture}")
@@ -349,9 +407,9 @@ def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) ->
         got = value.get("rope_type", value.get("type"))
         problems.append(f"unsupported {key}.rope_type: got {got!r}, expected one of {list(_ROPE_KEYS)}")
         return []
-    wanted = _ROPE_KEYS[kind]
+    wanted, optional = _ROPE_KEYS[kind], _ROPE_OPTIONS.get(kind, ())
     missing = [f"missing {key}.{name}: config.json must state it" for name in wanted if value.get(name) is None]
-    known = {"rope_type", "type", "rope_theta", *wanted}
+    known = {"rope_type", "type", "rope_theta", *wanted, *optional}
     harmless = (("partial_rotary_factor", 1.0),)
     extra = [(name, v) for name, v in value.items() if name not in known and v is not None and (name, v) not in harmless]
     problems += missing + [f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra]
@@ -359,9 +417,9 @@ def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) ->
         return []
     if kind == "default":
         return [None]
-    numbers = {name: _float(value[name]) if name.endswith("factor") else value[name] for name in wanted}
+    stated = {name: value[name] for name in (*wanted, *optional) if value.get(name) is not None}
     try:
-        return [RopeScaling(kind, **numbers)]
+        return [RopeScaling(kind, **{name: v if name in _ROPE_RULES else _float(v) for name, v in stated.items()})]
     except UserError as error:
         problems.append(f"unsupported {key}: {error}")
         return []

@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, D width, N query heads, K key/value heads, H head widt
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,27 +136,52 @@ def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Arr
 
 
 def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angular frequencies, float32 [H / 2], with linear or Llama 3 scaling (Dubey et al. 2024) where given.
+    """Angular frequencies, float32 [H / 2], stretched as `RopeScaling` says.
 
     Computed in float64 and rounded once: FP32 powers differ between CPUs, here and in other libraries, by a unit in the last place.
     """
     frequencies = rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return frequencies.astype(np.float32)
-    if scaling.rope_type == "linear":
-        return (frequencies / scaling.factor).astype(np.float32)
+    if scaling is not None and scaling.rope_type == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None:
+        stretch = _llama3_frequencies if scaling.rope_type == "llama3" else _yarn_frequencies
+        frequencies = stretch(frequencies, rope_theta, scaling)
+    return frequencies.astype(np.float32)
+
+
+def _llama3_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
+    """By wavelength (Dubey et al. 2024)."""
     original, low_factor, high_factor = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     assert original is not None and low_factor is not None and high_factor is not None  # `RopeScaling` requires them of llama3
     wavelength = 2 * np.pi / frequencies
     low, high = original / low_factor, original / high_factor
     smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = np.where(wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended))
-    return scaled.astype(np.float32)
+    return np.where(wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended))
+
+
+def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
+    """By pair of channels (Peng et al. 2023).
+
+    The pair that turns n times within the original length L has the index  H ln(L / 2 pi n) / (2 ln theta).
+    """
+    original, head_dim = scaling.original_max_position_embeddings, 2 * len(frequencies)
+    assert original is not None  # `RopeScaling` requires it of yarn
+    first, last = (head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope_theta)) for turns in scaling.betas)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step in place of a ramp
+    divided = np.clip((np.arange(len(frequencies)) - first) / (last - first), 0, 1)
+    return divided * (frequencies / scaling.factor) + (1 - divided) * frequencies
 
 
 def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them."""
+    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them.
+
+    YaRN's factor multiplies them in FP32, before that rounding.
+    """
     frequencies = along_last(jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)), positions.ndim + 1)
     angle = positions[..., None].astype(jnp.float32) * frequencies
     if numerics.exact:
@@ -164,6 +190,9 @@ def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) ->
             cos, sin = jnp.cos(wide).astype(jnp.float32), jnp.sin(wide).astype(jnp.float32)
     else:
         cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.rope_scaling is not None and config.rope_scaling.attention_scaling != 1:
+        factor = np.float32(config.rope_scaling.attention_scaling)
+        cos, sin = cos * factor, sin * factor
     return round_to(cos, numerics.dtype), round_to(sin, numerics.dtype)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jetrl_jax.config_types import TEMPERATURES
+
 FinishReason = Literal["stop", "length"]
 MAX_SEED = 2**32 - 1
 
@@ -23,7 +25,7 @@ MAX_SEED = 2**32 - 1
 class SamplingParams:
     """How one call of `generate` samples.
 
-    temperature: divides the float32 logits; > 0 (ignored when greedy).
+    temperature: divides the float32 logits; within `TEMPERATURES` (ignored when greedy).
     max_tokens: longest completion, in tokens, including the stop token.
     stop_token_ids: a sampled token of these ends the completion and is its last token.
     seed: of the whole call; a request's noise depends on this, on the request's own seed and on the token's
@@ -42,8 +44,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.greedy and not (np.isfinite(self.temperature) and self.temperature > 0):
-            problems.append(f"got temperature={self.temperature}, expected a finite number > 0 (use greedy=True for argmax)")
+        low, high = TEMPERATURES
+        if not self.greedy and not low <= self.temperature <= high:
+            problems.append(f"got temperature={self.temperature}, expected a number from {low} to {high} (use greedy=True for argmax)")
         if self.max_tokens < 1:
             problems.append(f"got max_tokens={self.max_tokens}, expected >= 1")
         if any(token < 0 for token in self.stop_token_ids):

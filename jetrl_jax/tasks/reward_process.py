@@ -33,7 +33,7 @@ _FRAME_BYTES = 1 << 30
 
 @dataclass
 class Scores:
-    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none", "non_finite")."""
+    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none", "nan")."""
 
     values: list[float | None]
     failed: dict[int, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RewardProcess:
             raise UserError(f"reward {self.name}: its process ended while the function was loaded: {error}") from None
         if "bad" in self._ready:
             self._stop()
-            raise UserError(f"reward {self.name}: {self._ready['bad']}")
+            raise UserError(f"reward {self.name}: {reward_worker.BadReward(*self._ready['bad']).sentence()}")
 
     def close(self) -> None:
         """Ends the worker; a later call starts another."""
@@ -132,7 +132,7 @@ class RewardProcess:
     def _whole_batch(self, columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Any]:
         try:
             self._request(columns, range(count), step=count)
-            return self._checked(self._receive(self._timeout_s))
+            return self._checked(self._receive(self._timeout_s), columns, range(count))
         except _TimedOut:
             self._stop()
             return {"failed": "timeout", "message": f"no answer for {count} completions within {self._timeout_s:g} s"}
@@ -152,7 +152,7 @@ class RewardProcess:
                 self.start()
                 self._request(columns, pending, step=1)
                 for index in pending:
-                    outcome = self._checked(self._receive(self._timeout_s))
+                    outcome = self._checked(self._receive(self._timeout_s), columns, [index])
                     done += 1
                     if "values" in outcome:
                         scores.values[index] = outcome["values"][0]
@@ -176,10 +176,10 @@ class RewardProcess:
         chosen = {key: [columns[key][i] for i in indices] for key in self._ready["columns"]}
         self._send({"columns": chosen, "count": len(indices), "step": step}, self._timeout_s)
 
-    def _checked(self, outcome: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, outcome: dict[str, Any], columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, Any]:
         if "bad" in outcome:
             self._stop()  # further replies to this request must not answer the next
-            raise UserError(f"reward {self.name}: {outcome['bad']}")
+            raise UserError(f"reward {self.name}: {reward_worker.BadReward(*outcome['bad']).sentence(columns, indices)}")
         return outcome
 
     def _send(self, message: dict[str, Any], timeout_s: float) -> None:

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import pickle
 import signal
@@ -28,11 +29,28 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+LARGEST = 3.4028234663852886e38  # of the finite FP32 numbers
+A_NUMBER = "a number that is finite in FP32, or None or NaN to leave the sample out"
 COLUMNS = ("prompts", "completions", "answers", "solutions", "completion_ids", "finish_reasons", "metadata")
 
 
 class BadReward(Exception):
-    """A reward function that does not keep its contract: not a failure of one sample but an error of its author."""
+    """A reward function that does not keep its contract: not a failure of one sample but an error of its author.
+
+    index: of the completion at fault within the call, where it is one.
+    """
+
+    def __init__(self, what: str, expected: str = "", index: int | None = None):
+        super().__init__(what, expected, index)
+        self.what, self.expected, self.index = what, expected, index
+
+    def sentence(self, columns: Mapping[str, Sequence[Any]] | None = None, indices: Sequence[int] = ()) -> str:
+        """What was returned, for which completion of the batch that `columns` hold (`indices`: those of the call), what was expected."""
+        place = ""
+        if self.index is not None and columns is not None:
+            i = indices[self.index]
+            place = f" for completion {i} ({_short(columns['completions'][i])} after the prompt {_short(columns['prompts'][i])})"
+        return f"{self.what}{place}{f', expected {self.expected}' if self.expected else ''}"
 
 
 class PerSample:
@@ -57,7 +75,7 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
         return COLUMNS
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise BadReward(f"takes {parameter.name!r} by position only, expected def reward(prompts, completions, answers, **kwargs)")
+            raise BadReward(f"takes {parameter.name!r} by position only", "def reward(prompts, completions, answers, **kwargs)")
         required = parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if required and parameter.name not in COLUMNS:
             raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(COLUMNS)}")
@@ -67,35 +85,42 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:
-    """Rewards as floats; None stays.  Booleans, numpy and zero-dimensional values count as numbers; raises BadReward for others."""
+    """Rewards as floats.  None and NaN stay: they leave their sample out.
+
+    Booleans, numpy and zero-dimensional values count as numbers.  Raises BadReward for all that is no number, and for one that
+    is infinite or would be in FP32, in which the trainer computes.
+    """
     if len(values) != count:
         raise BadReward(f"returned {'more than ' * (len(values) > count)}{min(len(values), count)} rewards for {count} completions")
-    numbers: list[float | None] = []
-    for index, value in enumerate(values):
-        if not isinstance(value, Real) and hasattr(value, "item"):
-            try:
-                value = value.item()
-            except Exception:
-                raise BadReward(
-                    f"returned {type(value).__name__} of more than one value for completion {index}, expected a number or None"
-                ) from None
-        if value is None:
-            numbers.append(None)
-        elif isinstance(value, Real | Decimal):
-            try:
-                numbers.append(float(value))
-            except OverflowError:
-                numbers.append(float("nan"))  # an integer beyond float64: not finite, so masked
-        else:
-            raise BadReward(f"returned {type(value).__name__} {_short(value)} for completion {index}, expected a number or None")
-    return numbers
+    return [_to_number(value, index) for index, value in enumerate(values)]
+
+
+def _to_number(value: Any, index: int) -> float | None:
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except Exception:
+            raise BadReward(f"returned {type(value).__name__} of more than one value", A_NUMBER, index) from None
+    if value is None:
+        return None
+    if not isinstance(value, Real | Decimal):
+        raise BadReward(f"returned {type(value).__name__} {_short(value)}", A_NUMBER, index)
+    if isinstance(value, Decimal) and value.is_nan():  # a signalling one is no float
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond float64
+        number = math.inf
+    if abs(number) > LARGEST:
+        raise BadReward(f"returned {_short(value)}", A_NUMBER, index)
+    return number
 
 
 def call(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int) -> list[float | None]:
     """One call of a reward function; what it raises passes through, a broken contract raises BadReward."""
     returned = function(**columns)
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
-        raise BadReward(f"returned {type(returned).__name__} {_short(returned)}, expected a list of {count} numbers or None")
+        raise BadReward(f"returned {type(returned).__name__} {_short(returned)}", f"a list of {count} numbers or None")
     return to_numbers(list(itertools.islice(returned, count + 1)), count)
 
 
@@ -152,7 +177,7 @@ def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
     for part in attribute.split("."):
         found = getattr(found, part)
     if not callable(found):
-        raise BadReward(f"is {type(found).__name__}, expected a function")
+        raise BadReward(f"is {type(found).__name__}", "a function")
     return found
 
 
@@ -160,13 +185,13 @@ def _outcome(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]],
     try:
         return {"values": call(function, columns, count)}
     except BadReward as error:
-        return {"bad": str(error)}
+        return {"bad": error.args}
     except TimeoutError as error:
         return {"failed": "timeout", "message": describe(error)}
     except BaseException as error:  # SystemExit too: a reward does not end its worker politely
         errors = sys.modules.get("jetrl_jax.errors")
         if errors is not None and isinstance(error, errors.UserError):
-            return {"bad": str(error)}
+            return {"bad": [str(error)]}
         return {"failed": "exception", "message": describe(error)}
 
 
@@ -196,9 +221,9 @@ def main(descriptor: int) -> None:
         function = _load(pickle.loads(first))
         accepted = accepted_columns(function)
     except BadReward as error:
-        return reply({"bad": str(error)})
+        return reply({"bad": error.args})
     except BaseException as error:
-        return reply({"bad": f"cannot be loaded: {describe(error)}"})
+        return reply({"bad": [f"cannot be loaded: {describe(error)}"]})
     reply({"ready": True, "columns": accepted, "per_sample": isinstance(function, PerSample)})
     while (frame := _receive_frame(connection)) is not None:
         request = pickle.loads(frame)

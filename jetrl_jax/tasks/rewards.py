@@ -2,9 +2,10 @@
 
     total_i = sum over k of weight_k * reward_k(i)
 
-A sample for which a function raises, passes its time limit, returns None or a number that is not finite has no reward:
-its total is NaN, which the advantages leave out of the group.  A function of weight 0 is logged only and masks nothing.
-What is not a number, or the wrong number of numbers, is the author's error and raises `UserError` naming the function.
+A sample for which a function raises, passes its time limit, returns None or NaN has no reward: its total is NaN, which the
+advantages leave out of the group, and it is counted by cause.  A function of weight 0 is logged only and masks nothing.
+An infinite reward (in FP32, and in the weighted sum too), what is not a number, or the wrong number of numbers, is the author's
+error and raises `UserError` naming the function and the sample.
 
 A user's function is called once per batch, by keyword, with those of these it names (or all, by ``**kwargs``):
 
@@ -37,7 +38,7 @@ from jetrl_jax.tasks import reward_worker, verify
 from jetrl_jax.tasks.reward_process import RewardProcess, Scores
 from jetrl_jax.tasks.task import Example, Task, missing_extra
 
-FAILURES = ("exception", "timeout", "none", "non_finite")
+FAILURES = ("exception", "timeout", "none", "nan")
 _MESSAGES = 5  # distinct messages kept of one function and batch
 
 
@@ -81,7 +82,7 @@ class _InProcess:
         try:
             self._columns = reward_worker.accepted_columns(function)
         except reward_worker.BadReward as error:
-            raise UserError(f"reward {name}: {error}") from None
+            raise UserError(f"reward {name}: {error.sentence()}") from None
 
     def start(self) -> None:
         """Nothing to start."""
@@ -114,7 +115,7 @@ class _InProcess:
         except UserError:
             raise
         except reward_worker.BadReward as error:
-            raise UserError(f"reward {self._name}: {error}") from None
+            raise UserError(f"reward {self._name}: {error.sentence(columns, indices)}") from None
         except Exception as error:
             scores.messages.append(reward_worker.describe(error))
             return None, "timeout" if isinstance(error, TimeoutError) else "exception"
@@ -233,9 +234,19 @@ class RewardFunctions:
             result.parts[reward.name], result.failures[reward.name] = part, failures
             result.messages += [f"reward {reward.name}: {message}" for message in list(dict.fromkeys(scores.messages))[:_MESSAGES]]
             if reward.weight != 0.0:
-                result.total += reward.weight * part
-        result.total[~np.isfinite(result.total)] = np.nan  # an overflow of the sum
+                with np.errstate(over="ignore"):
+                    result.total += reward.weight * part
+        self._check_total(result, prompts, completions)
         return result
+
+    def _check_total(self, result: RewardResult, prompts: Sequence[str], completions: Sequence[str]) -> None:
+        """Raises `UserError` where the weighted sum of a sample is infinite in FP32."""
+        too_large = np.flatnonzero(np.abs(result.total) > reward_worker.LARGEST)
+        if len(too_large):
+            i = int(too_large[0])
+            terms = " + ".join(f"{reward.weight:g} * {result.parts[reward.name][i]:g} ({reward.name})" for reward in self._rewards)
+            bad = reward_worker.BadReward(f"the weighted sum is not finite in FP32: got {terms}", "smaller rewards or weights", i)
+            raise UserError(f"RewardFunctions: {bad.sentence({'prompts': prompts, 'completions': completions}, range(len(prompts)))}")
 
 
 def _part(scores: Scores) -> tuple[np.ndarray, dict[str, int]]:
@@ -244,8 +255,8 @@ def _part(scores: Scores) -> tuple[np.ndarray, dict[str, int]]:
     for index, value in enumerate(scores.values):
         if value is None:
             failed.setdefault(index, "none")
-        elif not math.isfinite(value):
-            failed[index] = "non_finite"
+        elif math.isnan(value):
+            failed[index] = "nan"
     part = np.array([np.nan if index in failed else value for index, value in enumerate(scores.values)], np.float64)
     counts = dict.fromkeys(FAILURES, 0)
     for cause in failed.values():

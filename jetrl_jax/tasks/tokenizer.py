@@ -5,8 +5,9 @@
     huggingface  a directory or tokenizer.json, through transformers where it is installed, else through tokenizers
 
 A completion is tokenised once, by the engine that sampled it; nothing here re-tokenises.  A prompt never begins with two
-BOS tokens and never ends with an EOS that a template or post-processor adds.  All kinds save files that transformers'
-AutoTokenizer reads back with the same ids.  transformers is imported only where a directory is opened.
+BOS tokens and never ends in a stop token; a chat template must write the user's text, and the system prompt, as they are.
+Both are checked when a template is opened, on texts of many kinds, and of every prompt.  All kinds save files that
+transformers' AutoTokenizer reads back with the same ids.  transformers is imported only where a directory is opened.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+# User texts that a chat template is tried with when it is opened: letters in both cases, lines, signs that escaping or a
+# filter would change, other scripts, and a text longer than one that is cut.
+_PROBES = (
+    "What is 6*7?",
+    "Is \"a\" <b> & 'c'? {x} {{ y }} {% z %} \\n $5 #### 1,000",
+    "First line\n\n  second\tline:\n- éü 漢字 😀",
+    " ".join(f"word{i}" for i in range(2000)),
+)
 # What a template is given without being asked.
 _TEMPLATE_NAMES = {
     "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "pad_token", "unk_token",
@@ -201,6 +210,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
         if chat_template:
             self._template = self._find_template()
+            for probe in _PROBES:
+                self.encode_prompt(probe)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
@@ -220,9 +231,30 @@ class HuggingFaceTokenizer:
             starts = [i for i in range(len(ids) - len(plain), -1, -1) if ids[i : i + len(plain)] == plain]
             if plain and starts:
                 ids = ids[: starts[0] + len(plain)]
+            elif not plain:  # of an empty prompt only what stands before it is left
+                ids = ids[:1] if ids[:1] == [self._bos_id] and self._bos_id not in self.eos_ids else []
         while len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             ids.pop(0)
+        self._check_end(text, ids)
         return ids
+
+    def _check_end(self, text: str, ids: Sequence[int]) -> None:
+        """Raises `UserError` where a prompt's ids end in a stop token, of a template also with blanks after it: nothing would be asked."""
+        end = len(ids)
+        while (
+            self._template is not None
+            and end
+            and ids[end - 1] not in self.eos_ids
+            and not self._backend.decode([ids[end - 1]], skip_special_tokens=False).strip()
+        ):
+            end -= 1
+        if end and ids[end - 1] in self.eos_ids:
+            token, what = self._backend.id_to_token(ids[end - 1]), "the prompt" if self._template is None else "the chat template's prompt"
+            hint = "" if self._template is None else " The template must end it with the assistant's turn (add_generation_prompt)."
+            raise UserError(
+                f"HuggingFaceTokenizer: {what} ends in a stop token: got {token!r} (id {ids[end - 1]}) after {_short(text)}, in "
+                f"{str(self._path)!r}, expected none of the stop tokens {list(self.eos_ids)} at its end.{hint}"
+            )
 
     def render(self, text: str) -> str:
         """The prompt within the chat template, ready for the assistant's turn; only with ``chat_template``."""
@@ -230,11 +262,23 @@ class HuggingFaceTokenizer:
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         try:
-            return str(self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
+            rendered = str(self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
         except Exception as error:
             raise UserError(
                 f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: {type(error).__name__}: {error}"
             ) from error
+        rest = rendered
+        for message in messages:  # each in a place of its own: a text that stands in the other is none of its own
+            role, content = message["role"], message["content"].strip()  # many templates trim
+            if content not in rest:
+                field = "" if role == "user" else " (tokenizer.system_prompt)"
+                raise UserError(
+                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the {role}'s text{field} as it is: got "
+                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another template, or "
+                    "tokenizer.chat_template: false."
+                )
+            rest = rest.replace(content, "", 1)
+        return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out, blanks as they are."""
@@ -382,6 +426,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"HuggingFaceTokenizer: cannot read {str(path)!r}: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:40]!r} ... {text[-30:]!r}"
 
 
 def _digest(content: Any) -> str:

@@ -26,6 +26,8 @@ from jetrl_jax.training.console import Console
 from jetrl_jax.training.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
 from jetrl_jax.training.scoring import score
 
+MOST_MESSAGES = 20  # distinct failures of reward functions that a run tells; the metrics count all
+
 
 @dataclass
 class RolloutBatch:
@@ -69,6 +71,7 @@ class Collector:
     ) -> None:
         self.config, self.algorithm, self.engine, self.rewards = config, algorithm, engine, rewards
         self.tokenizer, self.prompts, self.console = tokenizer, prompts, console
+        self._said: set[str] = set()  # failures of reward functions that a warning has told
 
     def collect(self, step: int, clock: StepClock) -> RolloutBatch:
         """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced while rounds last."""
@@ -112,6 +115,10 @@ class Collector:
                 [t.completion_ids.tolist() for t in trajectories],
             )
             progress.advance(len(requests))
+        for message in rewards.messages:
+            if message not in self._said and len(self._said) < MOST_MESSAGES:
+                self._said.add(message)
+                self.console.warn(f"step {step}: {message}")
         return RolloutBatch(prompts, trajectories, texts, rewards)
 
     def _informative(self, batch: RolloutBatch) -> RolloutBatch:
@@ -120,10 +127,7 @@ class Collector:
 
 
 def nonfinite_part(batch: RolloutBatch) -> str | None:
-    """The name of what is not finite in what was sampled, or None."""
-    for name, failures in batch.rewards.failures.items():
-        if failures.get("non_finite"):
-            return f"reward {name}"
+    """The name of what is not finite in what was sampled, or None; a sample without a reward is no such thing."""
     if not all(np.isfinite(t.rollout_logprobs).all() for t in batch.trajectories):
         return "rollout_logprobs"
     return None

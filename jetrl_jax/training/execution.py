@@ -22,8 +22,7 @@ from jetrl_jax.training.checkpoint import CheckpointStore
 from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.metrics import MetricsWriter
 from jetrl_jax.training.optimizer import learning_rate_schedule
-from jetrl_jax.training.prompts import data_fingerprint
-from jetrl_jax.training.resume_rules import compare_for_resume
+from jetrl_jax.training.resume_rules import compare_data_for_resume
 from jetrl_jax.training.run_directory import RunDirectory
 from jetrl_jax.training.step import TrainState
 from jetrl_jax.training.warm_start import build_warm_start_optimizer, warm_start
@@ -56,6 +55,7 @@ class Execution:
             state = self._warm_start(state)
             reference = owner.reference(self.programs, state)
         else:
+            compare_data_for_resume(restored.metadata, owner.data)
             state = self._rebuild(restored.state)
             reference = restored.state.get("reference")
         self.trainer = owner.new_trainer(self.programs, state, reference, rewards, run)
@@ -184,16 +184,13 @@ class Execution:
             "prompt_cursor": trainer.prompts.cursor,
             "prompts_skipped": trainer.prompts.skipped,
             "before": self.before,
-            "tokenizer": self.owner.policy.tokenizer.fingerprint(),
-            "data": data_fingerprint(self.owner.task),
+            **self.owner.data,
         }
         self.writer.sync()
         with self.console.phase("checkpoint"):
             self.store.save(step, self._saved(trainer.state, trainer.reference), metadata, row)
 
     def _restore_counters(self, metadata: Mapping[str, Any]) -> None:
-        current = {"tokenizer": self.owner.policy.tokenizer.fingerprint(), "data": data_fingerprint(self.owner.task)}
-        compare_for_resume({name: metadata[name] for name in current}, current)
         trainer = self.trainer
         trainer.policy_version, trainer.updates = metadata["policy_version"], metadata["updates"]
         trainer.skipped_in_a_row, trainer.overflows = metadata["skipped_in_a_row"], metadata["overflows"]

@@ -104,7 +104,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("count/reward_*_exception", "completions", "completions on which one reward function raised", "lower"),
     Metric("count/reward_*_timeout", "completions", "completions on which one reward function ran out of time", "lower"),
     Metric("count/reward_*_none", "completions", "completions for which one reward function returned None", "lower"),
-    Metric("count/reward_*_non_finite", "completions", "completions for which one reward function returned NaN or an infinity", "lower"),
+    Metric("count/reward_*_nan", "completions", "completions for which one reward function returned NaN", "lower"),
     Metric("advantage/abs_mean", "advantage", "mean magnitude of the advantages of the trained completions"),
     Metric("optimizer/grad_norm", "norm", "global norm of the gradient before clipping"),
     Metric("optimizer/loss_scale", "1", "factor of the loss in the next update of the FP16 flow"),

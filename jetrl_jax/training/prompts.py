@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ def derived_seeds(count: int, *words: int) -> list[int]:
 class PromptStream:
     """An endless stream over `task.train`, in a new order each epoch.
 
-    `cursor` counts the examples drawn since the start and `skipped` those that were longer than
+    `cursor` counts the examples drawn since the start and `skipped` those that were empty or longer than
     `max_prompt_tokens`; setting `cursor` moves the stream there.
     """
 
@@ -52,7 +51,7 @@ class PromptStream:
         while len(taken) < count:
             example = self.task.train[self._next_index()]
             ids = self.tokenizer.encode_prompt(example.prompt)
-            if len(ids) <= self.max_prompt_tokens:
+            if 0 < len(ids) <= self.max_prompt_tokens:
                 taken.append(Prompt(example, ids))
                 misses = 0
                 continue
@@ -60,7 +59,7 @@ class PromptStream:
             misses += 1
             if misses >= 2 * len(self.task.train) - 1:  # so many in a row hold a whole epoch, wherever they begin
                 raise UserError(
-                    f"task {self.task.name}: no training prompt fits: got {len(ids)} tokens in the last one, expected at most "
+                    f"task {self.task.name}: no training prompt fits: got {len(ids)} tokens in the last one, expected 1 to "
                     f"rollout.max_prompt_tokens={self.max_prompt_tokens}. Raise it, or choose shorter prompts."
                 )
         return taken
@@ -77,14 +76,4 @@ class PromptStream:
 def fitting_prompts(examples: Iterator[Example] | list[Example], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """Those of `examples` whose prompt fits, tokenised."""
     prompts = (Prompt(example, tokenizer.encode_prompt(example.prompt)) for example in examples)
-    return [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
-
-
-def data_fingerprint(task: Task) -> str:
-    """A hash of the task's sizes and of a spread of its examples, so that a resume on other data is refused."""
-    digest = hashlib.sha256(f"{task.name} {len(task.train)} {len(task.eval)}".encode())
-    for split in (task.train, task.eval):
-        for index in np.unique(np.linspace(0, len(split) - 1, 64).astype(int)):
-            example = split[int(index)]
-            digest.update(f"\0{example.prompt}\0{example.answer}".encode())
-    return digest.hexdigest()
+    return [prompt for prompt in prompts if 0 < len(prompt.ids) <= max_prompt_tokens]

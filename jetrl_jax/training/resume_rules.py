@@ -32,20 +32,38 @@ def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too when
     the learning rate follows it (``optimizer.schedule`` other than constant).
     """
-    before, after = flatten(saved), flatten(current)
-    absent = "(absent)"
+    stretches = _stretches(flatten(current))
     differing = []
-    for name in sorted({*before, *after}):
-        old, new = before.get(name, absent), after.get(name, absent)
-        if _same(old, new) or (name.startswith(MAY_CHANGE) and not (name == "run.steps" and _stretches(after))):
+    for name, sentence in _differences(saved, current).items():
+        if name.startswith(MAY_CHANGE) and not (name == "run.steps" and stretches):
             continue
-        why = "; the learning-rate schedule ends there" if name == "run.steps" else ""
-        differing.append(f"  {name}: saved {old!r}, now {new!r}{why}")
+        differing.append(sentence + ("; the learning-rate schedule ends there" if name == "run.steps" else ""))
     if differing:
         raise UserError(
             "compare_for_resume: the config is not that of the run:\n" + "\n".join(differing) + "\n"
             "Give these fields their saved values, or start a new run in another run.directory."
         )
+
+
+def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to resume a run on other data, or with another tokenizer.
+
+    ``saved``: a checkpoint's metadata; ``current``: "tokenizer" (its fingerprint) and "data" (`jetrl_jax.tasks.fingerprint`).
+    Raises `UserError` that names every part that differs, with both sizes, names or hashes.
+    """
+    differing = _differences({name: saved.get(name) for name in current}, current)
+    if differing:
+        raise UserError(
+            "compare_data_for_resume: the data is not that of the run:\n" + "\n".join(differing.values()) + "\n"
+            "Give the run the data and tokenizer that it began with, or start a new run in another run.directory."
+        )
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """{dotted path: a line with both values} of what differs."""
+    before, after, absent = flatten(saved), flatten(current), "(absent)"
+    pairs = {name: (before.get(name, absent), after.get(name, absent)) for name in sorted({*before, *after})}
+    return {name: f"  {name}: saved {old!r}, now {new!r}" for name, (old, new) in pairs.items() if not _same(old, new)}
 
 
 def _stretches(config: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ optimiser steps from v while the engine may sleep, and hands the new codes to it
 (seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a resumed run
 equals an uninterrupted one.
 
-Where a step is not finite (reward, rollout logprob, gradient, master or scale), nothing changes: the tensor is
+Where a step is not finite (rollout logprob, loss, gradient, master or scale), nothing changes: the tensor is
 named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as many in
 which no completion was left to train on.
 """

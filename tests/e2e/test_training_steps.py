@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 
@@ -17,11 +18,11 @@ from jetrl_jax.grpo import GRPOTrainer
 LONG = pytest.mark.long
 
 
-def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, reward=shorter, **fields):
+def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), **fields):
     """A trainer of sums whose engine and programs follow the script."""
     monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
-    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=[reward])
+    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards))
 
 
 @pytest.mark.parametrize("preset", [pytest.param("fp32", marks=LONG), "fp8_rollout_only"])
@@ -142,17 +143,43 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
 
 
-def nan_reward(prompts, completions, answers, **kwargs):
-    """What a broken reward model returns."""
-    return [float("nan")] * len(completions)
-
-
 def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path, monkeypatch):
+    class Broken(ScriptedEngine):
+        def generate(self, requests, sampling):
+            return [dataclasses.replace(t, rollout_logprobs=t.rollout_logprobs * np.nan) for t in super().generate(requests, sampling)]
+
     run = {"steps": 6, "tensorboard": False, "max_skipped_steps": 3}
-    with pytest.raises(RunStopped, match="nan_reward"):
-        scripted_trainer(tmp_path / "run", monkeypatch, reward=nan_reward, run=run).train()
+    with pytest.raises(RunStopped, match=r"3 updates in a row were not finite .*; the last: rollout_logprobs"):
+        scripted_trainer(tmp_path / "run", monkeypatch, Broken, run=run).train()
     saved = sorted(path.name for path in (tmp_path / "run" / "bad_batches").iterdir())
-    assert len(saved) == 3 and "nan_reward" in saved[0]
+    assert len(saved) == 3 and "rollout_logprobs" in saved[0]
+
+
+def test_one_nan_costs_its_sample_and_not_the_step(tmp_path, monkeypatch, capsys):
+    """One completion of sixteen has no reward: the others are trained, and the metrics say how many were left out and why."""
+
+    def shorter_but_one(completions, **kwargs):
+        return [float("nan"), None, *shorter([], completions, [])[2:]]
+
+    def raises_on_long(completions, **kwargs):
+        if max(map(len, completions)) > 2:
+            raise KeyError("too long")
+        return [0.0] * len(completions)
+
+    trainer = scripted_trainer(tmp_path / "run", monkeypatch, rewards=[shorter_but_one, raises_on_long])
+    row = trainer.dry_run()["metrics"]
+    assert row["count/reward_shorter_but_one_nan"] == row["count/reward_shorter_but_one_none"] == 1
+    assert row["count/skipped_updates"] == 0 and row["policy/trained_tokens"] > 0
+    assert row["count/masked_samples"] == 2 + row["count/reward_raises_on_long_exception"] < 16
+    assert "step 1: reward raises_on_long: KeyError: 'too long'" in "".join(capsys.readouterr())
+
+
+def test_an_infinite_reward_ends_the_run_with_its_sample(tmp_path, monkeypatch):
+    def judge(completions, **kwargs):
+        return [float("inf"), *[0.0] * (len(completions) - 1)]
+
+    with pytest.raises(UserError, match=r"^reward judge: returned inf for completion 0 \('\d+' after the prompt"):
+        scripted_trainer(tmp_path / "run", monkeypatch, rewards=[judge]).train()
 
 
 def no_reward(prompts, completions, answers):
@@ -163,7 +190,7 @@ def no_reward(prompts, completions, answers):
 def test_steps_without_anything_to_train_on_stop_the_run(tmp_path, monkeypatch, capsys):
     run = {"steps": 6, "tensorboard": False, "max_skipped_steps": 3}
     with pytest.raises(RunStopped, match="3 updates in a row were not finite or had nothing to train on"):
-        scripted_trainer(tmp_path / "run", monkeypatch, reward=no_reward, run=run).train()
+        scripted_trainer(tmp_path / "run", monkeypatch, rewards=[no_reward], run=run).train()
     assert [row["count/skipped_updates"] for row in rows(tmp_path / "run")[1:]] == [1, 1]
     assert "no completion is trained (none has a reward" in "".join(capsys.readouterr())
 
@@ -208,6 +235,28 @@ def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp
     with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU"):
         GRPOTrainer(config_from_dict(fields), reward_functions=[shorter])
     assert not (tmp_path / "run").exists()
+
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "level": 1} for a in range(10) for b in range(10)]
+
+
+def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
+    """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
+    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+
+    def trainer(data, steps, **options):
+        config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})
+        return ScriptedTrainer(config, dataset=data, reward_functions=[shorter], **options)
+
+    trainer(SUMS, 1).train()
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    held_out = {example.prompt for example in trainer(SUMS, 2).task.eval}
+    changed = next(index for index in range(50, 100) if SUMS[index]["prompt"] not in held_out)
+    for change in ({"answer": "0"}, {"solution": "0"}, {"level": 2}, {"prompt": "9+9+9="}):
+        with pytest.raises(UserError, match=r"not that of the run:\n  data\.(train|eval)\.\w+: saved '\w+', now '\w+'"):
+            trainer([*SUMS[:changed], SUMS[changed] | change, *SUMS[changed + 1 :]], 2, resume=True).train()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+    assert trainer(SUMS, 2, resume=True).train()["steps"] == 2
 
 
 @pytest.mark.parametrize("reject_level", ["token", "sequence_mean"])

@@ -1,7 +1,7 @@
 """A Qwen3 / Qwen2 / Llama 3 decoder in float64 numpy, token by token and head by head; imports none of our code.
 
 Formulas: RMSNorm (Zhang & Sennrich 2019), RoPE with halves as pairs (Su et al. 2021), its Llama 3.1 stretching
-(Dubey et al. 2024), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+(Dubey et al. 2024) and YaRN's (Peng et al. 2023), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -30,8 +30,29 @@ def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) 
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             kept = min(1.0, max(0.0, (turns - low) / (high - low)))
             frequency = kept * frequency + (1 - kept) * frequency / scaling["factor"]
+        elif scaling and scaling["rope_type"] == "yarn":
+            # The pair that turns n times over the old context: context * theta^(-2 pair / head_dim) = 2 pi n, solved for pair.
+            context = scaling["original_max_position_embeddings"]
+            turns = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
+            first, last = (head_dim * math.log(context / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns)
+            if scaling.get("truncate", True):
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            divided = min(1.0, max(0.0, (pair - first) / (last - first)))
+            frequency = (1 - divided) * frequency + divided * frequency / scaling["factor"]
         result.append(frequency)
     return result
+
+
+def magnitude(scaling: Mapping[str, Any] | None) -> float:
+    """What cos and sin are multiplied by: YaRN's, of the keys that config.json may state, else 1."""
+    if not scaling or scaling["rope_type"] != "yarn":
+        return 1.0
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    growth = 0.1 * math.log(scaling["factor"])
+    return (1 + growth * above) / (1 + growth * below) if above and below else 1 + growth
 
 
 def rotate(x: np.ndarray, position: int, angular: list[float]) -> np.ndarray:
@@ -69,7 +90,7 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, np.ndarray], tokens:
     """
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     eps, width = config["rms_norm_eps"], config["head_dim"]
-    angular = frequencies(width, config["rope_theta"], config["rope_scaling"])
+    angular, grown = frequencies(width, config["rope_theta"], config["rope_scaling"]), magnitude(config["rope_scaling"])
     h = w["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -84,7 +105,7 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, np.ndarray], tokens:
                 for head in range(x.shape[1]):
                     if f"{prefix}self_attn.{name}.weight" in w:
                         x[t, head] = rms_norm(x[t, head], w[f"{prefix}self_attn.{name}.weight"], eps)
-                    x[t, head] = rotate(x[t, head], t, angular)
+                    x[t, head] = grown * rotate(x[t, head], t, angular)
         h = h + project(attention(q, k, v), "self_attn.o_proj")
         n = np.stack([rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps) for x in h])
         h = h + project(silu(project(n, "mlp.gate_proj")) * project(n, "mlp.up_proj"), "mlp.down_proj")

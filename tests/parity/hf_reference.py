@@ -41,9 +41,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Of the 12 pairs of 24 channels two are kept, the last four divided, those between blended.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 0.1,
+}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False, "rope_parameters": PLAIN_ROPE},
+    "qwen3_yarn": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": PLAIN_ROPE},
     "llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     "llama_bias": {

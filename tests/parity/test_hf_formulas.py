@@ -37,11 +37,13 @@ QWEN3 = ModelConfig(
     qk_norm=True,
     eos_token_ids=(),
 )
+YARN = RopeScaling("yarn", 8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.2, truncate=False)
 LLAMA = dataclasses.replace(QWEN3, architecture="llama", qk_norm=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
 CONFIGS = {
     "qwen3": QWEN3,
     "qwen3_bias": dataclasses.replace(QWEN3, attention_bias=True, tie_word_embeddings=True),
     "qwen2": dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True),
+    "qwen3_yarn": dataclasses.replace(QWEN3, rope_scaling=YARN),
     "llama3": LLAMA,
     "llama_linear": dataclasses.replace(LLAMA, rope_scaling=RopeScaling("linear", 4.0), attention_bias=True),
 }
@@ -73,7 +75,7 @@ def test_decoder_matches_float64_formulas(name, exact):
     assert np.abs(expected).max() > 1
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama3", "llama_bias"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_yarn", "qwen2", "llama3", "llama_bias"])
 def test_the_float64_twin_of_transformers_is_float64(case):
     pytest.importorskip("torch", reason="the twin is a torch model: pip install jetrl-jax[torch]")
     from tests.parity.hf_reference import float64_twin, hf_logits, ragged_batch, random_model, true_float64

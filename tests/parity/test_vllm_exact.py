@@ -17,9 +17,10 @@ import pytest
 from bridge.engine.common import EngineSettings, as_flags, set_environment, write_model_directory
 from bridge.engine.factory import engine_settings
 from jetrl_jax.config_io import load_config
+from jetrl_jax.config_types import VLLM_TEMPERATURES
 from jetrl_jax.models import ops
 from jetrl_jax.models.dense import dense
-from jetrl_jax.models.hf_config import RopeScaling
+from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
 from tests.parity.vllm_policy import QWEN3
 
@@ -31,6 +32,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.kernels.linear import _LINEAR_BACKEND_KERNEL_MAP  # noqa: E402
 from vllm.model_executor.layers import rotary_embedding  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
@@ -141,27 +143,33 @@ def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -
     assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
 
 
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=512, mscale=0.7, mscale_all_dim=0.2, truncate=False)
 SCALINGS = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
+    "none": None,
+    "linear": RopeScaling("linear", 4.0),
+    "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 512),
+    "yarn": YARN,
+    "yarn truncated": RopeScaling("yarn", 4.0, original_max_position_embeddings=512, beta_fast=16.0),
 }
 
 
+def rope_of_vllm(config: ModelConfig, settings: dict[str, Any]) -> Any:
+    """What vLLM makes for a model of the dictionary that is written for it."""
+    with engine_given(settings):
+        rotary_embedding._ROPE_DICT.clear()
+        parameters = config.to_hf()["rope_parameters"]
+        return rotary_embedding.get_rope(64, config.max_position_embeddings, True, parameters, torch.bfloat16)
+
+
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
-@pytest.mark.parametrize("rope_type", SCALINGS)
-def test_rotation_of_the_engine_is_the_trainers(rope_type: str, method: str) -> None:
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_of_the_engine_is_the_trainers(name: str, method: str) -> None:
     """The class that vLLM takes for each kind of scaling, called by each of its names; the trainer's table and rotation."""
     positions, rng = np.array([0, 1, 63, 500, 1999]), np.random.default_rng(0)
     query, key = normal(rng, 5, 4 * 64), normal(rng, 5, 2 * 64)
-    with engine_given({}):
-        rotary_embedding._ROPE_DICT.clear()
-        rope = rotary_embedding.get_rope(
-            64, 2000, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **SCALINGS[rope_type]}, dtype=torch.bfloat16
-        )
+    config = dataclasses.replace(QWEN3, head_dim=64, rope_scaling=SCALINGS[name], max_position_embeddings=2048)
+    rope = rope_of_vllm(config, {})
     assert type(rope).__name__.startswith("Exact")
-    scaling = RopeScaling(rope_type, **SCALINGS[rope_type]) if SCALINGS[rope_type] else None
-    config = dataclasses.replace(QWEN3, head_dim=64, rope_theta=1e4, rope_scaling=scaling, max_position_embeddings=2000)
     table = ops.rope_table(jnp.asarray(positions, jnp.int32)[None], config, Numerics())
     for mine, given in zip(getattr(rope, method)(torch.from_numpy(positions), query, key), (query, key), strict=True):
         heads = given.view(5, -1, 64)
@@ -204,6 +212,29 @@ def test_sampled_logprobs_are_the_trainers_of_what_is_drawn_from(mode: str) -> N
         assert torch.equal(logprobs, torch_exact.log_softmax(logits))
         _, cut = sampler.topk_topp_sampler(logits.clone(), generators, torch.full((6,), 5), None)
         assert (torch.isfinite(cut).sum(-1) == 5).all() and torch.allclose(cut.exp().sum(-1), torch.ones(6))
+
+
+def test_temperatures_are_those_that_vllm_takes_as_they_are() -> None:
+    low, high = VLLM_TEMPERATURES
+    assert [SamplingParams(temperature=value).temperature for value in (low, 1.0, high)] == [low, 1.0, high]
+    assert SamplingParams(temperature=0.99 * low).temperature == low
+    with pytest.raises(Exception, match="temperature must be in"):
+        SamplingParams(temperature=1.01 * high)
+
+
+@pytest.mark.parametrize("name", ["yarn", "yarn truncated"])
+def test_yarn_of_vllm_is_the_trainers_but_for_fp32_powers(name: str) -> None:
+    """Its own class: as many positions, frequencies and factor alike."""
+    config = dataclasses.replace(QWEN3, head_dim=64, max_position_embeddings=2048, rope_scaling=SCALINGS[name])
+    engines = rope_of_vllm(config, {"exact": False})
+    assert engines.mscale == SCALINGS[name].attention_scaling
+    frequencies = ops.rope_frequencies(64, config.rope_theta, SCALINGS[name])
+    np.testing.assert_allclose(frequencies, engines._compute_inv_freq(SCALINGS[name].factor).numpy(), rtol=2.0**-21)
+    trainers = ops.rope_table(jnp.arange(2048, dtype=jnp.int32)[None], config, Numerics(compute_dtype="float32"))
+    got = np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1)
+    table = engines._compute_cos_sin_cache().numpy()
+    assert table.shape == got.shape
+    np.testing.assert_allclose(table, got, atol=2048 * 2.0**-21)
 
 
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])

@@ -31,6 +31,14 @@ BROKEN = [
     ("model.head_dim", "model: {head_dim: 33}", "model: {head_dim: 34}"),
     ("model.hidden_size", "model: {architecture: llama, hidden_size: 130}", "model: {architecture: qwen3, hidden_size: 130}"),
     ("model.max_position_embeddings", "model: {max_position_embeddings: 63}", "model: {max_position_embeddings: 64}"),
+    *(
+        ("rollout.temperature", f"rollout: {{temperature: {bad}}}", f"rollout: {{temperature: {edge}}}")
+        for bad, edge in (("1.0e-46", "0.001"), ("1.0e-40", "0.001"), ("0.00099", "0.001"), ("1.1e+6", "1.0e+6"), ("1.0e+39", "1.0e+6"))
+    ),
+    *(
+        ("rollout.temperature", f"rollout: {{engine: vllm, temperature: {bad}}}", f"rollout: {{engine: vllm, temperature: {edge}}}")
+        for bad, edge in (("0.0099", "0.01"), ("0.005", "0.01"), ("2.001", "2"))
+    ),
     ("rollout.top_p", "rollout: {top_p: 0.999}", "rollout: {top_p: 1}"),
     ("rollout.top_k", "rollout: {top_k: 1}", "rollout: {top_k: 0}"),
     ("batch.row_tokens", "batch: {row_tokens: 63}", "batch: {row_tokens: 64}"),

@@ -85,7 +85,7 @@ def test_a_server_of_somebody_else_is_not_restarted():
         ("deepgemm", {"fp8_product": "DeepGemmFp8BlockScaledMMKernel"}, "fp8_product by DeepGemm"),
         ("deepgemm", {"attention": "FlashAttentionImpl"}, "attention by FlashAttentionImpl"),
         ("deepgemm", {"norm": "ExactRMSNorm+RMSNorm"}, "norm by ExactRMSNorm.RMSNorm"),
-        ("deepgemm", {"rope": "YaRNScalingRotaryEmbedding"}, "rope by YaRNScalingRotaryEmbedding"),
+        ("deepgemm", {"rope": "NTKScalingRotaryEmbedding"}, "rope by NTKScalingRotaryEmbedding"),
         ("deepgemm", {"linear": "UnquantizedLinearMethod"}, "linear by UnquantizedLinearMethod"),
         ("deepgemm", {"logprobs": "Sampler"}, "logprobs by Sampler"),
     ],

@@ -17,6 +17,7 @@ from jetrl_jax.config_io import config_from_dict, dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.policy import build_policy, load_policy
 from jetrl_jax.training.checkpoint import CheckpointStore
+from tests.unit.test_tokenizer import write_files
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
 CHECKPOINTS = (0, 2, 4, 6)
@@ -90,3 +91,17 @@ def test_load_policy_raises_on_no_best_a_damaged_one_and_a_directory_without_ste
     export.main(["--run", str(run), "--out", str(tmp_path / "hf"), "--step", "2"])
     with pytest.raises(UserError, match="only a run has steps: got step=best"):
         load_policy(tmp_path / "hf", step="best")
+
+
+def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
+    """The tokenizer's directory names other stop tokens than the model's: the run samples with the tokenizer's, and exports them."""
+    files = write_files(tmp_path / "tokenizer", generation={"eos_token_id": [3, 2]})
+    fields = {"tokenizer": {"kind": "huggingface", "path": str(files)}, "precision": {"preset": "bf16"}}
+    build_policy(config_from_dict(fields | {"model": SIZES})).save(tmp_path / "model")
+    stated = tmp_path / "model" / "generation_config.json"
+    stated.write_text(json.dumps({"eos_token_id": 1}))
+    policy = build_policy(config_from_dict(fields | {"model": {"path": str(tmp_path / "model")}}))
+    policy.save(tmp_path / "saved")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "saved" / name).read_text())["eos_token_id"] == list(policy.tokenizer.eos_ids) == [3, 2, 1]
+    assert load_policy(tmp_path / "saved").tokenizer.eos_ids == policy.tokenizer.eos_ids

@@ -135,6 +135,55 @@ def test_to_hf_round_trips_linear_scaling():
     assert ModelConfig.from_hf(model.to_hf()) == model
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"type": "yarn", "factor": 4},
+        {"attention_factor": 1, "beta_fast": 16, "beta_slow": 2},
+        {"mscale": 0.7, "mscale_all_dim": 0.2, "truncate": False},
+        {"beta_fast": None, "truncate": None},
+    ],
+    ids=str,
+)
+def test_yarn_is_read_and_written_as_stated(stated):
+    config = QWEN3 | {"max_position_embeddings": 131072, "rope_scaling": YARN | stated}
+    model = ModelConfig.from_hf(config)
+    assert ModelConfig.from_hf(newer(config)) == model
+    written = json.loads(json.dumps(model.to_hf()))
+    assert ModelConfig.from_hf(written) == model
+    said = {key: value for key, value in (YARN | stated).items() if value is not None and key != "type"}
+    assert written["rope_scaling"] == said and written["rope_parameters"] == said | {"rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"factor": 0.5}, r"got factor=0.5, expected at least 1"),
+        ({"factor": "4"}, r"got factor='4', expected a positive number"),
+        ({"factor": 4.0, "original_max_position_embeddings": 8192}, r"got max_position_embeddings=40960, expected at most .* = 32768"),
+        ({"original_max_position_embeddings": 32768.5}, r"got original_max_position_embeddings=32768.5, expected a positive integer"),
+        ({"beta_fast": 1, "beta_slow": 2}, r"got beta_fast=1.0, expected at least beta_slow=2.0"),
+        ({"beta_slow": 33}, r"got beta_fast=32.0, expected at least beta_slow=33.0"),
+        ({"attention_factor": 0.0}, r"got attention_factor=0.0, expected a positive number"),
+        ({"mscale": True}, r"got mscale=True, expected a positive number"),
+        ({"truncate": 1}, r"got truncate=1, expected true or false"),
+        ({"low_freq_factor": 1.0}, r"unsupported rope_scaling.low_freq_factor: got 1.0 with rope_type 'yarn', expected absent"),
+        ({"factor": None}, r"missing rope_scaling.factor"),
+        ({"original_max_position_embeddings": None}, r"missing rope_scaling.original_max_position_embeddings"),
+        ({"rope_theta": 1.0}, r"got rope_theta=1.0, expected more than 1 for yarn"),
+    ],
+    ids=str,
+)
+def test_from_hf_raises_on_yarn_that_cannot_be(rope, message):
+    config = {key: value for key, value in QWEN3.items() if key != "rope_theta" or "rope_theta" not in rope}
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf(config | {"rope_scaling": YARN | rope})
+
+
 REQUIRED = [
     "vocab_size",
     "hidden_size",
@@ -183,7 +232,9 @@ def test_from_hf_raises_on_every_missing_rope_value():
         ("attention_dropout", 0.1),
         ("auto_map", {"AutoModelForCausalLM": "modeling.Custom"}),
         ("architectures", ["Qwen3ForSequenceClassification"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "finetuned": True}),
         ("rope_scaling", {"rope_type": "linear", "factor": 4.0, "attention_factor": 2.0}),
         ("rope_scaling", {"factor": 4.0}),
         ("rope_scaling", [4.0]),

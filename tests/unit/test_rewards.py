@@ -71,14 +71,63 @@ def test_reward_function_gets_the_columns_it_names():
     }  # fmt: skip
 
 
-def test_reward_none_and_non_finite_mask_their_sample():
-    def mixed(completions, **kwargs):
-        return [1.0, None, float("nan"), float("inf"), -np.inf, 10**400, 0]
+NANS = [float("nan"), np.float32("nan"), np.array(np.nan), Decimal("NaN"), Decimal("sNaN")]
+INFINITE = [
+    math.inf,
+    -math.inf,
+    np.float16("inf"),
+    np.array([-np.inf]),
+    10**400,
+    -(10**400),
+    Fraction(10**400),
+    Decimal("Infinity"),
+    1e39,
+    -3.5e38,
+]
 
-    result = score(mixed, "abcdefg")
-    np.testing.assert_array_equal(result.total, [1, *[np.nan] * 5, 0])
-    np.testing.assert_array_equal(result.masked, [False, *[True] * 5, False])
-    assert result.failures["mixed"] == {**NONE_FAILED, "none": 1, "non_finite": 4}
+
+def test_reward_none_and_nan_mask_their_sample():
+    def mixed(completions, **kwargs):
+        return [1.0, None, *NANS, 3.4e38, 0]
+
+    result = score(mixed, "abcdefghi")
+    np.testing.assert_array_equal(result.total, [1, *[np.nan] * 6, 3.4e38, 0])
+    np.testing.assert_array_equal(result.masked, [False, *[True] * 6, False, False])
+    assert result.failures["mixed"] == {**NONE_FAILED, "none": 1, "nan": 5}
+
+
+@pytest.mark.parametrize("value", INFINITE, ids=lambda value: f"{type(value).__name__} {str(value)[:8]}")
+@pytest.mark.parametrize("alone", [False, True])
+def test_reward_raises_naming_function_and_sample_on_what_is_not_finite(value, alone):
+    """As a function over the batch, and as a verifier that is called once for each sample."""
+
+    def judge(completions, **kwargs):
+        return [value if completion == "b" else 1.0 for completion in completions]
+
+    class Mine:
+        name, train, eval = "mine", (Example("a", "1"),), (Example("b", "1"),)
+
+        def verify(self, completion, example):
+            return value if completion == "b" else 1.0
+
+    rewards = RewardFunctions.from_functions(["task" if alone else judge], as_task(Mine(), TaskSection()))
+    where = r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in FP32, or None or NaN to leave"
+    with pytest.raises(UserError, match=rf"^reward {'task' if alone else 'judge'}: returned .*{where}"):
+        run(rewards, ["a", "b", "c"])
+
+
+def test_weighted_sum_that_is_not_finite_names_its_terms():
+    def large(completions, **kwargs):
+        return [1e38 if completion == "b" else None for completion in completions]
+
+    rewards = RewardFunctions.from_functions([large, "exact_match"], TASK, weights=[10, 1])
+    with pytest.raises(
+        UserError, match=r"got 10 \* 1e\+38 \(large\) \+ 1 \* 0 \(exact_match\) for completion 1 \('b' after the prompt 'p1'\)"
+    ):
+        run(rewards, ["a", "b"], ["x", "y"])
+    rewards = RewardFunctions.from_functions([large, "exact_match"], TASK, weights=[1.7e308, 1])
+    with pytest.raises(UserError, match="not finite in FP32"):
+        run(rewards, ["a", "b"], ["x", "y"])
 
 
 def test_reward_failure_of_one_function_masks_the_sum_but_not_the_other_part():
@@ -156,10 +205,13 @@ def test_reward_accepts_numbers_of_every_kind(values):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["1", 1, 1], "returned str '1' for completion 0, expected a number or None"),
-        ([1, [1], 1], "returned list .1. for completion 1"),
-        ([1, 1, 1j], "returned complex 1j for completion 2"),
-        ([1, 1, np.ones(2)], "returned ndarray of more than one value for completion 2"),
+        (
+            ["1", 1, 1],
+            "returned str '1' for completion 0 .'a' after the prompt 'p0'., expected a number that is finite in FP32, or None or NaN",
+        ),
+        ([1, [1], 1], "returned list .1. for completion 1 .'b' after"),
+        ([1, 1, 1j], "returned complex 1j for completion 2 "),
+        ([1, 1, np.ones(2)], "returned ndarray of more than one value for completion 2 "),
         ([1, 1, float], "returned type"),
         ([1, 1], "returned 2 rewards for 3 completions"),
         ([1, 1, 1, 1, 1], "returned more than 3 rewards for 3 completions"),

@@ -91,6 +91,12 @@ def wrong_alone(completions, **kwargs):
 def wrong(completions, **kwargs):
     return ["1"] * len(completions)
 
+def infinite_alone(completions, **kwargs):
+    if len(completions) > 1:
+        raise ValueError("one by one")
+    return [float("inf") if completions == ["zzz"] else 1.0]
+
+
 def returns_nan(completions, **kwargs):
     return [float("nan"), None, 1.0]
 
@@ -271,11 +277,11 @@ def test_worker_slow_batch_is_scored_one_by_one(module, tmp_path):
         assert result.messages == ["reward user_slow:slow: no answer for 8 completions within 0.6 s"]
 
 
-def test_worker_non_finite_and_none(module):
+def test_worker_nan_and_none(module):
     with build("returns_nan", timeout_s=20) as rewards:
         result = run(rewards, ["a", "b", "c"])
         np.testing.assert_array_equal(result.total, [np.nan, np.nan, 1])
-        assert only(result)[1] == {"none": 1, "non_finite": 1}
+        assert only(result)[1] == {"none": 1, "nan": 1}
         assert set(result.failures["user_rewards:returns_nan"]) == set(FAILURES)
 
 
@@ -305,8 +311,13 @@ def test_worker_raises_on_a_function_that_cannot_be_loaded(module, name, message
 def test_worker_raises_naming_a_function_that_returns_no_numbers(module):
     with build("wrong", timeout_s=20) as rewards:
         for _ in range(2):
-            with pytest.raises(UserError, match=r"^reward user_rewards:wrong: returned str '1' for completion 0"):
+            with pytest.raises(
+                UserError, match=r"^reward user_rewards:wrong: returned str '1' for completion 0 \('a' after the prompt ''\)"
+            ):
                 run(rewards, ["a", "b"])
+    with build("infinite_alone", timeout_s=20) as rewards:  # the batch's call fails, those of single samples follow
+        with pytest.raises(UserError, match=r"infinite_alone: returned inf for completion 2 \('zzz' after the prompt ''\), expected"):
+            run(rewards, ["x", "yy", "zzz"])
 
 
 def test_worker_has_no_stale_replies_after_an_error(module):

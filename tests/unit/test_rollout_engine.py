@@ -297,7 +297,16 @@ def test_generate_raises_on_bad_sampling(shared: JaxEngine) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_tokens": 0}, {"stop_token_ids": (-1,)}, {"seed": -1}, {"seed": 2**32}],
+    [
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"temperature": 1e-40},
+        {"temperature": 1e39},
+        {"max_tokens": 0},
+        {"stop_token_ids": (-1,)},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
 )
 def test_sampling_params_raise_on_bad_values(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):

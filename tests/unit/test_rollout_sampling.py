@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax.config_types import TEMPERATURES
 from jetrl_jax.models import vocabulary
 from jetrl_jax.precision import Numerics, jit
 from jetrl_jax.rollout.sampling import Controls, request_keys, sample
@@ -62,6 +63,21 @@ def test_tokens_of_different_calls_follow_the_softmax() -> None:
 
     tokens = jit(jax.vmap(one))(jnp.arange(DRAWS, dtype=jnp.uint32))
     assert chi_square(np.asarray(tokens), softmax64(logits, 1.0)) < CHI_SQUARE_15_999
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_logprobs_hold_at_every_temperature_that_is_taken_and_not_far_below(exact: bool) -> None:
+    """Logits of hundreds: at the lowest temperature they are off by their own roundoff; what FP32 has as 0 gives NaN."""
+    logits = np.random.default_rng(0).normal(0, 100, (32, 16)).astype(np.float32)
+    seeds, positions = jnp.arange(32, dtype=jnp.uint32), jnp.zeros(32, jnp.int32)
+    for temperature in (*TEMPERATURES, 0.1):
+        tokens, logprobs = draw(jnp.asarray(logits), seeds, positions, controls(temperature), exact=exact)
+        wide = logits.astype(np.float64) / np.float64(np.float32(temperature))
+        oracle = wide[np.arange(32), tokens] - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1)) - wide.max(-1)
+        assert np.abs(logprobs - oracle).max() <= 4 * U_FP32 * max(np.abs(wide).max(), 16)
+    assert not np.isfinite(draw(jnp.asarray(logits), seeds, positions, controls(1e-40), exact=exact)[1]).any()
+    if not exact:  # not the bits of a logit twice: its roundoff, divided by the temperature, is the log-probability
+        assert not np.isfinite(draw(jnp.asarray(logits), seeds, positions, controls(1e-12), exact=False)[1]).all()
 
 
 def test_the_chi_square_test_can_fail() -> None:

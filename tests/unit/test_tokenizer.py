@@ -207,6 +207,84 @@ def test_chat_template_raises_where_there_is_none_or_it_fails(tmp_path):
         HuggingFaceTokenizer(write_files(tmp_path / "c", template=refuses), chat_template=True, system_prompt="s").encode_prompt("q")
 
 
+SYSTEM = "{% for m in messages if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endfor %}"
+USER = "<|im_start|>user\n{{ messages[-1].content }}<|im_end|>\n"
+TURN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+DROPS_USER = "does not write the user's text as it is: got .* expected the text in it. Take another template"
+DROPS_SYSTEM = r"does not write the system's text \(tokenizer.system_prompt\) as it is"
+STOPS = r"the chat template's prompt ends in a stop token: got '<\|im_end\|>' \(id 3\) after .*, expected none of the stop tokens \[3, 1\]"
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        ("<|im_start|>user\nhello<|im_end|>\n" + TURN, None, DROPS_USER),
+        (SYSTEM + TURN, "be brief", DROPS_USER),
+        (SYSTEM + TURN, "What is 6*7?", DROPS_USER),  # the user's text, but in the system's place
+        ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}" + TURN, None, DROPS_USER),
+        ("{{ messages[0]['contents'] }}" + TURN, None, DROPS_USER),
+        *(
+            (USER.replace("content", f"content{change}") + TURN, None, DROPS_USER)
+            for change in (
+                "[:50]", "[-50:]", " | lower", " | upper", " | e", " | tojson", " | truncate(300)", " | replace('{', '')",
+                ".split('\\n')[0]", " | title", ".encode('ascii', 'ignore').decode()", " | striptags", " | wordwrap(60)", " | trim('?')",
+            )
+        ),
+        (USER + TURN, "be brief", DROPS_SYSTEM),
+        (SYSTEM.replace("content", "content | upper") + USER + TURN, "be brief", DROPS_SYSTEM),
+        (SYSTEM + USER, "be brief", STOPS),  # the assistant's turn is never opened
+        (USER.strip(), None, STOPS),
+        (USER + TURN.replace("assistant\n", "assistant\n<|im_end|>"), None, STOPS),
+        (USER + "<|im_end|> \n\n ", None, STOPS),
+    ],
+)  # fmt: skip
+def test_chat_template_that_loses_a_text_or_ends_in_a_stop_token_is_refused_when_it_is_opened(tmp_path, template, system, message):
+    write_files(tmp_path, template=template, generation={"eos_token_id": [3, 1]})
+    with pytest.raises(UserError, match=rf"(?s)^HuggingFaceTokenizer: .*{message}"):
+        HuggingFaceTokenizer(tmp_path, chat_template=True, system_prompt=system)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "template",
+    [
+        SYSTEM + USER + TURN,
+        SYSTEM + USER.replace("content", "content | trim") + TURN,
+        "{% for m in messages %}{{ m.content }} {% endfor %}",
+        "{{ messages | map(attribute='content') | join('\n\n') }}",  # a system text that is merged with the user's
+        "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endfor %}",
+        SYSTEM + USER + TURN + "<think>\n\n</think>\n\n",
+    ],
+)
+def test_chat_templates_that_keep_every_text_are_taken(tmp_path, template):
+    ours = HuggingFaceTokenizer(
+        write_files(tmp_path, template=template, generation={"eos_token_id": [3, 1]}), chat_template=True, system_prompt=" be\nbrief "
+    )
+    rng = random.Random(0)
+    for _ in range(20):
+        text = "".join(chr(rng.choice([10, 32, 39, 60, 92, 123, 125, rng.randrange(33, 0xD800)])) for _ in range(rng.randrange(60)))
+        assert text.strip() in ours.render(text) and "be\nbrief" in ours.render(text) and ours.encode_prompt(text)[-1] not in ours.eos_ids
+
+
+@needs_transformers
+def test_a_template_that_loses_only_some_text_is_refused_with_that_text(tmp_path):
+    """What no probe shows is found when it is drawn: never trained on in silence."""
+    template = "{% if 'secret' in messages[-1].content %}no{% else %}{{ messages[-1].content }}{% endif %}" + TURN
+    ours = HuggingFaceTokenizer(write_files(tmp_path, template=template), chat_template=True)
+    with pytest.raises(UserError, match=r"does not write the user's text as it is: got 'no.*' for 'a secret', expected the text in it"):
+        ours.encode_prompt("a secret")
+
+
+@pytest.mark.parametrize("habits", [{}, {"bos": True}, {"bos": True, "eos": True}])
+def test_a_prompt_that_ends_in_a_stop_token_is_refused_and_an_empty_one_is_empty(tmp_path, habits):
+    ours = HuggingFaceTokenizer(write_files(tmp_path, **habits))
+    with pytest.raises(UserError, match=r"the prompt ends in a stop token: got '<\|endoftext\|>' \(id 1\) after 'hello<\|endoftext\|>'"):
+        ours.encode_prompt("hello<|endoftext|>")
+    assert ours.encode_prompt("<|endoftext|>hello")[-1] not in ours.eos_ids
+    assert ours.encode_prompt("") == ([0] if habits else [])
+
+
 @pytest.mark.parametrize(
     ("files", "eos_ids"),
     [

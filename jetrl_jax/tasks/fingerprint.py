@@ -1,0 +1,89 @@
+"""What a task's data is, as a few hashes: a resume on other data is refused, and the message names the part that differs.
+
+    {"name", "verifier", "train": {"examples", "prompts", "answers", "solutions", "metadata"}, "eval": {...}}
+
+Every example of a list is hashed, in order.  Of a split that is made on access (`LazyExamples`: a function of the config and
+the seed, which a resume compares too) and of a sequence of a user's own class beyond `WHOLE` examples, a spread of them is.
+Values are hashed by type and content, never by address or by the order of a set: the same data gives the same hash in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jetrl_jax.tasks.task import Example, LazyExamples, Task
+
+SPREAD = 64  # examples looked at in a split that is made on access
+WHOLE = 100_000  # the longest sequence of a class that is not known to be a list, up to which every example is looked at
+_COLUMNS: dict[str, Callable[[Example], Any]] = {
+    "prompts": lambda example: example.prompt,
+    "answers": lambda example: example.answer,
+    "solutions": lambda example: example.solution,
+    "metadata": lambda example: example.metadata,
+}
+
+
+def data_fingerprint(task: Task) -> dict[str, Any]:
+    """The hashes above, of a task; JSON values."""
+    splits = {name: _split(examples) for name, examples in (("train", task.train), ("eval", task.eval))}
+    return {"name": task.name, "verifier": _verifier_name(task), **splits}
+
+
+def _split(examples: Sequence[Example]) -> dict[str, Any]:
+    digests = {name: hashlib.sha256() for name in _COLUMNS}
+    for example in _looked_at(examples):
+        for name, read in _COLUMNS.items():
+            part = _canonical(read(example))
+            digests[name].update(b"%d:" % len(part) + part)
+    return {"examples": len(examples), **{name: digest.hexdigest()[:32] for name, digest in digests.items()}}
+
+
+def _looked_at(examples: Sequence[Example]) -> Iterator[Example]:
+    count, listed = len(examples), isinstance(examples, list | tuple)
+    if listed or (count <= WHOLE and not isinstance(examples, LazyExamples)):
+        return (examples[index] for index in range(count))
+    return (examples[int(index)] for index in np.unique(np.linspace(0, count - 1, SPREAD).astype(int)))
+
+
+def _verifier_name(task: Task) -> str:
+    """The verifier's own name where the task has one, else its class's or function's; not its code."""
+    named = getattr(task, "verifier_name", None)
+    if isinstance(named, str):
+        return named
+    maker = getattr(task, "verifier", None)
+    verifier = maker() if callable(maker) else task.verify
+    return str(getattr(verifier, "__qualname__", type(verifier).__qualname__))
+
+
+def _canonical(value: Any) -> bytes:
+    """Bytes that are equal for equal values of a type, in every process."""
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return b"b" + bytes(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"i{value:x}".encode()  # Python writes no decimal numbers of more than 4,300 digits
+    if value is None or isinstance(value, bool | float):
+        return f"{type(value).__name__} {value!r}".encode()
+    if isinstance(value, Mapping):
+        pairs = sorted((_canonical(key), _canonical(item)) for key, item in value.items())
+        return b"d" + _joined(part for pair in pairs for part in pair)
+    if isinstance(value, list | tuple):
+        return b"l" + _joined(_canonical(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return b"e" + _joined(sorted(_canonical(item) for item in value))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return b"a" + _canonical(value.tolist())
+    if isinstance(value, np.ndarray | np.generic):
+        return f"a{value.dtype.str}{value.shape}".encode() + value.tobytes()
+    # Dates, decimals, dataclasses: what they show of themselves, without the address that others show.
+    return f"o{type(value).__qualname__} {re.sub(r' at 0x[0-9a-f]+', '', repr(value))}".encode("utf-8", "surrogatepass")
+
+
+def _joined(parts: Any) -> bytes:
+    return b"".join(b"%d:" % len(part) + part for part in parts)
