@@ -41,7 +41,9 @@ class VllmSection(Section):
         32,
         description="Length of the probe scored on both sides after each weight sync, in tokens, at most the longest sequence; 0 is off.",
     )
-    probe_logprob_tolerance: NonNegativeFloat = Field(
-        0.02, description="Largest mean difference of the probe's log-probabilities between engine and trainer, in nats."
+    probe_logprob_tolerance: NonNegativeFloat | None = Field(
+        None,
+        description="Largest mean difference of the probe's log-probabilities between engine and trainer, in nats; null: 1e-6 with "
+        "numerics.exact, whose two sides are the same bits, else 0.02.",
     )
     on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a weight sync does whose certificate does not hold.")

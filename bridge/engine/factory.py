@@ -50,9 +50,15 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
         engine,
         trainer_scorer(model),
         probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
-        tolerance=section.probe_logprob_tolerance,
+        tolerance=_tolerance(config),
         on_mismatch=section.on_mismatch,
     )
+
+
+def _tolerance(config: RunConfig) -> float:
+    """Of the probe, where `vllm.probe_logprob_tolerance` is null: FP32 roundoff in an exact run, else single BF16 roundings."""
+    given = config.vllm.probe_logprob_tolerance
+    return given if given is not None else 1e-6 if config.numerics.exact else 0.02
 
 
 def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:

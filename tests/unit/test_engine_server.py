@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge.engine import factory
 from bridge.engine.common import EngineFailed, EngineSettings, require_exact
 from bridge.engine.server import ServerEngine
+from jetrl_jax.config_io import load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.engine import Request, SamplingParams
 from tests.parity.small_policy import SmallPolicy
@@ -105,6 +107,13 @@ def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
     require_exact(silent, EngineSettings(8, 8), False)
     with pytest.raises(EngineFailed, match="fp8_product by nothing, expected Reference"):
         require_exact(silent, EngineSettings(8, 8), True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [([], 1e-6), (["numerics.exact=false"], 0.02), (["vllm.probe_logprob_tolerance=0.5"], 0.5)]
+)
+def test_the_probe_of_an_exact_run_allows_roundoff_only(changes, expected):
+    assert factory._tolerance(load_config(None, ["rollout.engine=vllm", *changes])) == expected
 
 
 def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
