@@ -29,6 +29,7 @@ from numbers import Real
 from typing import Any
 
 COLUMNS = ("prompts", "completions", "answers", "solutions", "completion_ids", "finish_reasons", "metadata")
+NAMED_COLUMNS = (*COLUMNS, "thought_opened")  # the last is given only to functions that name it
 
 
 class BadReward(Exception):
@@ -59,11 +60,12 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise BadReward(f"takes {parameter.name!r} by position only, expected def reward(prompts, completions, answers, **kwargs)")
         required = parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if required and parameter.name not in COLUMNS:
-            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(COLUMNS)}")
+        if required and parameter.name not in NAMED_COLUMNS:
+            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(NAMED_COLUMNS)}")
+    named = tuple(parameter.name for parameter in parameters if parameter.name in NAMED_COLUMNS)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return COLUMNS
-    return tuple(parameter.name for parameter in parameters if parameter.name in COLUMNS)
+        return tuple(dict.fromkeys((*COLUMNS, *named)))
+    return named
 
 
 def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:

@@ -50,7 +50,7 @@ def test_records_take_other_field_names(tmp_path, kind, write):
     options = {"solution_field": "work", "verifier": "gsm8k"}
     task = build(kind, path=write(tmp_path / "f", rows), prompt_field="q", answer_field="gold", options=options)
     for example in [*task.train, *task.eval]:
-        assert example.answer == str(int(example.prompt[:-1]) / 2) and not example.metadata
+        assert example.answer == f"{int(example.prompt[:-1]) / 2:g}" and not example.metadata
         assert task.verify(example.solution, example) == 1.0
         assert task.verify(example.answer, example) == 0.0
 
