@@ -70,10 +70,10 @@ def _reason(row: Any) -> str | None:
     if not isinstance(question, str) or not question.strip():
         return "no question"
     line = hash_line(worked) if isinstance(worked, str) else None
-    if line is None:
+    if not isinstance(worked, str) or line is None:
         return "no '#### number' in the answer"
     if whole_number(line) is None:
-        return f"no number as a whole behind '####': got {line.strip()[:60]!r}"
+        return f"no '#### number' in the answer: got {line.strip()[:60]!r} there, expected a number as a whole"
     try:
         check_text(question + worked)
     except UserError as error:

@@ -27,7 +27,8 @@ _DIGITS = rf"(?:[1-9][0-9]{{0,2}}(?P<group>{_GROUP})[0-9]{{3}}(?:(?P=group)[0-9]
 _MINUS = "-\u2212\u2013"
 _MONEY = "$€£¥"
 _BLANK = "[ \u2009]?"
-_NUMBER = re.compile(rf"([{_MINUS}+]?){_BLANK}(?:\\?[{_MONEY}]){{0,2}}{_BLANK}([{_MINUS}+]?)(?P<digits>{_DIGITS})")
+_SIGN = rf"([{_MINUS}+]?){_BLANK}"
+_NUMBER = re.compile(rf"{_SIGN}(?:\\?[{_MONEY}]){{0,2}}{_BLANK}{_SIGN}(?:\\?[{_MONEY}])?(?P<digits>{_DIGITS})")
 _RUN = re.compile(r"(?:(?<![0-9])\.)?[0-9](?:[0-9]|[.,'’\u00a0\u2009\u202f](?=[0-9]))*")
 _HASHES = re.compile(rf"(?<!#)#{{4,}}+[ \t]*+(?:\*\*|__|`|\\\(|\\\[)*[ ]?(?=[{_MINUS}+{_MONEY}\\.0-9(√∛=≈~]|[A-Za-z][ ]?[=≈])")
 
@@ -37,12 +38,12 @@ _THIN = re.compile(r"\\(?:[,;:> ]|(?:thin|med|thick)space(?![A-Za-z]) ?)")
 _NOTHING = re.compile(r"\\(?:[!/]|(?:negthinspace|displaystyle|left|right)(?![A-Za-z]) ?)")
 _WIDE = re.compile(r"\\q?quad(?![A-Za-z])")
 _TEXT = re.compile(rf"\\{_TEXT_COMMANDS}\s*\{{((?:[^{{}}\\]|\\[$%&#])*)\}}")
-_GROUPED = re.compile(rf"(?<![A-Za-z}}\]^_])\{{([0-9.,+{_MINUS}]*)\}}")
+_GROUPED = re.compile(rf"(?<![A-Za-z}}\]^_])\{{((?:[{_MINUS}+0-9., ]|\\?[{_MONEY}])*)\}}")
 _BRACES = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _WRAPPER = re.compile(rf"(?:\\(?:{_TEXT_COMMANDS}|boxed|fbox))?\s*\{{")
 _OPEN, _CLOSE = "\ue000", "\ue001"  # stand around the words of a text command
 _UNSEEN = re.compile("[\u200b-\u200f\u2060\ufeff\ue000\ue001]")
-_WRAPS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"), (_OPEN, _CLOSE))
+_WRAPS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), (_OPEN, _CLOSE))
 _MAX_WRAPS = 16
 
 # Words that may follow: units, and any longer word that is not mathematical.
@@ -222,7 +223,8 @@ def _plain(text: str) -> str:
 
 
 def _text_content(match: re.Match[str]) -> str:
-    return f"{_OPEN}{match[1]}{_CLOSE}" if re.search(r"[^\W\d_]", match[1]) else match[1]
+    content = match[1].replace(_OPEN, "").replace(_CLOSE, "")
+    return f"{_OPEN}{content}{_CLOSE}" if re.search(r"[^\W\d_]", content) else content
 
 
 def _unwrap(text: str) -> str | None:
@@ -280,7 +282,7 @@ def _prose_may_follow(digits: str, rest: str) -> bool:
         return not _ARGUMENT.match(rest[1:])
     if first and (first in _OPERATORS or unicodedata.category(first) == "Sm"):
         return _operator_may_follow(rest, spaced)
-    return first not in ("{", "\\", "…") and not (first and unicodedata.category(first) in ("No", "Nl", "Mn", "Me"))
+    return first not in ("{", "\\", "…", "'", "’") and not (first and unicodedata.category(first) in ("No", "Nl", "Mn", "Me"))
 
 
 def _operator_may_follow(rest: str, spaced: bool) -> bool:
@@ -352,4 +354,4 @@ def _is_unit_word(word: str, inside: bool, per: bool, attached: bool) -> bool:
         return True
     if len(word) == 1:
         return word in _LETTER_UNITS and (inside or per)
-    return inside or len(word) >= (4 if attached else 3)
+    return inside or (len(word) >= 3 and not attached)  # 2abc is a product

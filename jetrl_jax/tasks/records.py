@@ -115,7 +115,7 @@ def _open(path: Path) -> IO[bytes]:
         if start.startswith(magic):
             raise UserError(f"jsonl: cannot read {path}: it is {kind}, expected JSON lines, plain or compressed by gzip or zstd.")
     if start.startswith(_GZIP):
-        return gzip.open(path, "rb")
+        return io.BufferedReader(gzip.open(path, "rb"))
     if not start.startswith(_ZSTD):
         return path.open("rb")
     try:

@@ -163,7 +163,7 @@ class MathVerify:
             if self._process is None:
                 self.prepare()  # a missing library is this thread's error, with its hint
                 self._process = RewardProcess("math_verify", target=None, pickled=pickle.dumps(self), timeout_s=self.thread_limit_s)
-            columns = {"completions": [completion], "examples": [SimpleNamespace(answer=expected)]}
+            columns: dict[str, list[Any]] = {"completions": [completion], "examples": [SimpleNamespace(answer=expected)]}
             scores = self._process.score(columns, 1)
         if scores.failed:
             message = "; ".join(scores.messages)

@@ -101,6 +101,7 @@ class Collector:
             progress.advance(len(requests))
         texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
         examples = [prompts[i // group].example for i in range(len(requests))]
+        opened = [prompt.opens_thought(self.tokenizer) for prompt in prompts]
         with self.console.phase("reward", len(requests), "completions") as progress, clock.phase("reward"):
             rewards = score(
                 self.rewards,
@@ -110,6 +111,7 @@ class Collector:
                 examples,
                 [t.finish_reason for t in trajectories],
                 [t.completion_ids.tolist() for t in trajectories],
+                [opened[i // group] for i in range(len(requests))],
             )
             progress.advance(len(requests))
         return RolloutBatch(prompts, trajectories, texts, rewards)
