@@ -52,6 +52,9 @@ def _number_text(value: Any) -> str:
     """Digits of a finite number; raises `UserError` for everything else."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral | float | np.floating | Decimal | Fraction):
         raise UserError(f"got {type(value).__name__} {_shown(value)}, expected a text or a number")
+    too_long = UserError(f"got a number of more than {MAX_DIGITS} digits, expected a shorter one, or a text")
+    if isinstance(value, Integral) and abs(int(value)) >= 10**MAX_DIGITS:
+        raise too_long
     try:
         exact = Decimal(_shortest(value))
     except (InvalidOperation, ValueError):
@@ -61,7 +64,7 @@ def _number_text(value: Any) -> str:
     _, digits, exponent = exact.as_tuple()
     assert isinstance(exponent, int)
     if max(len(digits), abs(exponent)) > MAX_DIGITS:
-        raise UserError(f"got a number of more than {MAX_DIGITS} digits, expected a shorter one, or a text")
+        raise too_long
     text = f"{exact:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

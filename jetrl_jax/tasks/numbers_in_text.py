@@ -219,11 +219,11 @@ def _plain(text: str) -> str:
             if shorter == text:
                 break
             text = shorter
-    return re.sub(r"(?<=[0-9])~(?=[0-9])", "\u00a0", text)
+    return re.sub(r"(?<=[0-9])~(?=[0-9A-Za-z\\\ue000])", "\u00a0", re.sub(r"\b([ap])\.m\b\.?", r"\1m", text))
 
 
 def _text_content(match: re.Match[str]) -> str:
-    content = match[1].replace(_OPEN, "").replace(_CLOSE, "")
+    content = match[1].replace(_OPEN, "").replace(_CLOSE, "").replace("~", " ")
     return f"{_OPEN}{content}{_CLOSE}" if re.search(r"[^\W\d_]", content) else content
 
 
@@ -241,8 +241,9 @@ def _unwrap(text: str) -> str | None:
 
 def _inner(text: str) -> str | None:
     """What stands in the one pair of marks around the whole text, or None."""
+    marks = text.replace("\\$", "  ")
     for opens, closes in _WRAPS:
-        if len(text) > len(opens + closes) and text.startswith(opens) and text.find(closes, len(opens)) == len(text) - len(closes):
+        if len(text) > len(opens + closes) and marks.startswith(opens) and marks.find(closes, len(opens)) == len(text) - len(closes):
             return text[len(opens) : -len(closes)]
     wrapper, depth = _WRAPPER.match(text), 0
     for brace in _BRACES.finditer(text, wrapper.end() - 1 if wrapper else len(text)):

@@ -72,7 +72,8 @@ def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | No
     plain = section.model_copy(update={"options": {}})
 
     def label(rows: Iterable[Any], split: str) -> Iterator[Row]:
-        return ((f"{name}:{split}[{i}]", row) for i, row in enumerate(rows))
+        width = _width(rows, section.answer_field)
+        return ((f"{name}:{split}[{i}]", _narrowed(row, section.answer_field, width)) for i, row in enumerate(rows))
 
     return _task(name, label(train, "train"), None if held_out is None else label(held_out, "eval"), plain)
 
@@ -97,14 +98,22 @@ def jsonl_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
                 except (json.JSONDecodeError, RecursionError, ValueError) as error:
                     yield where, _Broken(f"not JSON ({error})")
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"jsonl: cannot read {path} behind line {number}: {type(error).__name__}: {error}") from error
+        raise UserError(f"jsonl: cannot read {path} after line {number}: {type(error).__name__}: {error}") from error
 
 
 def _parsed(text: str, exact: str | None) -> Any:
-    record = json.loads(text)
+    record = json.loads(text, object_pairs_hook=_object)
     if exact is not None and isinstance(record, dict) and isinstance(record.get(exact), float) and math.isfinite(record[exact]):
         record[exact] = json.loads(text, parse_float=Decimal)[exact]
     return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return made
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -152,6 +161,12 @@ def _narrowed(record: Any, field: str | None, width: str) -> Any:
     return record
 
 
+def _width(rows: Any, field: str) -> str:
+    """The type of a field of a `datasets.Dataset`, or ""."""
+    features = getattr(rows, "features", None)
+    return str(getattr(features.get(field), "dtype", "")) if isinstance(features, Mapping) else ""
+
+
 def _file(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if not path.is_file():
@@ -182,8 +197,7 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
             return None
         if split not in splits:
             raise UserError(f"datasets: no such split: got task.options.{key}={split!r}, expected one of {', '.join(splits)} of {name}.")
-        features = getattr(splits[split], "features", None) or {}
-        width = str(getattr(features.get(section.answer_field), "dtype", ""))
+        width = _width(splits[split], section.answer_field)
         return ((f"{name}:{split}[{i}]", _narrowed(record, section.answer_field, width)) for i, record in enumerate(splits[split]))
 
     train = rows("split", "train")

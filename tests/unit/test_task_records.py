@@ -218,6 +218,12 @@ def test_jsonl_zstd_is_read_where_pyarrow_is_installed(tmp_path, monkeypatch):
         build(path=str(tmp_path / "f.jsonl.zst"))
 
 
+def test_jsonl_fields_that_stand_twice_are_named(tmp_path):
+    path = jsonl(tmp_path / "f.jsonl", [*ROWS, b'{"prompt": "q", "answer": 1, "answer": 2}'])
+    with pytest.raises(UserError, match=r"f.jsonl:21: not JSON \(the field 'answer' stands twice"):
+        build(path=path)
+
+
 def test_jsonl_byte_order_mark_blank_lines_and_unicode(tmp_path):
     path = tmp_path / "f.jsonl"
     path.write_text('\ufeff{"prompt": "é\u2028x", "answer": "ü"}\r\n\r\n{"prompt": "b", "answer": "c"}', "utf-8")
@@ -278,6 +284,11 @@ def test_datasets_from_disk_and_from_files(tmp_path, monkeypatch):
     assert list(one.train) == list(files.train)
     assert (len(two.train), [e.prompt for e in two.eval]) == (18, ["q0", "q1"])
     assert as_task(whole, TaskSection()).train[0].solution.startswith("s")
+    kinds = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("float32")})
+    narrow = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "answer": [0.1, 0.1, 0.1]}, features=kinds)
+    narrow.save_to_disk(tmp_path / "narrow")
+    for task in (as_task(narrow, TaskSection()), build("datasets", name=str(tmp_path / "narrow"))):
+        assert {e.answer for e in [*task.train, *task.eval]} == {"0.1"}
     with pytest.raises(UserError, match=r"got task.options.eval_split='dev', expected one of train, test"):
         build("datasets", name=str(tmp_path / "two"), options={"eval_split": "dev"})
     with pytest.raises(UserError, match="cannot load"):
