@@ -38,7 +38,7 @@ _THIN = re.compile(r"\\(?:[,;:> ]|(?:thin|med|thick)space(?![A-Za-z]) ?)")
 _NOTHING = re.compile(r"\\(?:[!/]|(?:negthinspace|displaystyle|left|right)(?![A-Za-z]) ?)")
 _WIDE = re.compile(r"\\q?quad(?![A-Za-z])")
 _TEXT = re.compile(rf"\\{_TEXT_COMMANDS}\s*\{{((?:[^{{}}\\]|\\[$%&#])*)\}}")
-_GROUPED = re.compile(rf"(?<![A-Za-z}}\]^_])\{{((?:[{_MINUS}+0-9., ]|\\?[{_MONEY}])*)\}}")
+_GROUPED = re.compile(rf"(?<![A-Za-z}}\]^_])\{{((?:[{_MINUS}+0-9., \u00a0\u2009\u202f]|\\?[{_MONEY}])*)\}}")
 _BRACES = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _WRAPPER = re.compile(rf"(?:\\(?:{_TEXT_COMMANDS}|boxed|fbox))?\s*\{{")
 _OPEN, _CLOSE = "\ue000", "\ue001"  # stand around the words of a text command
@@ -355,4 +355,4 @@ def _is_unit_word(word: str, inside: bool, per: bool, attached: bool) -> bool:
         return True
     if len(word) == 1:
         return word in _LETTER_UNITS and (inside or per)
-    return inside or (len(word) >= 3 and not attached)  # 2abc is a product
+    return inside or (len(word) >= 3 and not attached and re.search("[aeiouy]", lower) is not None)  # 2abc and 2 xyz are products

@@ -2,7 +2,7 @@ r"""A slow reading of numbers in LaTeX, character by character, for the tests; i
 
 ``visible`` writes out what a reader of the typeset text sees.  ``digits_if_a_number`` then takes that apart by hand: it gives
 the digits (with sign and point) where everything seen belongs to one number or to a unit in words, else None.  It knows
-less than a reader does: words are units if they are in ``WORDS``.
+less than a reader does: words are units if they are in ``WORDS``, or stand apart, have three letters and a vowel.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def digits_if_a_number(text: str) -> str | None:
     seen = seen.strip()
     if seen.startswith("$") and seen.endswith("$") and len(seen) > 1:
         seen = seen[1:-1].strip()
-    while any(seen.endswith(word) for word in WORDS):
-        seen = seen[: -max(len(word) for word in WORDS if seen.endswith(word))].rstrip()
+    for _ in range(len(seen)):
+        known = [word for word in WORDS if seen.endswith(word)]
+        last = seen.split()[-1:] or [""]
+        if not known and last[0].isalpha() and len(last[0]) >= 3 and any(c in "aeiouy" for c in last[0]):
+            known = last
+        seen = seen[: len(seen) - max(map(len, known), default=0)].rstrip()
     seen = seen.removesuffix(".").rstrip()
     seen = seen.removesuffix("%").removesuffix("$").rstrip()
     sign = ""

@@ -114,6 +114,7 @@ def test_long_numbers_are_compared_digit_by_digit_whatever_the_context():
 
 SEPARATORS = ("", ",", "{,}", ",\\!", "\\,", "\u2009", "\u00a0", "\u202f", "\\;")
 WRAPPERS = ("%s", "{%s}", "\\text{%s}", "$%s$", "\\(%s\\)", "\\mathbf{%s}", "**%s**", " %s ", "{ %s }", "\\boxed{%s}", "%s.")
+INNER = ("%s", "{%s}", "\\text{%s}", "\\mathbf{%s}", " %s ", "{ %s }", "%s.", "\\boxed{%s}")
 UNITS = (
     "",
     "\\%",
@@ -155,7 +156,7 @@ def value_of(read) -> Fraction | None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(numbers(), st.sampled_from(WRAPPERS), st.sampled_from(WRAPPERS[:-1]), st.sampled_from(UNITS))
+@given(numbers(), st.sampled_from(INNER), st.sampled_from(WRAPPERS[:-1]), st.sampled_from(UNITS))
 def test_numbers_of_every_notation_have_their_value(number, inner, outer, unit):
     text, value = number
     for written in (outer % (inner % text), text + unit, "{" + text + "}" + unit, outer % (text + unit)):
