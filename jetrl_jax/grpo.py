@@ -40,7 +40,7 @@ from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.sharding import Layout
 from jetrl_jax.tasks.fingerprint import data_fingerprint
-from jetrl_jax.tasks.rewards import RewardFunctions
+from jetrl_jax.tasks.rewards import RewardFunctions, check_answers
 from jetrl_jax.tasks.task import Task, as_task, build_task
 from jetrl_jax.tasks.tokenizer import Tokenizer
 from jetrl_jax.training.build_programs import build_programs
@@ -93,6 +93,8 @@ class GRPOTrainer:
         self.resume = resume
         self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
         self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
+        names = [section.name for section in self.config.rewards] if reward_functions is None else reward_functions
+        check_answers([name for name in names if isinstance(name, str)], self.task)
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         check_device(self.config, jax.default_backend() == "gpu")
         self.data = {"tokenizer": self.policy.tokenizer.fingerprint(), "data": data_fingerprint(self.task)}

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from jetrl_jax.config import TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks import records, verify
-from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt
+from jetrl_jax.tasks import records
+from jetrl_jax.tasks.answers import check_text
+from jetrl_jax.tasks.numbers_in_text import hash_line, whole_number
+from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, raise_broken
 
 _EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
 
@@ -42,7 +45,7 @@ def build(section: TaskSection) -> ListTask:
         )
     problems: list[str] = []
     train, held_out = (_examples(folder / name, section.prompt_template, problems) for name in ("train.jsonl", "test.jsonl"))
-    records.raise_broken("gsm8k", problems)
+    raise_broken("gsm8k", problems)
     train, held_out, notes = records.split_examples("gsm8k", train, held_out, section.eval_fraction)
     return ListTask("gsm8k", train, held_out, _EXTRACTION[extraction], notes)
 
@@ -50,15 +53,29 @@ def build(section: TaskSection) -> ListTask:
 def _examples(path: Path, template: str, problems: list[str]) -> list[Example]:
     examples: list[Example] = []
     for where, row in records.jsonl_rows(path):
-        question, worked = (row.get("question"), row.get("answer")) if isinstance(row, dict) else (None, None)
-        worked = worked if isinstance(worked, str) else ""
-        number = verify.hash_number(worked)
-        if not isinstance(question, str) or not question.strip():
-            problems.append(
-                f"{where}: no question" if isinstance(row, dict) else f"{where}: {row if isinstance(row, str) else 'not an object'}"
-            )
-        elif number is None:
-            problems.append(f"{where}: no '#### number' in the answer")
-        else:
-            examples.append(Example(format_prompt(template, question), f"{number:f}", worked, len(examples)))
+        reason = _reason(row)
+        if reason:
+            problems.append(f"{where}: {reason}")
+            continue
+        number = whole_number(hash_line(row["answer"]) or "")
+        examples.append(Example(format_prompt(template, row["question"]), f"{number:f}", row["answer"], len(examples), {}, where))
     return examples
+
+
+def _reason(row: Any) -> str | None:
+    """Why a line is no problem with an answer, or None."""
+    if not isinstance(row, dict):
+        return row if isinstance(row, str) else "not an object"
+    question, worked = row.get("question"), row.get("answer")
+    if not isinstance(question, str) or not question.strip():
+        return "no question"
+    line = hash_line(worked) if isinstance(worked, str) else None
+    if not isinstance(worked, str) or line is None:
+        return "no '#### number' in the answer"
+    if whole_number(line) is None:
+        return f"no '#### number' in the answer: got {line.strip()[:60]!r} there, expected a number as a whole"
+    try:
+        check_text(question + worked)
+    except UserError as error:
+        return f"no text: {error}"
+    return None

@@ -22,6 +22,7 @@ from typing import Any
 
 from jetrl_jax.config import TaskSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.tasks.answers import answer_part
 from jetrl_jax.tasks.task import Example, LazyExamples, format_prompt, missing_extra, option_int
 
 _TRAIN_SIZE, _EVAL_SIZE, _LARGEST = 10_000, 512, 1 << 24
@@ -73,13 +74,16 @@ class ReasoningGymVerifier:
             self._scorer = _dataset(self.name, {**self.config, "seed": 0, "size": 4})
 
     def __call__(self, completion: str, example: Example) -> float:
-        """The library's score of a completion, 0 to 1."""
+        """The library's score of what stands behind the thought, 0 to 1; 0 where a thought is left open."""
         self.prepare()
-        answer: str | None = completion.strip()
+        text = answer_part(completion)
+        if text is None:
+            return 0.0
+        answer: str | None = text.strip()
         if self.answer_tag is not None:
             from reasoning_gym.utils import extract_answer
 
-            answer = extract_answer(completion, self.answer_tag)
+            answer = extract_answer(text, self.answer_tag)
         return float(self._scorer.score_answer(answer, example.metadata["entry"]))
 
 

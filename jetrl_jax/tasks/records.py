@@ -1,9 +1,12 @@
 """Tasks from records: JSONL and Parquet files, Hugging Face datasets and rows made by a user's function.
 
-A record needs a prompt (text, not empty) and an answer (anything but null; numbers become text).  The field named by
-``options.solution_field`` (``solution`` where present) is the worked solution; all other fields are the example's
-metadata.  Every broken record of a source is found before anything is raised: one error lists the first ten as
-``file:line`` and counts the rest.
+A record needs a prompt (text, not empty) and an answer (a text or a finite number, which becomes text by
+`jetrl_jax.tasks.answers`) that the task's verifier can compare with.  The field named by ``options.solution_field``
+(``solution`` where present) is the worked solution; all other fields are the example's metadata.  Every broken record of a
+source is found before anything is raised: one error lists the first ten as ``file:line`` and counts the rest.
+
+A JSONL file may be compressed by gzip, or by zstd where pyarrow is installed (extra ``tasks``); the content decides, not the
+name.  Other compressions, and files that are no JSONL at all, are refused by name.
 
 Without an eval source, ``ceil(eval_fraction x prompts)`` distinct prompts are held out, those of the smallest hash: the
 choice depends on the prompts alone, not on their order or the seed.  With one, training records whose prompt is held
@@ -12,19 +15,34 @@ out are dropped, and the task's notes say how many.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from jetrl_jax.config import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, missing_extra
+from jetrl_jax.tasks.answers import answer_text, check_text
+from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, missing_extra, raise_broken
 
-_SHOWN = 10  # broken records named in an error
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_NOT_READ = {  # first bytes of a file, and what it is
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ\x00": "compressed by xz",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet file (task.kind: parquet)",
+    b"ARROW1": "an Arrow file (task.kind: datasets)",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+}
 
 Row = tuple[str, Any]  # where it stands ("file:line"), and the record or the sentence that says why there is none
 
@@ -45,8 +63,8 @@ def build(section: TaskSection) -> ListTask:
     if section.path is None:
         raise UserError(f"{section.kind}: no file given: got task.path=None, expected the training file.")
     read = jsonl_rows if section.kind == "jsonl" else parquet_rows
-    held_out = None if section.eval_path is None else read(section.eval_path)
-    return _task(Path(section.path).name, read(section.path), held_out, section)
+    held_out = None if section.eval_path is None else read(section.eval_path, section.answer_field)
+    return _task(Path(section.path).name, read(section.path, section.answer_field), held_out, section)
 
 
 def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: TaskSection) -> ListTask:
@@ -54,29 +72,70 @@ def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | No
     plain = section.model_copy(update={"options": {}})
 
     def label(rows: Iterable[Any], split: str) -> Iterator[Row]:
-        return ((f"{name}:{split}[{i}]", row) for i, row in enumerate(rows))
+        width = _width(rows, section.answer_field)
+        return ((f"{name}:{split}[{i}]", _narrowed(row, section.answer_field, width)) for i, row in enumerate(rows))
 
     return _task(name, label(train, "train"), None if held_out is None else label(held_out, "eval"), plain)
 
 
-def jsonl_rows(path: str | Path) -> Iterator[Row]:
-    """(file:line, record) of a JSONL file; blank lines are passed over, a byte order mark is allowed."""
+def jsonl_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
+    """(file:line, record) of a JSONL file; blank lines are passed over, a byte order mark is allowed.
+
+    A number with a point in the field ``exact`` is a `Decimal` with all the digits of the file.
+    """
     path = _file(path)
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield where, json.loads(text)
-            except UnicodeDecodeError as error:
-                yield where, _Broken(f"not UTF-8 ({error.reason} at byte {error.start})")
-            except (json.JSONDecodeError, RecursionError, ValueError) as error:
-                yield where, _Broken(f"not JSON ({error})")
+    number = 0
+    try:
+        with _open(path) as lines:
+            for number, raw in enumerate(lines, start=1):
+                where = f"{path}:{number}"
+                try:
+                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                    if text.strip():
+                        yield where, _parsed(text, exact)
+                except UnicodeDecodeError as error:
+                    yield where, _Broken(f"not UTF-8 ({error.reason} at byte {error.start})")
+                except (json.JSONDecodeError, RecursionError, ValueError) as error:
+                    yield where, _Broken(f"not JSON ({error})")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"jsonl: cannot read {path} after line {number}: {type(error).__name__}: {error}") from error
 
 
-def parquet_rows(path: str | Path) -> Iterator[Row]:
-    """(file:row, record) of a Parquet file, rows counted from 1."""
+def _parsed(text: str, exact: str | None) -> Any:
+    record = json.loads(text, object_pairs_hook=_object)
+    if exact is not None and isinstance(record, dict) and isinstance(record.get(exact), float) and math.isfinite(record[exact]):
+        record[exact] = json.loads(text, parse_float=Decimal)[exact]
+    return record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return made
+
+
+def _open(path: Path) -> IO[bytes]:
+    """The bytes of a file, decompressed."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    for magic, kind in _NOT_READ.items():
+        if start.startswith(magic):
+            raise UserError(f"jsonl: cannot read {path}: it is {kind}, expected JSON lines, plain or compressed by gzip or zstd.")
+    if start.startswith(_GZIP):
+        return io.BufferedReader(gzip.open(path, "rb"))
+    if not start.startswith(_ZSTD):
+        return path.open("rb")
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise missing_extra(f"jsonl: {path} is compressed by zstd", "pyarrow", "tasks") from error
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+
+
+def parquet_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
+    """(file:row, record) of a Parquet file, rows counted from 1; a float of the field ``exact`` keeps the width of its column."""
     path = _file(path)
     try:
         import pyarrow.parquet as parquet
@@ -86,11 +145,26 @@ def parquet_rows(path: str | Path) -> Iterator[Row]:
         table = parquet.read_table(path)
     except Exception as error:
         raise UserError(f"parquet: cannot read {path}: {type(error).__name__}: {error}") from error
+    width = str(table.schema.field(exact).type) if exact in table.column_names else ""
     number = 0
     for batch in table.to_batches():
         for record in batch.to_pylist():
             number += 1
-            yield f"{path}:{number}", record
+            yield f"{path}:{number}", _narrowed(record, exact, width)
+
+
+def _narrowed(record: Any, field: str | None, width: str) -> Any:
+    """The record with a float of ``field`` in the width of its column, so that 0.1 stays 0.1."""
+    narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(width)
+    if narrow is not None and isinstance(record, dict) and isinstance(record.get(field), float):
+        return record | {field: narrow(record[field])}
+    return record
+
+
+def _width(rows: Any, field: str) -> str:
+    """The type of a field of a `datasets.Dataset`, or ""."""
+    features = getattr(rows, "features", None)
+    return str(getattr(features.get(field), "dtype", "")) if isinstance(features, Mapping) else ""
 
 
 def _file(path: str | Path) -> Path:
@@ -123,7 +197,8 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
             return None
         if split not in splits:
             raise UserError(f"datasets: no such split: got task.options.{key}={split!r}, expected one of {', '.join(splits)} of {name}.")
-        return ((f"{name}:{split}[{i}]", record) for i, record in enumerate(splits[split]))
+        width = _width(splits[split], section.answer_field)
+        return ((f"{name}:{split}[{i}]", _narrowed(record, section.answer_field, width)) for i, record in enumerate(splits[split]))
 
     train = rows("split", "train")
     if train is None:
@@ -131,12 +206,12 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
     return train, rows("eval_split", None)
 
 
-def _examples(rows: Iterable[Row], section: TaskSection, problems: list[str]) -> list[Example]:
-    """The examples of a source; sentences on broken records are added to ``problems``."""
+def _examples(rows: Iterable[Row], section: TaskSection, verifier: str, problems: list[str]) -> list[Example]:
+    """The examples of a source, each asked of the verifier; sentences on broken records are added to ``problems``."""
     solution_field = section.options.get("solution_field")
     examples: list[Example] = []
     for where, record in rows:
-        reason = _reason(record, section, solution_field)
+        reason = _reason(record, section, solution_field, verifier)
         if reason:
             problems.append(f"{where}: {reason}")
             continue
@@ -144,14 +219,13 @@ def _examples(rows: Iterable[Row], section: TaskSection, problems: list[str]) ->
         name = solution_field or "solution"
         solution = record.get(name)
         used = {section.prompt_field, section.answer_field, name}
-        if isinstance(answer, int | float) and not isinstance(answer, bool):
-            answer = str(answer)
         rest = {key: value for key, value in record.items() if key not in used}
-        examples.append(Example(format_prompt(section.prompt_template, prompt), answer, solution or "", len(examples), rest))
+        text = format_prompt(section.prompt_template, prompt)
+        examples.append(Example(text, answer_text(answer), solution or "", len(examples), rest, where))
     return examples
 
 
-def _reason(record: Any, section: TaskSection, solution_field: str | None) -> str | None:
+def _reason(record: Any, section: TaskSection, solution_field: str | None, verifier: str) -> str | None:
     """Why a record cannot be used, or None."""
     if isinstance(record, _Broken):
         return str(record)
@@ -170,7 +244,13 @@ def _reason(record: Any, section: TaskSection, solution_field: str | None) -> st
     solution = record.get(solution_field or "solution")
     if solution is not None and not isinstance(solution, str):
         return f"{solution_field or 'solution'!r} is {type(solution).__name__}, expected text"
-    return None
+    for name, text in ((section.prompt_field, prompt), (solution_field or "solution", solution or "")):
+        try:
+            check_text(text)
+        except UserError as error:
+            return f"{name!r} is no text: {error}"
+    problem = verify.answer_problem(verifier, answer)
+    return None if problem is None else f"{section.answer_field!r} cannot be compared by {verifier}: {problem}"
 
 
 def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None, section: TaskSection) -> ListTask:
@@ -180,19 +260,11 @@ def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None,
             f"{section.kind}: unknown verifier: got task.options.verifier={verifier!r}, expected one of {', '.join(verify.VERIFIERS)}."
         )
     problems: list[str] = []
-    train = _examples(train_rows, section, problems)
-    held_out = None if eval_rows is None else _examples(eval_rows, section, problems)
+    train = _examples(train_rows, section, verifier, problems)
+    held_out = None if eval_rows is None else _examples(eval_rows, section, verifier, problems)
     raise_broken(name, problems)
     train, held_out, notes = split_examples(name, train, held_out, section.eval_fraction)
     return ListTask(name, train, held_out, verifier, notes)
-
-
-def raise_broken(name: str, problems: list[str]) -> None:
-    """One `UserError` with the first ten sentences and the count of the rest, if there is any."""
-    if problems:
-        rest = len(problems) - _SHOWN
-        lines = problems[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
-        raise UserError(f"{name}: {len(problems)} broken record{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(lines))
 
 
 def split_examples(

@@ -32,6 +32,7 @@ from typing import Any
 LARGEST = 3.4028234663852886e38  # of the finite FP32 numbers
 A_NUMBER = "a number that is finite in FP32, or None or NaN to leave the sample out"
 COLUMNS = ("prompts", "completions", "answers", "solutions", "completion_ids", "finish_reasons", "metadata")
+NAMED_COLUMNS = (*COLUMNS, "thought_opened")  # the last is given only to functions that name it
 
 
 class BadReward(Exception):
@@ -77,11 +78,12 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise BadReward(f"takes {parameter.name!r} by position only", "def reward(prompts, completions, answers, **kwargs)")
         required = parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if required and parameter.name not in COLUMNS:
-            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(COLUMNS)}")
+        if required and parameter.name not in NAMED_COLUMNS:
+            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(NAMED_COLUMNS)}")
+    named = tuple(parameter.name for parameter in parameters if parameter.name in NAMED_COLUMNS)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return COLUMNS
-    return tuple(parameter.name for parameter in parameters if parameter.name in COLUMNS)
+        return tuple(dict.fromkeys((*COLUMNS, *named)))
+    return named
 
 
 def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:

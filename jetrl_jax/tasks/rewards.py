@@ -11,6 +11,9 @@ A user's function is called once per batch, by keyword, with those of these it n
 
     def reward(prompts, completions, answers, *, solutions, completion_ids, finish_reasons, metadata) -> list[float | None]
 
+and, where it names it, ``thought_opened``: whether the prompt ends inside ``<think>``, so that the completion begins there.
+A verifier sees such a completion with ``<think>`` before it.
+
 Where the call for the whole batch fails, each completion is scored by a call of its own, so that one bad sample masks
 itself alone; a function that compares completions with one another sees single ones then.  Given as ``module:function``
 it runs in a worker process: it may hang, crash, fork, set signals or print.  ``timeout_s`` limits each call there; after
@@ -35,8 +38,9 @@ import numpy as np
 from jetrl_jax.config import RewardSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import reward_worker, verify
+from jetrl_jax.tasks.answers import with_opening
 from jetrl_jax.tasks.reward_process import RewardProcess, Scores
-from jetrl_jax.tasks.task import Example, Task, missing_extra
+from jetrl_jax.tasks.task import Example, Task, missing_extra, raise_broken
 
 FAILURES = ("exception", "timeout", "none", "nan")
 _MESSAGES = 5  # distinct messages kept of one function and batch
@@ -72,6 +76,7 @@ class _Reward:
     name: str
     weight: float
     scorer: _Scorer
+    verifies: bool = False  # a verifier ``(completion, example)``, not a function over columns
 
 
 class _InProcess:
@@ -141,6 +146,7 @@ class RewardFunctions:
     @classmethod
     def from_config(cls, sections: Sequence[RewardSection], task: Task, *, log_directory: str | Path | None = None) -> RewardFunctions:
         """The rewards of a config: ``task``, a verifier's name or ``module:function``."""
+        check_answers([s.name for s in sections], task)
         return cls([_named(s.name, s.weight, s.timeout_s, s.separate_process, task, log_directory) for s in sections])
 
     @classmethod
@@ -158,6 +164,7 @@ class RewardFunctions:
         weights = [1.0] * len(functions) if weights is None else list(weights)
         if len(weights) != len(functions) or not all(math.isfinite(w) for w in weights):
             raise UserError(f"RewardFunctions: bad weights: got {weights} for {len(functions)} functions, expected one finite number each.")
+        check_answers([function for function in functions if isinstance(function, str)], task)
         rewards = []
         for function, weight in zip(functions, weights, strict=True):
             if isinstance(function, str):
@@ -203,17 +210,22 @@ class RewardFunctions:
         examples: Sequence[Example],
         finish_reasons: Sequence[str],
         completion_ids: Sequence[Any],
+        thought_opened: Sequence[bool] | None = None,
     ) -> RewardResult:
         """Scores N completions; ``completion_ids`` are their token ids, one sequence each.
+
+        ``thought_opened`` says of each whether its prompt ends inside ``<think>`` (None: no).
 
         Raises `UserError` where a function breaks its contract and ValueError where the lists differ in length.
         """
         count = len(completions)
+        opened = [False] * count if thought_opened is None else [bool(one) for one in thought_opened]
         lengths = {
             "prompts": len(prompts),
             "examples": len(examples),
             "finish_reasons": len(finish_reasons),
             "completion_ids": len(completion_ids),
+            "thought_opened": len(opened),
         }
         if any(length != count for length in lengths.values()):
             raise ValueError(f"RewardFunctions: lists differ in length: got {lengths}, expected {count} each, as completions.")
@@ -226,10 +238,11 @@ class RewardFunctions:
             "prompts": list(prompts), "completions": list(completions), "examples": list(examples), "finish_reasons": list(finish_reasons),
             "answers": [e.answer for e in examples], "solutions": [e.solution for e in examples],
             "metadata": [e.metadata for e in examples],
-            "completion_ids": [[int(token) for token in ids] for ids in completion_ids],
+            "completion_ids": [[int(token) for token in ids] for ids in completion_ids], "thought_opened": opened,
         }  # fmt: skip
+        graded = columns | {"completions": [with_opening(text, one) for text, one in zip(completions, opened, strict=True)]}
         for reward in self._rewards:
-            scores = reward.scorer.score(columns, count)
+            scores = reward.scorer.score(graded if reward.verifies else columns, count)
             part, failures = _part(scores)
             result.parts[reward.name], result.failures[reward.name] = part, failures
             result.messages += [f"reward {reward.name}: {message}" for message in list(dict.fromkeys(scores.messages))[:_MESSAGES]]
@@ -283,7 +296,7 @@ def _named(name: str, weight: float, timeout_s: float, separate_process: bool, t
     if isinstance(verifier, verify.MathVerify) and importlib.util.find_spec("math_verify") is None:
         raise missing_extra("RewardFunctions", "math-verify", "tasks")
     if not separate_process:
-        return _Reward(name, weight, _InProcess(name, reward_worker.PerSample(verifier)))
+        return _Reward(name, weight, _InProcess(name, reward_worker.PerSample(verifier)), verifies=True)
     try:
         pickled = pickle.dumps(verifier)
     except Exception as error:
@@ -291,7 +304,27 @@ def _named(name: str, weight: float, timeout_s: float, separate_process: bool, t
             f"reward {name}: its verifier cannot be sent to a worker process: {type(error).__name__}: {error}. "
             "Give the task a picklable verifier()."
         ) from error
-    return _Reward(name, weight, RewardProcess(name, target=None, pickled=pickled, timeout_s=timeout_s, log_directory=log_directory))
+    process = RewardProcess(name, target=None, pickled=pickled, timeout_s=timeout_s, log_directory=log_directory)
+    return _Reward(name, weight, process, verifies=True)
+
+
+def check_answers(names: Sequence[str], task: Task) -> None:
+    """Asks the verifiers that a run names as rewards about the task's answers, before anything is started.
+
+    All examples of a list are asked about, of generated ones the first; the task's own verifier has been asked where
+    records were read.  Raises `UserError` naming where the first ten bad answers stand.
+    """
+    for name in names:
+        verifier = getattr(task, "verifier_name", "") if name == "task" else name
+        problems = []
+        for split, examples in (("train", task.train), ("eval", task.eval)) if verifier in verify.VERIFIERS else ():
+            listed = examples if isinstance(examples, list | tuple) else [examples[0]] if len(examples) else []
+            for index, example in enumerate(listed):
+                source = getattr(example, "source", "")
+                problem = None if name == "task" and source else verify.answer_problem(verifier, example.answer)
+                if problem:
+                    problems.append(f"{source or f'{task.name}:{split}[{index}]'}: {verifier} cannot compare with the answer: {problem}")
+        raise_broken(f"reward {name}", problems)
 
 
 def _import_path(name: str, function: Callable[..., Any]) -> str:

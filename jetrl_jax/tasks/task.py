@@ -29,6 +29,8 @@ from jetrl_jax.config import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
 
+_SHOWN = 10  # broken records named in an error
+
 
 @dataclass(frozen=True)
 class Example:
@@ -39,6 +41,7 @@ class Example:
     solution: str = ""
     id: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = field(default="", compare=False)  # where it was read ("file:line"), for messages
 
 
 @runtime_checkable
@@ -66,7 +69,10 @@ class Task(Protocol):
         ...
 
     def verify(self, completion: str, example: Example) -> float | None:
-        """Score of a completion, usually 0 or 1; None where it cannot be judged."""
+        """Score of a completion, usually 0 or 1; None where it cannot be judged.
+
+        A completion whose prompt ends inside a thought comes with ``<think>`` before it.
+        """
         ...
 
 
@@ -151,6 +157,14 @@ def option_int(where: str, options: Mapping[str, Any], key: str, default: int, l
 def missing_extra(where: str, package: str, extra: str) -> UserError:
     """The one error for a package of an extra that is not installed."""
     return UserError(f"{where}: needs the package {package}, which is not installed. Install it with: pip install 'jetrl-jax[{extra}]'")
+
+
+def raise_broken(name: str, problems: list[str]) -> None:
+    """One `UserError` with the first ten sentences and the count of the rest, if there is any."""
+    if problems:
+        rest = len(problems) - _SHOWN
+        lines = problems[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
+        raise UserError(f"{name}: {len(problems)} broken record{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(lines))
 
 
 def load_object(where: str, target: str) -> Any:

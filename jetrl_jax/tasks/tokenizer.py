@@ -27,6 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jetrl_jax.config import TokenizerSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.tasks.answers import CLOSES, OPENS
 from jetrl_jax.tasks.task import missing_extra
 
 PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1 of the built-in tokenizers
@@ -67,7 +68,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Text of ids, special tokens left out but for the marks of a thought."""
         ...
 
     def fingerprint(self) -> str:
@@ -203,6 +204,8 @@ class HuggingFaceTokenizer:
         if use_transformers:
             self._transformers = self._open_transformers()
         self._backend: tokenizers.Tokenizer = self._transformers.backend_tokenizer if use_transformers else self._open_tokenizers()
+        added = self._backend.get_added_tokens_decoder().items()
+        self._silent_ids = frozenset(i for i, token in added if token.special and token.content not in (OPENS, CLOSES))
         self._bos_id = self._special_id("bos_token")
         self.eos_ids = self._find_eos(model_path)
         pad_id = self._special_id("pad_token")
@@ -281,8 +284,8 @@ class HuggingFaceTokenizer:
         return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out, blanks as they are."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
+        """Text of ids, special tokens left out but for the marks of a thought, blanks as they are."""
+        return str(self._backend.decode([int(i) for i in ids if int(i) not in self._silent_ids], skip_special_tokens=False))
 
     def fingerprint(self) -> str:
         """Hash of the tokenizer's file, the template and its arguments, and the EOS ids."""

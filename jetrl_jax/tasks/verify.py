@@ -6,116 +6,109 @@ r"""Verifiers: does a completion hold the answer?
     boxed         the number in the last ``\boxed{...}`` equals the answer
     math_verify   the library's symbolic comparison (extra ``tasks``)
 
-Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  Numbers are compared
-exactly, as decimals: ``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression
-(``3+4``, ``1/2``, ``10-12``, ``1e3``) is not a number; digits not grouped by threes (``1,00``) are none either.
-Where several ``####`` are followed by a number, the last decides: a policy gains nothing by writing several, and
-one that corrects itself is believed.  A heading such as ``#### Note`` is passed over.  What stands inside
-``<think> ... </think>`` is working and never an answer.
+Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  What stands inside
+``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.tasks.answers`).
+
+Numbers are read as a whole or not at all (`jetrl_jax.tasks.numbers_in_text`) and compared exactly, as decimals:
+``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression (``3+4``, ``1/2``, ``2^{10}``,
+``1e3``) is no number.  Where several ``####`` are followed by a number, the last decides: a policy gains nothing by
+writing several, and one that corrects itself is believed.  A heading such as ``#### Note`` is passed over.
+
+``answer_problem`` says before a run whether a verifier can compare with an answer.
 """
 
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
+import threading
 from collections.abc import Callable
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.tasks.answers import answer_part, answer_text
+from jetrl_jax.tasks.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, whole_number
+from jetrl_jax.tasks.numbers_in_text import read_number as read_number
+from jetrl_jax.tasks.reward_process import RewardProcess
 
 if TYPE_CHECKING:
     from jetrl_jax.tasks.task import Example
 
-_GROUP = "[,\u00a0\u2009\u202f]"  # comma and the spaces that typography puts between thousands
-_DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_MINUS = "-\u2212\u2013"
-# Sign and currency in either order; digits in group 3.
-_NUMBER = rf"([{_MINUS}+]?)[ ]?(?:\\?[$€£]){{0,2}}[ ]?([{_MINUS}+]?)({_DIGITS})"
-# What makes the text before it part of an expression or of a longer, malformed number.
-_CONTINUES = re.compile(
-    rf"[0-9]|[.{_GROUP[1:-1]}][0-9]|[eE:][-+]?[0-9]|\s*[{_MINUS}+*/=^×÷]\s*[$(]?[0-9.]|\\frac|\s*\\(?:times|cdot|div|pm)"
-)
-_HASHES = re.compile(r"(?<!#)#{4,}+[ \t]*+(?:\*\*|__|`|\\boxed\{|\\\(|\\\[)*[ ]?(?=[-+\u2212\u2013$€£\\.0-9])")
-_NUMBER_HERE = re.compile(_NUMBER)
-_NUMBER_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z_.,])(?:(?<![)\]])[{_MINUS}])?(?:\\?[$€£])?(?:{_DIGITS})|(?:{_DIGITS})")
-
-
-def read_number(text: str) -> Decimal | None:
-    """The number ``text`` begins with (blanks, sign, currency, then digits), or None where it begins with none."""
-    text = text.lstrip().replace("{,}", ",")
-    match = _NUMBER_HERE.match(text)
-    if match is None or (match[1] and match[2]) or _CONTINUES.match(text, match.end()):
-        return None
-    value = Decimal(re.sub(_GROUP, "", match[3]))
-    return -value if (match[1] or match[2] or "+") != "+" else value
-
-
-def without_thinking(text: str) -> str:
-    """The text after the last ``</think>``; empty where a ``<think>`` is left open."""
-    text = text.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
-
-
-def hash_number(text: str) -> Decimal | None:
-    """The number after the last ``####`` that is followed by one, or None."""
-    found = list(_HASHES.finditer(text))
-    return read_number(text[found[-1].end() :].partition("\n")[0]) if found else None
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text, or None; in ``16-3`` the minus is an operator."""
-    found = list(_NUMBER_ANYWHERE.finditer(text.replace("{,}", ",")))
-    return read_number(found[-1][0]) if found else None
-
-
-def boxed_number(text: str) -> Decimal | None:
-    r"""The number in the last ``\boxed{...}``, or None."""
-    start = text.rfind("\\boxed{")
-    return None if start < 0 else read_number(text[start + len("\\boxed{") :])
-
 
 def exact_match(completion: str, example: Example) -> float:
-    """1.0 where the completion is the answer, outer whitespace aside; needs a text or number as answer."""
-    answer = example.answer
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise UserError(
-            f"exact_match: cannot compare with this answer: got {type(answer).__name__} {answer!r}, expected a text or a number."
-        )
-    return float(completion.strip() == str(answer).strip())
-
-
-def _same_number(extract: Callable[[str], Decimal | None], completion: str, example: Example) -> float:
-    expected = read_number(str(example.answer))
-    if expected is None:
-        raise UserError(
-            f"verify: the answer is no number: got answer={example.answer!r}, expected digits. "
-            "Take verifier exact_match or math_verify for other answers."
-        )
-    return float(extract(without_thinking(completion)) == expected)
+    """1.0 where the completion behind its thought is the answer, outer whitespace aside."""
+    expected = _expected("exact_match", example.answer).strip()
+    text = answer_part(completion)
+    return float(text is not None and text.strip() == expected)
 
 
 def gsm8k(completion: str, example: Example) -> float:
     """1.0 where the number after the last ``####`` equals the answer."""
-    return _same_number(hash_number, completion, example)
+    return _same_number("gsm8k", hash_number, completion, example)
 
 
 def final_number(completion: str, example: Example) -> float:
     """1.0 where the last number of the completion equals the answer."""
-    return _same_number(last_number, completion, example)
+    return _same_number("last_number", last_number, completion, example)
 
 
 def boxed(completion: str, example: Example) -> float:
     r"""1.0 where the number in the last ``\boxed{...}`` equals the answer."""
-    return _same_number(boxed_number, completion, example)
+    return _same_number("boxed", boxed_number, completion, example)
+
+
+def answer_problem(verifier: str, answer: Any) -> str | None:
+    """Why the named verifier cannot compare with an answer, as "got ..., expected ...", or None."""
+    try:
+        text = answer_text(answer)
+    except UserError as error:
+        return str(error)
+    if answer_part(text) != text:
+        return f"got {_short(text)}, expected a text without <think> and </think>, which no completion's answer holds"
+    if verifier == "math_verify" and _BASE.search(text):
+        return f"got {_short(text)}, expected a number in base ten (of another base the library reads the digits only)"
+    if verifier in _NUMBERS and whole_number(text) is None:
+        return f"got {_short(text)}, expected a number as a whole, at most with a unit; exact_match and math_verify take other answers"
+    return None
+
+
+def _expected(verifier: str, answer: Any) -> str:
+    problem = answer_problem(verifier, answer)
+    if problem:
+        raise UserError(f"{verifier}: cannot compare with this answer: {problem}.")
+    return answer_text(answer)
+
+
+def _same_number(verifier: str, extract: Callable[[str], Decimal | None], completion: str, example: Example) -> float:
+    expected = whole_number(_expected(verifier, example.answer))
+    text = answer_part(completion)
+    found = None if text is None else extract(text)
+    return float(found is not None and found == expected)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 class MathVerify:
     """1.0 where the library math-verify finds the completion's answer equal to the example's.
 
     None where the example's answer cannot be parsed.  Raises TimeoutError where the library's own limits (5 s to
-    parse, 5 s to compare) are passed.  It sets SIGALRM, so it runs in the main thread of a worker process.
+    parse, 5 s to compare) are passed.  The library keeps them by SIGALRM, which only the main thread may set.  From any
+    other thread the same comparison is asked of a worker process, started by the first such call (seconds) and shared by
+    all threads, one call at a time; it is ended where a call takes longer than ``thread_limit_s``.
     """
+
+    def __init__(self, thread_limit_s: float = 20.0) -> None:
+        self.thread_limit_s = thread_limit_s
+        self._lock = threading.Lock()
+        self._process: RewardProcess | None = None
+
+    def __reduce__(self) -> tuple[type[MathVerify], tuple[float]]:
+        return MathVerify, (self.thread_limit_s,)
 
     def prepare(self) -> Any:
         """Imports the library, which takes seconds."""
@@ -128,15 +121,33 @@ class MathVerify:
 
     def __call__(self, completion: str, example: Example) -> float | None:
         """Score of a completion."""
+        if isinstance(example.answer, str) and not example.answer.strip():
+            return None
+        expected, text = _expected("math_verify", example.answer), answer_part(completion)
+        if threading.current_thread() is threading.main_thread():
+            return self._score(text, expected)
+        return self._score_in_process(completion, expected)
+
+    def close(self) -> None:
+        """Ends the worker process of other threads, where there is one."""
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
+    def _score(self, text: str | None, expected: str) -> float | None:
+        """The library's verdict on what stands behind the thought, in this thread."""
         library = self.prepare()
         from math_verify.errors import TimeoutException
 
         try:
-            gold = _parse_gold(library, str(example.answer))
+            gold = _parse_gold(library, expected)
             if not gold:
                 return None
+            if text is None or _BASE.search(boxed_content(text) or ""):
+                return 0.0
             try:
-                found = library.parse(without_thinking(completion), raise_on_error=True)
+                found = library.parse(_for_library(text), raise_on_error=True)
             except Exception:  # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
                 return 0.0
             try:
@@ -146,9 +157,29 @@ class MathVerify:
         except TimeoutException as error:
             raise TimeoutError("math_verify passed its own time limit") from error
 
+    def _score_in_process(self, completion: str, expected: str) -> float | None:
+        """The same from a thread that may set no signal."""
+        with self._lock:
+            if self._process is None:
+                self.prepare()  # a missing library is this thread's error, with its hint
+                self._process = RewardProcess("math_verify", target=None, pickled=pickle.dumps(self), timeout_s=self.thread_limit_s)
+            columns: dict[str, list[Any]] = {"completions": [completion], "examples": [SimpleNamespace(answer=expected)]}
+            scores = self._process.score(columns, 1)
+        if scores.failed:
+            message = "; ".join(scores.messages)
+            raise TimeoutError(f"math_verify: {message}") if scores.failed[0] == "timeout" else RuntimeError(f"math_verify: {message}")
+        return scores.values[0]
+
+
+def _for_library(text: str) -> str:
+    r"""The text without what math-verify 0.9 misreads: ``5\,000`` (as 0) and ``2**10`` (as 2)."""
+    text = re.sub(r"(?<=[0-9])(?:\\[,;:! ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
+    return re.sub(r"(?<=[0-9A-Za-z)])\*\*\s*(-?[0-9]+|[A-Za-z])(?![0-9A-Za-z])", r"^{\1}", text)
+
 
 def _parse_gold(library: Any, answer: str) -> list[Any]:
     """The answer, written as LaTeX in dollars, as a bare LaTeX or Python-like expression."""
+    answer = _for_library(answer)
     gold = library.parse(f"${answer}$") if "$" not in answer and "\\boxed" not in answer else library.parse(answer)
     return list(gold or library.parse(answer))
 
@@ -162,3 +193,5 @@ VERIFIERS: dict[str, Callable[[str, Any], float | None]] = {
     "math_verify": math_verify,
 }
 NEEDS_PROCESS = frozenset({"math_verify"})  # may hang or sets signals
+_BASE = re.compile(r"[0-9A-Fa-f]\s*_\s*\{?\s*[0-9]")  # 2516_8
+_NUMBERS = frozenset({"gsm8k", "last_number", "boxed"})

@@ -104,6 +104,7 @@ class Collector:
             progress.advance(len(requests))
         texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
         examples = [prompts[i // group].example for i in range(len(requests))]
+        opened = [prompt.opens_thought(self.tokenizer) for prompt in prompts]
         with self.console.phase("reward", len(requests), "completions") as progress, clock.phase("reward"):
             rewards = score(
                 self.rewards,
@@ -113,6 +114,7 @@ class Collector:
                 examples,
                 [t.finish_reason for t in trajectories],
                 [t.completion_ids.tolist() for t in trajectories],
+                [opened[i // group] for i in range(len(requests))],
             )
             progress.advance(len(requests))
         for message in rewards.messages:

@@ -110,6 +110,7 @@ class Evaluator:
         texts = [self.tokenizer.decode(one) for one in ids]
         examples = [self.prompts[i // samples].example for i in range(count)]
         prompts, reasons = [e.prompt for e in examples], [t.finish_reason for t in trajectories]
-        result = score(self.verifier, samples, prompts, texts, examples, reasons, ids)
+        opened = [prompt.opens_thought(self.tokenizer) for prompt in self.prompts for _ in range(samples)]
+        result = score(self.verifier, samples, prompts, texts, examples, reasons, ids, opened)
         scores = np.nan_to_num(result.total, nan=0.0).reshape(-1, samples)
         return scores, np.array([len(one) for one in ids]), texts

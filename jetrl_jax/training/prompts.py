@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.tasks.answers import opens_thought
 from jetrl_jax.tasks.task import Example, Task
 from jetrl_jax.tasks.tokenizer import Tokenizer
 
@@ -20,6 +21,10 @@ class Prompt:
 
     example: Example
     ids: list[int]
+
+    def opens_thought(self, tokenizer: Tokenizer) -> bool:
+        """Whether a completion of this prompt begins inside ``<think>``."""
+        return opens_thought(tokenizer.decode(self.ids), self.example.prompt)
 
 
 def derived_seeds(count: int, *words: int) -> list[int]:

@@ -21,6 +21,7 @@ def score(
     examples: Sequence[Example],
     finish_reasons: Sequence[str],
     completion_ids: Sequence[Any],
+    thought_opened: Sequence[bool],
 ) -> RewardResult:
     """`rewards` of N completions, prompt-major in groups of `group`; every process gives the same and has the whole result.
 
@@ -30,9 +31,9 @@ def score(
       UserError, ValueError: as `RewardFunctions`.
     """
     if processes.count() == 1:
-        return rewards(prompts, completions, examples, finish_reasons, completion_ids)
+        return rewards(prompts, completions, examples, finish_reasons, completion_ids, thought_opened)
     share = np.array_split(np.arange(len(completions)).reshape(-1, group), processes.count())[processes.index()].reshape(-1)
-    columns = (prompts, completions, examples, finish_reasons, completion_ids)
+    columns = (prompts, completions, examples, finish_reasons, completion_ids, thought_opened)
     result = rewards(*([column[i] for i in share] for column in columns))
     texts = json.dumps({"failures": result.failures, "messages": result.messages})
     own = {"total": result.total, "texts": np.array(texts)} | {f"part {name}": values for name, values in result.parts.items()}

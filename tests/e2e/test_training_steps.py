@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import shutil
 
 import numpy as np
@@ -235,6 +236,17 @@ def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp
     with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU"):
         GRPOTrainer(config_from_dict(fields), reward_functions=[shorter])
     assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_a_reward_cannot_compare_are_refused_before_anything_is_written(tmp_path):
+    lines = [{"prompt": f"q{i}", "answer": "1/2" if i == 7 else str(i)} for i in range(41)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {"kind": "jsonl", "path": str(tmp_path / "t.jsonl")}
+    for rewards, verifier in (([{"name": "boxed"}], {}), ([{"name": "task"}], {"options": {"verifier": "boxed"}})):
+        fields = {"model": TINY["model"], "task": task | verifier, "rewards": rewards, "run": {"directory": str(tmp_path / "run")}}
+        with pytest.raises(UserError, match=r"1 broken record:\n .*t\.jsonl:8: .*boxed.*: got '1/2', expected a number as a whole"):
+            GRPOTrainer(config_from_dict(fields))
+        assert not (tmp_path / "run").exists()
 
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "level": 1} for a in range(10) for b in range(10)]

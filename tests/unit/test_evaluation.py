@@ -12,7 +12,7 @@ import pytest
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 from jetrl_jax.tasks.task import Example, ListTask
-from jetrl_jax.tasks.tokenizer import CharacterTokenizer
+from jetrl_jax.tasks.tokenizer import ByteTokenizer, CharacterTokenizer
 from jetrl_jax.training.evaluation import Evaluator, pass_at_k
 
 TOKENIZER = CharacterTokenizer("=abcdefghijklmnopqrstuvwxyz0123456789")
@@ -146,3 +146,26 @@ def test_an_answer_that_cannot_be_judged_counts_as_unsolved() -> None:
     sizes = {"prompts": 3, "samples": 4, "temperature": 1.0, "max_prompt_tokens": 4, "max_completion_tokens": 9, "seed": 0}
     metrics = Evaluator(task, TOKENIZER, **sizes)(StubEngine(SAMPLED, GREEDY)).metrics
     assert metrics["eval/accuracy"] == pytest.approx(11 / 12) and metrics["eval/greedy_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "accuracy"), [("<think>\n", ["5", "6</think>5", "5</think>"], 1 / 3), ("", ["5", "</think>5", "<think>5"], 2 / 3)]
+)
+def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solved(template, texts, accuracy) -> None:
+    tokenizer = ByteTokenizer()
+
+    class Engine:
+        def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
+            ids = [np.array(tokenizer.encode(texts[i % len(texts)]), np.int32) for i in range(len(requests))]
+            return [
+                Trajectory(r.id, np.array(r.prompt_ids), one, np.zeros(len(one), np.float32), "length", 0)
+                for r, one in zip(requests, ids, strict=True)
+            ]
+
+    for answers, verifier in ((["5"] * 2, "exact_match"), ([5, 5.0], "last_number")):
+        examples = [Example(f"q{i}{template}", answer) for i, answer in enumerate(answers)]
+        evaluate = Evaluator(
+            ListTask("t", examples, examples, verifier), tokenizer, prompts=2, samples=3, temperature=1.0, max_prompt_tokens=40,
+            max_completion_tokens=40, seed=0,
+        )  # fmt: skip
+        assert evaluate(Engine()).metrics["eval/accuracy"] == pytest.approx(accuracy)  # type: ignore[arg-type]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
+import datetime
+import gzip
 import json
+import lzma
 import math
 import random
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jetrl_jax.config import TaskSection
@@ -50,7 +56,7 @@ def test_records_take_other_field_names(tmp_path, kind, write):
     options = {"solution_field": "work", "verifier": "gsm8k"}
     task = build(kind, path=write(tmp_path / "f", rows), prompt_field="q", answer_field="gold", options=options)
     for example in [*task.train, *task.eval]:
-        assert example.answer == str(int(example.prompt[:-1]) / 2) and not example.metadata
+        assert example.answer == f"{int(example.prompt[:-1]) / 2:g}" and not example.metadata
         assert task.verify(example.solution, example) == 1.0
         assert task.verify(example.answer, example) == 0.0
 
@@ -94,6 +100,128 @@ def test_jsonl_broken_lines_are_one_error(tmp_path):
     ]:  # fmt: skip
         assert f"{path}:{number}: {reason}" in text, (number, text)
     assert f"{path}:13" not in text
+
+
+BAD_ANSWERS = [
+    (b'"1/2"', "got '1/2', expected a number as a whole"), (b'"10 or 12"', "got '10 or 12', expected a number"),
+    (b'"x"', "got 'x', expected a number"),
+    (b'"3, 5, 7"', "got '3, 5, 7'"), (b"true", "got bool True, expected a text or a number"), (b"[18]", "got list [18], expected a text"),
+    (b"NaN", "got float nan, expected a finite number"), (b"-Infinity", "got float -inf"), (b'{"a": 1}', "got dict"),
+    (b'""', "got '', expected a text"),
+    (b'"\\ud800"', "got the lone surrogate U+D800 at character 1"), (b"null", "'answer' is null"),
+]  # fmt: skip
+
+
+def test_jsonl_answers_that_the_verifier_cannot_compare_are_one_error_with_their_lines(tmp_path):
+    lines = [{"prompt": f"q{i}", "answer": str(i)} for i in range(30)] + [
+        b'{"prompt": "p%d", "answer": %s}' % (i, a) for i, (a, _) in enumerate(BAD_ANSWERS)
+    ]
+    for verifier in ("boxed", "gsm8k", "last_number"):
+        with pytest.raises(UserError) as error:
+            build(path=jsonl(tmp_path / "f.jsonl", lines), options={"verifier": verifier})
+        assert "12 broken records" in str(error.value)
+        for number, (_, reason) in enumerate(BAD_ANSWERS[:10], start=31):
+            assert f"f.jsonl:{number}: 'answer' cannot be compared by {verifier}: {reason}" in str(error.value), reason
+    for answer, reason in BAD_ANSWERS[4:]:
+        path = jsonl(tmp_path / "one.jsonl", [ROWS[0], b'{"prompt": "q", "answer": %s}' % answer, ROWS[1]])
+        for verifier in ("exact_match", "math_verify"):
+            with pytest.raises(UserError) as error:
+                build(path=path, options={"verifier": verifier})
+            assert "1 broken record:" in str(error.value) and f"{path}:2: " in str(error.value) and reason in str(error.value)
+    assert build(path=jsonl(tmp_path / "good.jsonl", [*ROWS, {"prompt": "q", "answer": "1/2"}]))
+
+
+@pytest.mark.parametrize("field", ["prompt", "answer", "solution"])
+def test_jsonl_lone_surrogates_are_named(tmp_path, field):
+    path = jsonl(tmp_path / "f.jsonl", [*ROWS, {**ROWS[0], field: "ab\ud83d"}])
+    with pytest.raises(UserError, match=rf"f.jsonl:21: '{field}' .*got the lone surrogate U\+D83D at character 3"):
+        build(path=path)
+    build(path=jsonl(tmp_path / "g.jsonl", [*ROWS, {**ROWS[0], field: "ab\U0001f600"}]))
+
+
+def test_jsonl_numbers_become_their_shortest_text(tmp_path):
+    written = [
+        b"42",
+        b"42.0",
+        b"1e-05",
+        b"0.1",
+        b"-0.0",
+        b"3.14159265358979323846264338327950288",
+        b"1e3",
+        b'"42.0"',
+        b"12345678901234567890123",
+    ]
+    lines = [b'{"prompt": "p%d", "answer": %s, "x": 0.5}' % (i, text) for i, text in enumerate(written)]
+    task = build(path=jsonl(tmp_path / "t", lines), eval_path=jsonl(tmp_path / "e", ROWS))
+    assert [e.answer for e in task.train] == [
+        "42", "42", "0.00001", "0.1", "0", "3.14159265358979323846264338327950288", "1000", "42.0", "12345678901234567890123",
+    ]  # fmt: skip
+    assert all(e.metadata == {"x": 0.5} and task.verify(e.answer, e) == 1.0 for e in task.train)
+    assert task.train[1].source.endswith("t:2") and task.verify("42", task.train[1]) == 1.0
+
+
+def test_floats_keep_the_width_of_their_column(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra tasks) is not installed")
+    import pyarrow.parquet as parquet_files
+
+    prompts, eval_path = ["a", "b", "c"], parquet(tmp_path / "e", [{"prompt": "z", "answer": 1.0}])
+    for kind, values, expected in [
+        (pyarrow.float32(), [0.1, 42.0, 2.5], ["0.1", "42", "2.5"]), (pyarrow.float64(), [0.1, 42.0, 1e-5], ["0.1", "42", "0.00001"]),
+        (pyarrow.float16(), np.float16([0.1, 42, 2.5]), ["0.1", "42", "2.5"]), (pyarrow.int32(), [1, 2, 3], ["1", "2", "3"]),
+    ]:  # fmt: skip
+        table = pyarrow.table(
+            {"prompt": prompts, "answer": pyarrow.array(values, kind), "level": pyarrow.array([0.1] * 3, pyarrow.float32())}
+        )
+        parquet_files.write_table(table, tmp_path / "t.parquet")
+        task = build("parquet", path=str(tmp_path / "t.parquet"), eval_path=eval_path)
+        assert [e.answer for e in task.train] == expected
+        assert task.train[0].metadata["level"] == float(np.float32(0.1))
+    for column in ([True, False, True], [b"a", b"b", b"c"], [[1], [2], [3]], [float("nan")] * 3, [datetime.date(2024, 1, 1)] * 3):
+        parquet_files.write_table(pyarrow.table({"prompt": prompts, "answer": pyarrow.array(column)}), tmp_path / "t.parquet")
+        with pytest.raises(UserError, match=r"t.parquet:1: 'answer' cannot be compared by exact_match: got \w+ .*, expected"):
+            build("parquet", path=str(tmp_path / "t.parquet"), eval_path=eval_path)
+
+
+def test_jsonl_compressed_files_are_read_or_refused_by_name(tmp_path):
+    plain = jsonl(tmp_path / "f.jsonl", ROWS)
+    content, whole = Path(plain).read_bytes(), build(path=plain)
+    half = len(content) // 2
+    for name, raw in [
+        ("a.jsonl.gz", gzip.compress(content)), ("b.jsonl", gzip.compress(content)), ("c.jsonl.gz", content),
+        ("d.jsonl.gz", gzip.compress(content[:half]) + gzip.compress(content[half:])),
+    ]:  # fmt: skip
+        (tmp_path / name).write_bytes(raw)
+        task = build(path=str(tmp_path / name))
+        assert (list(task.train), list(task.eval)) == (list(whole.train), list(whole.eval))
+    packed = gzip.compress(content)
+    for name, raw, reason in [
+        ("a.bz2", bz2.compress(content), "compressed by bzip2"), ("a.xz", lzma.compress(content), "compressed by xz"),
+        ("a.zip", b"PK\x03\x04" + content, "a zip archive"), ("a.parquet", b"PAR1" + content, "a Parquet file"),
+        ("cut.gz", packed[: len(packed) // 2], "EOFError"), ("bad.gz", packed[:30] + b"\x00" * 8 + packed[38:], "error|Error|not JSON"),
+    ]:  # fmt: skip
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(UserError, match=rf"{name}.*(?:{reason})"):
+            build(path=str(tmp_path / name))
+
+
+def test_jsonl_zstd_is_read_where_pyarrow_is_installed(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra tasks) is not installed")
+    content = Path(jsonl(tmp_path / "f.jsonl", ROWS)).read_bytes()
+    frames = [pyarrow.compress(content[:500], "zstd", asbytes=True), pyarrow.compress(content[500:], "zstd", asbytes=True)]
+    (tmp_path / "f.jsonl.zst").write_bytes(b"".join(frames))
+    (tmp_path / "cut.jsonl.zst").write_bytes(frames[0] + frames[1][:-20])
+    assert list(build(path=str(tmp_path / "f.jsonl.zst")).train) == list(build(path=str(tmp_path / "f.jsonl")).train)
+    with pytest.raises(UserError, match=r"cut\.jsonl\.zst"):
+        build(path=str(tmp_path / "cut.jsonl.zst"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"f.jsonl.zst is compressed by zstd: needs the package pyarrow"):
+        build(path=str(tmp_path / "f.jsonl.zst"))
+
+
+def test_jsonl_fields_that_stand_twice_are_named(tmp_path):
+    path = jsonl(tmp_path / "f.jsonl", [*ROWS, b'{"prompt": "q", "answer": 1, "answer": 2}'])
+    with pytest.raises(UserError, match=r"f.jsonl:21: not JSON \(the field 'answer' stands twice"):
+        build(path=path)
 
 
 def test_jsonl_byte_order_mark_blank_lines_and_unicode(tmp_path):
@@ -156,6 +284,11 @@ def test_datasets_from_disk_and_from_files(tmp_path, monkeypatch):
     assert list(one.train) == list(files.train)
     assert (len(two.train), [e.prompt for e in two.eval]) == (18, ["q0", "q1"])
     assert as_task(whole, TaskSection()).train[0].solution.startswith("s")
+    kinds = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("float32")})
+    narrow = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "answer": [0.1, 0.1, 0.1]}, features=kinds)
+    narrow.save_to_disk(tmp_path / "narrow")
+    for task in (as_task(narrow, TaskSection()), build("datasets", name=str(tmp_path / "narrow"))):
+        assert {e.answer for e in [*task.train, *task.eval]} == {"0.1"}
     with pytest.raises(UserError, match=r"got task.options.eval_split='dev', expected one of train, test"):
         build("datasets", name=str(tmp_path / "two"), options={"eval_split": "dev"})
     with pytest.raises(UserError, match="cannot load"):

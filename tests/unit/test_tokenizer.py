@@ -332,6 +332,22 @@ def test_huggingface_without_transformers_gives_the_same(tmp_path, monkeypatch, 
         HuggingFaceTokenizer(tmp_path, chat_template=True)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_decode_keeps_the_marks_of_a_thought_and_no_other_special_token(tmp_path, monkeypatch, special):
+    write_files(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    opened = [HuggingFaceTokenizer(tmp_path)] if importlib.util.find_spec("transformers") else []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for ours in [*opened, HuggingFaceTokenizer(tmp_path)]:
+        for text in ("<think>\n5 or 6?</think>\n\n 42", "5 or 6?</think>", "no thought  42 é"):
+            ids = ours.encode(text)
+            assert ("think" not in text.split()[0]) or len(ours.encode("</think>")) == 1
+            assert ours.decode([0, 2, *ids, 3, 1]) == text
+        assert ours.decode(ours.encode("<|im_start|>assistant<think>a</think>b<|im_end|>")) == "assistant<think>a</think>b"
+
+
 @needs_transformers
 def test_huggingface_save_keeps_every_id(tmp_path):
     folder = write_files(tmp_path / "a", bos=True, generation={"eos_token_id": [3, 1]})
