@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from jetrl_jax.config import TaskSection
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import records, verify
 from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt
@@ -25,7 +26,7 @@ _EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
 def directory(path: str | None) -> Path:
     """Where the files are looked for: ``path``, else ``GSM8K_DIR``, else beside the checkout."""
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
-    return Path(path or os.environ.get("GSM8K_DIR") or beside).expanduser()
+    return user_path(path or os.environ.get("GSM8K_DIR") or beside)
 
 
 def build(section: TaskSection) -> ListTask:

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_jax.config import TaskSection
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
 from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, missing_extra
 
+ROW_OPTIONS = ("solution_field", "verifier")  # of every task that is made of records
 _SHOWN = 10  # broken records named in an error
 
 Row = tuple[str, Any]  # where it stands ("file:line"), and the record or the sentence that says why there is none
@@ -35,13 +37,12 @@ class _Broken(str):
 
 def build(section: TaskSection) -> ListTask:
     """The task of ``kind: jsonl``, ``parquet`` or ``datasets``."""
-    common = ["solution_field", "verifier"]
     if section.kind == "datasets":
-        check_options("datasets", section.options, [*common, "split", "eval_split", "subset", "revision"])
+        check_options("datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"])
         if section.name is None:
             raise UserError("datasets: no dataset given: got task.name=None, expected a local directory or a hub name.")
         return _task(section.name, *_dataset_rows(section), section)
-    check_options(section.kind, section.options, common)
+    check_options(section.kind, section.options, ROW_OPTIONS)
     if section.path is None:
         raise UserError(f"{section.kind}: no file given: got task.path=None, expected the training file.")
     read = jsonl_rows if section.kind == "jsonl" else parquet_rows
@@ -50,8 +51,8 @@ def build(section: TaskSection) -> ListTask:
 
 
 def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: TaskSection) -> ListTask:
-    """A task from rows in memory: dicts with the fields of a record; ``section.options`` is not read."""
-    plain = section.model_copy(update={"options": {}})
+    """A task from rows in memory: dicts with the fields of a record; of ``section.options`` its verifier and solution_field are read."""
+    plain = section.model_copy(update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}})
 
     def label(rows: Iterable[Any], split: str) -> Iterator[Row]:
         return ((f"{name}:{split}[{i}]", row) for i, row in enumerate(rows))
@@ -94,7 +95,7 @@ def parquet_rows(path: str | Path) -> Iterator[Row]:
 
 
 def _file(path: str | Path) -> Path:
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         raise UserError(f"task: no such file: got {str(path)!r}, expected a file." + (" It is a directory." if path.is_dir() else ""))
     return path
@@ -107,7 +108,7 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
     except ImportError as error:
         raise missing_extra("datasets", "datasets", "tasks") from error
     name, options = str(section.name), section.options
-    local = Path(name).expanduser()
+    local = user_path(name)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             loaded = datasets.load_from_disk(str(local))
