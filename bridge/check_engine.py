@@ -8,6 +8,8 @@ that the config selects, breaks the contract; without `numerics.exact` the opera
 
 Products of `exact_sums` are decided by the promotion order alone and must match anywhere.  Those of `random_codes` also
 depend on how a tensor core rounds a dot of 128 products: they must match where the dot is exact, which is on CPU.
+
+JAX is imported after the config is read.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import numpy as np
 
 from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
 from jetrl_jax.errors import RunStopped, UserError
-from pallas_kernels.formats import BLOCK
 
 CONTRACT = Path(__file__).with_name("contract.json")
 CPU_PLUGIN, TRAINER = "plugin/", "trainer"
@@ -56,6 +57,8 @@ def array(text: str, dtype: Any, columns: int) -> np.ndarray:
 
 def quantizer_rows(contract: dict[str, Any], name: str, run: Any, scale_format: str, settings: str, required: bool) -> list[Row]:
     """Every quantiser case on one implementation; codes and scales are counted together."""
+    from pallas_kernels.formats import BLOCK
+
     rows = []
     for case, vectors in contract["quantizer"].items():
         depth = vectors["shape"][1]
@@ -74,6 +77,8 @@ def quantizer_rows(contract: dict[str, Any], name: str, run: Any, scale_format: 
 
 def product_rows(contract: dict[str, Any], name: str, run: Any, order: str, settings: str, required: bool) -> list[Row]:
     """Both product cases on one implementation, compared in BF16."""
+    from pallas_kernels.formats import BLOCK
+
     rows = []
     for case, vectors in contract["gemm"].items():
         depth, columns = vectors["a_shape"][1], vectors["b_shape"][0]
@@ -95,7 +100,7 @@ def trainer_rows(contract: dict[str, Any], scale_format: str, order: str) -> lis
     import jax.numpy as jnp
 
     from jetrl_jax.precision import jit
-    from pallas_kernels import ScaledArray, fprop, quantize
+    from pallas_kernels import BLOCK, ScaledArray, fprop, quantize
 
     def run_quantize(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes = jit(lambda x: quantize(x, (1, BLOCK), scale_format=scale_format))(jnp.asarray(bits.view(ml_dtypes.bfloat16)))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 
 from jetrl_jax.cli import add_step_argument, run_entry_point
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
+from jetrl_jax.policy_config import policy_config
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -17,9 +19,11 @@ FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def main(argv: list[str]) -> int:
     """Parses the command line, reads the policy, writes the directory."""
     parser = argparse.ArgumentParser(prog="python -m bridge.export", description="Write a policy as a Hugging Face checkpoint directory.")
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
+    parser.add_argument("--run", type=user_path, required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
     add_step_argument(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint")
+    parser.add_argument(
+        "--out", type=user_path, required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint"
+    )
     parser.add_argument("--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in --out")
@@ -34,6 +38,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.max_shard_gb > 0:
         raise UserError(f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number.")
+    policy_config(arguments.run, arguments.overrides)
 
     from bridge.hf_write import decoder_parameters, save_checkpoint, save_published
     from jetrl_jax.policy import load_policy, published_weights

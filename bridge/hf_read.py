@@ -26,6 +26,7 @@ from flax import nnx
 
 from bridge.name_map import mismatches, name_map
 from bridge.safetensors_file import StoredTensor, parse_json, read_header
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import WEIGHT_BLOCK
@@ -84,7 +85,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     Raises UserError on a damaged file, on an architecture this project does not have, and, all in one message, on
     every tensor that does not fit the model.
     """
-    root = Path(directory)
+    root = user_path(directory)
     if not root.is_dir():
         raise UserError(f"open_checkpoint: no such directory: got {str(root)!r}, expected a Hugging Face checkpoint directory")
     config, quantized = _read_config(root)
@@ -137,7 +138,7 @@ def _spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def read_config(directory: str | Path) -> ModelConfig:
     """``config.json`` of a directory, with the end-of-sequence ids of ``generation_config.json`` where that states them."""
-    return _read_config(Path(directory))[0]
+    return _read_config(user_path(directory))[0]
 
 
 def _read_config(root: Path) -> tuple[ModelConfig, bool]:

@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from bridge.hf_read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
 from bridge.hf_tensors import hf_tensors, quantization_config
 from bridge.name_map import mismatches, name_map
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import named_params
@@ -125,7 +126,7 @@ def _save(
 ) -> Path:
     if not max_shard_bytes > 0:
         raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
-    target = Path(os.path.abspath(directory))
+    target = Path(os.path.abspath(user_path(directory)))
     _check_place(target, overwrite)
     partial = _sibling(target, "partial")
     if partial.exists():

@@ -20,14 +20,14 @@ import gc
 import itertools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jetrl_jax.cli import check_output_files, run_entry_point
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
-from jetrl_jax.rl.metrics import mismatch_metrics
+from jetrl_jax.policy_config import policy_config
 
 if TYPE_CHECKING:
     from bridge.engine.certificate import VllmEngine
@@ -46,6 +46,8 @@ Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 me
 
 def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
     """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last, mean |d|, tokens]."""
+    from jetrl_jax.rl.metrics import mismatch_metrics
+
     differences = [np.asarray(ours[1:], np.float64) - theirs[1:] for ours, theirs in zip(trainer, engine, strict=True)]
     flat = np.concatenate(differences)
     metrics = mismatch_metrics(flat, np.zeros_like(flat), np.ones(flat.shape, bool), np.zeros(flat.shape, int))
@@ -177,22 +179,26 @@ def main(argv: list[str]) -> int:
     """Parses the command line, measures, prints and writes."""
     parser = argparse.ArgumentParser(prog="python -m bridge.parity", description="Score the same tokens on trainer and vLLM.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="DIR", help="run directory (its latest checkpoint, its flow)")
-    source.add_argument("--model", metavar="DIR", help="Hugging Face directory; in BF16 unless --set precision.preset says otherwise")
+    source.add_argument("--run", type=user_path, metavar="DIR", help="run directory (its latest checkpoint, its flow)")
+    source.add_argument(
+        "--model", type=user_path, metavar="DIR", help="Hugging Face directory; in BF16 unless --set precision.preset says otherwise"
+    )
     parser.add_argument("--sequences", type=int, default=32, help="sequences that are sampled and scored")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="write the numbers")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the config")
     arguments = parser.parse_args(argv)
     if arguments.sequences < 1:
         raise UserError(f"parity: nothing to score: got --sequences {arguments.sequences}, expected at least 1.")
     check_output_files("parity", arguments.json)
 
+    # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
+    overrides = ["rollout.engine=vllm", "vllm.on_mismatch=warn", *arguments.overrides]
+    policy_config(arguments.run or arguments.model, overrides)
+
     from bridge.engine.factory import require_vllm
     from jetrl_jax.policy import load_policy
 
     require_vllm()
-    # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
-    overrides = ["rollout.engine=vllm", "vllm.on_mismatch=warn", *arguments.overrides]
     pairs = measure(load_policy(arguments.run or arguments.model, overrides), arguments.sequences)
     print(table(pairs))
     if arguments.json is not None:

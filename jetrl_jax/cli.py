@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import load_config
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import RunStopped, UserError
 
 INTERRUPTED = 130
@@ -29,7 +30,9 @@ BROKEN_PIPE = 141
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` --config and --set; `config_from_arguments` reads them."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of the run (fields left out have their defaults, see docs/config.md)")
+    parser.add_argument(
+        "--config", type=user_path, metavar="FILE", help="YAML file of the run (fields left out have their defaults, see docs/config.md)"
+    )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",

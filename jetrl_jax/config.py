@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from jetrl_jax.config_algorithm import AlgorithmSection, CorrectionSection
 from jetrl_jax.config_distributed import DistributedSection
-from jetrl_jax.config_rules import find_problems
+from jetrl_jax.config_rules import find_problems, rewarded_verifier
 from jetrl_jax.config_sharding import ShardingSection
 from jetrl_jax.config_types import (
     INT32_MAX,
@@ -186,7 +186,9 @@ class RolloutSection(Section):
     )
     max_prompt_tokens: PositiveInt = Field(32, description="Longest prompt, in tokens; a longer one is skipped and counted.")
     max_completion_tokens: PositiveInt = Field(32, description="Longest completion, in tokens.")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature of training rollouts; logprobs are taken at it.")
+    temperature: PositiveFloat = Field(
+        1.0, description="Sampling temperature of training rollouts, 0.001 to 1e6, with vLLM 0.01 to 2; logprobs are taken at it."
+    )
     top_p: float = Field(
         1.0, description="Nucleus of the sampling; must be 1, since a truncated distribution is not the policy that is trained."
     )
@@ -245,6 +247,11 @@ class EvalSection(Section):
     every_steps: NonNegativeInt = Field(0, description="RL steps between evaluations during training; 0: only before and after.")
     prompts: PositiveInt = Field(512, description="Number of held-out prompts of one evaluation.")
     samples: PositiveInt = Field(4, description="Completions of one prompt at the rollout temperature (k of pass@k).")
+    verifier: Literal["task", "exact_match", "gsm8k", "boxed", "last_number", "math_verify"] | None = Field(
+        None,
+        description="What says whether a held-out completion is right; null: the verifier that rewards name (task, where it is among "
+        "them or none is), so that accuracy and --step best measure what is trained.",
+    )
 
 
 class CheckpointSection(Section):
@@ -263,6 +270,10 @@ class RunSection(Section):
     samples_per_step: NonNegativeInt = Field(4, description="Completions written to samples.jsonl each step.")
     max_skipped_steps: PositiveInt = Field(
         5, description="Updates in a row that are not finite, or have nothing to train on, after which the run stops with an error."
+    )
+    max_steps_without_signal: NonNegativeInt = Field(
+        0,
+        description="Steps in a row in which all rewards of each group are equal, after which the run stops with an error; 0: a warning.",
     )
     tensorboard: bool = Field(True, description="Whether TensorBoard events are written.")
     wandb_project: Text | None = Field(None, description="Weights & Biases project; null: off. Its failures never stop a run.")
@@ -315,6 +326,16 @@ class RunConfig(Section):
         return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.row_shards
 
     @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the run."""
+        return self.run.steps * self.algorithm.epochs * self.algorithm.minibatches
+
+    @property
+    def eval_verifier(self) -> str:
+        """What judges held-out completions: `eval.verifier`, where it is null what the rewards say."""
+        return self.eval.verifier or rewarded_verifier((reward.name, reward.weight) for reward in self.rewards)
+
+    @property
     def dynamic_sampling(self) -> bool:
         """Whether groups with equal rewards are replaced by new ones."""
         return bool(self.algorithm.resolved("dynamic_sampling", self.rollout.max_completion_tokens))
@@ -324,6 +345,7 @@ class RunConfig(Section):
         names = ("loss_aggregation", "clip_low", "clip_high", "dynamic_sampling", "overlong_buffer_tokens")
         resolved = {f"algorithm.{name}": self.algorithm.resolved(name, self.rollout.max_completion_tokens) for name in names}
         resolved |= {"correction.reject_high": self.correction.resolved_reject_high, "batch.row_tokens": self.row_tokens}
+        resolved["eval.verifier"] = self.eval_verifier
         return {path: value for path, value in resolved.items() if value_at(self, path) is None}
 
     @model_validator(mode="after")

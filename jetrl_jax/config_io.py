@@ -41,7 +41,7 @@ from jetrl_jax.config_schema import (
     suggest,
     type_of,
 )
-from jetrl_jax.config_types import Section, show
+from jetrl_jax.config_types import Section, show, user_path
 from jetrl_jax.config_yaml import Mark, Source, encodable, read_yaml, write_yaml
 from jetrl_jax.errors import UserError
 
@@ -74,7 +74,7 @@ def load_config(path: str | FilePath | None, overrides: Sequence[str] = ()) -> R
     name = str(path) if str(path).isprintable() and str(path) else ascii(str(path))
     if not str(path):
         raise UserError("no config file: got an empty path, expected the path of a YAML file")
-    source = read_yaml(_read_text(FilePath(path), name), name)
+    source = read_yaml(_read_text(user_path(path), name), name)
     if source.data is None:
         raise UserError(f"{name}: no fields: got an empty file, expected a YAML mapping such as\n\n    seed: 1\n    run:\n      steps: 100")
     if not isinstance(source.data, dict):

@@ -8,8 +8,9 @@ exist.  A new rule is one entry.  `find_problems` reads both tables and the few 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config_rule_types import NoEffect, Problem, Rule
@@ -31,6 +32,14 @@ FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
 
 def _tokens(config: RunConfig) -> int:
     return config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+
+
+def _home_rule(path: str) -> Rule:
+    def known(config: RunConfig) -> bool:
+        value = value_at(config, path)
+        return value is None or not os.path.expanduser(value).startswith("~")
+
+    return Rule((path,), known, "there is no such home directory", lambda c: "~ or the name of a user after it")
 
 
 def _fp8_wgrad(config: RunConfig) -> bool:
@@ -129,6 +138,12 @@ RULES: tuple[Rule, ...] = (
         "FP8 operands are quantised from BF16, which these presets do not have",
     ),
     Rule(
+        ("optimizer.warmup_steps", "run.steps", "algorithm.epochs", "algorithm.minibatches"),
+        lambda c: c.optimizer.warmup_steps < c.total_updates,
+        "the warm-up lasts as long as the run: the learning rate never reaches optimizer.learning_rate",
+        lambda c: f"less than run.steps * algorithm.epochs * algorithm.minibatches = {c.total_updates}",
+    ),
+    Rule(
         ("algorithm.minibatches", "rollout.prompts_per_step"),
         lambda c: c.algorithm.minibatches <= c.rollout.prompts_per_step,
         "more minibatches than prompts",
@@ -158,6 +173,7 @@ RULES: tuple[Rule, ...] = (
         "no ratio lies between the bounds of the rejection",
         lambda c: f"at most correction.reject_high = {show(c.correction.resolved_reject_high)}",
     ),
+    *(_home_rule(path) for path in ("model.path", "tokenizer.path", "task.path", "task.eval_path", "run.directory")),
     Rule(
         ("tokenizer.path", "tokenizer.kind", "model.path"),
         lambda c: c.tokenizer.kind != "huggingface" or c.tokenizer.path is not None or c.model.path is not None,
@@ -322,6 +338,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         "correction.reject is none",
     ),
     NoEffect(("correction.reject_low",), ("correction.reject",), lambda c: c.correction.reject != "k1", "only k1 has a lower bound"),
+    NoEffect(("run.profile_steps",), ("run.steps",), lambda c: c.run.steps < 3, "the trace begins at the third step of the run"),
     NoEffect(
         ("warm_start.batch_size", "warm_start.learning_rate", "warm_start.noise"),
         ("warm_start.steps",),
@@ -329,6 +346,12 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         "warm_start.steps is 0",
     ),
 )
+
+
+def rewarded_verifier(rewards: Iterable[tuple[str, float]]) -> str:
+    """The verifier among rewards, given by name and weight: task where it is one or none is, else the first of positive weight."""
+    named = [name for name, weight in rewards if weight > 0 and name in BUILTIN_REWARDS]
+    return named[0] if named and "task" not in named else "task"
 
 
 def find_problems(config: RunConfig) -> list[Problem]:

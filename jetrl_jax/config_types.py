@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from jetrl_jax.errors import UserError
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
 # Below the first, the roundoff of FP32 logits divided by it decides what is sampled (near 0 they are infinite, or NaN).
@@ -48,6 +52,17 @@ def value_at(config: Any, path: str) -> Any:
     for part in path.split("."):
         config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
     return config
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it: ``~`` is the home directory, in configs and after ``--out=`` too, where no shell sees it.
+
+    Raises `UserError` on ``~name`` where there is no such user.
+    """
+    expanded = os.path.expanduser(path)
+    if str(expanded).startswith("~"):
+        raise UserError(f"no such home directory: got {str(path)!r}, expected ~ or the name of a user after it.")
+    return Path(expanded)
 
 
 def show(value: Any) -> str:

@@ -10,12 +10,14 @@ import argparse
 import sys
 
 from jetrl_jax.cli import add_step_argument, run_entry_point
+from jetrl_jax.config_types import user_path
+from jetrl_jax.policy_config import policy_config
 
 
 def main(argv: list[str]) -> int:
     """Parses the command line and prints completions to standard output."""
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.generate", description="Complete prompts with a trained policy.")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     add_step_argument(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (repeatable); without it, lines of standard input")
     parser.add_argument("--max-tokens", type=int, default=None, metavar="N", help="longest completion, in tokens (default: the run's)")
@@ -36,13 +38,15 @@ def main(argv: list[str]) -> int:
     if arguments.temperature is not None and arguments.temperature < 0:
         parser.error(f"--temperature: got {arguments.temperature}, expected at least 0")
 
-    from jetrl_jax.policy import PolicySampler, load_policy
-
     overrides = list(arguments.overrides)
     if arguments.max_tokens is not None:
         overrides.append(f"rollout.max_completion_tokens={arguments.max_tokens}")
     if arguments.temperature:
         overrides.append(f"rollout.temperature={arguments.temperature}")
+    policy_config(arguments.checkpoint, overrides)
+
+    from jetrl_jax.policy import PolicySampler, load_policy
+
     sampler = PolicySampler(load_policy(arguments.checkpoint, overrides, step=arguments.step))
     prompts = arguments.prompt if arguments.prompt is not None else (line.rstrip("\n") for line in sys.stdin)
     for prompt in prompts:

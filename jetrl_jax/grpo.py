@@ -28,6 +28,7 @@ from bridge.engine.certificate import CertifiedEngine
 from jetrl_jax import processes
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import dump_config, load_config
+from jetrl_jax.config_rules import rewarded_verifier
 from jetrl_jax.errors import UserError
 from jetrl_jax.gpu_memory import check_device, share_gpu
 from jetrl_jax.models.decoder import Decoder
@@ -238,7 +239,14 @@ class GRPOTrainer:
             max_completion_tokens=rollout.max_completion_tokens,
             seed=self.config.seed,
             timeout_s=max(section.timeout_s for section in self.config.rewards),
+            verifier=self._eval_verifier(),
         )
+
+    def _eval_verifier(self) -> str:
+        """As `RunConfig.eval_verifier`, of the reward functions that this run was given."""
+        if self.reward_functions is None or self.config.eval.verifier is not None:
+            return self.config.eval_verifier
+        return rewarded_verifier((function, 1.0) for function in self.reward_functions if isinstance(function, str))
 
     def _new_sampler(self) -> SolutionSampler:
         return SolutionSampler(
@@ -267,6 +275,7 @@ class GRPOTrainer:
             | {
                 "algorithm": self.algorithm.record(),
                 "engine": self.config.rollout.engine,
+                "eval_verifier": self._eval_verifier(),
                 "sharding": None if self.layout is None else self.layout.record(),
                 "processes": processes.count(),
                 "fp8_products": {

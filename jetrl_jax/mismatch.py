@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jetrl_jax.cli import check_output_files, run_entry_point
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
+from jetrl_jax.policy_config import is_run, policy_config
 
 if TYPE_CHECKING:
     from jetrl_jax.models.decoder import Decoder
@@ -32,7 +33,7 @@ Tokens = tuple[Any, Any, Any]  # token_ids, positions, segment_ids, int32 [R, T]
 def main(argv: list[str]) -> int:
     """Parses the command line, compares, prints and writes."""
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.mismatch", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     parser.add_argument("--flow-a", metavar="FLOW", help="preset[:trainer|:rollout]; default: the run's own, trainer")
     parser.add_argument("--flow-b", metavar="FLOW", help="the same; default: flow A's preset, rollout")
     parser.add_argument(
@@ -40,18 +41,20 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--text", action="append", default=[], help="a text to score in place of sampled completions; repeatable")
     parser.add_argument("--completions", type=int, default=64, help="completions to sample")
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="HTML page with the charts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers")
+    parser.add_argument("--out", type=user_path, metavar="PAGE", help="HTML page with the charts")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="the numbers")
     arguments = parser.parse_args(argv)
     if arguments.completions < 1:
         raise UserError(f"mismatch: nothing to compare: got --completions {arguments.completions}, expected at least 1.")
     check_output_files("mismatch", arguments.out, arguments.json)
 
-    from jetrl_jax.models.operators import compare
-    from jetrl_jax.policy import is_run, load_policy
-
+    policy_config(arguments.checkpoint, arguments.overrides)
     if not arguments.text and not is_run(arguments.checkpoint):
         raise UserError(f"mismatch: no task to take prompts from: got the Hugging Face directory {arguments.checkpoint}, expected --text.")
+
+    from jetrl_jax.models.operators import compare
+    from jetrl_jax.policy import load_policy
+
     policy = load_policy(arguments.checkpoint, arguments.overrides)
     flow_a = arguments.flow_a or f"{policy.config.precision.preset}:trainer"
     flow_b = arguments.flow_b or f"{flow_a.partition(':')[0]}:rollout"

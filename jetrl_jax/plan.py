@@ -22,6 +22,7 @@ from rich.table import Table
 from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import override_config
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.gpu_memory import RESERVE, shares_gpu, variables
 from jetrl_jax.planning.devices import GIB, Devices, parse_devices
@@ -73,7 +74,8 @@ def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelCo
     path = model or config.model.path
     if path is None:
         return new_model_config(config.model, build_tokenizer(config.tokenizer))
-    if not (Path(path) / "config.json").is_file():
+    path = user_path(path)
+    if not (path / "config.json").is_file():
         raise UserError(
             f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are not needed: --model DIR gives "
             f"a directory that holds config.json alone, such as configs/models/qwen3_8b."
@@ -91,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.plan", description="Plan a run's memory, work and traffic without a device.")
     add_config_arguments(parser)
     parser.add_argument("--devices", required=True, metavar="NxKIND", help="such as 8xH100 or 8x80GiB")
-    parser.add_argument("--model", metavar="DIR", help="directory with a config.json, in place of model.path; weights are not read")
+    parser.add_argument(
+        "--model", type=user_path, metavar="DIR", help="directory with a config.json, in place of model.path; weights are not read"
+    )
     parser.add_argument(
         "--reserve",
         type=float,
@@ -101,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-search", action="store_true", help="leave out the largest microbatch and the longest completion")
     parser.add_argument("--check", action="store_true", help="compile the programs for fake CPU devices and compare (minutes)")
-    parser.add_argument("--check-target", metavar="FILE", help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin")
+    parser.add_argument(
+        "--check-target", type=user_path, metavar="FILE", help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin"
+    )
     parser.add_argument("--layers", type=int, metavar="L", help="plan the model as if it had L layers, such as for a quick check")
     return parser
 
@@ -164,7 +170,7 @@ def _print_step(console: Console, rows: list[Any], title: str) -> None:
     console.print(table)
 
 
-def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: str | None) -> None:
+def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: Path | None) -> None:
     from jetrl_jax.planning.check import check, target_devices
 
     where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"GPUs as {target} describes them"

@@ -23,13 +23,15 @@ from bridge.engine.factory import build_vllm_engine
 from bridge.hf_read import read_config, read_into
 from bridge.hf_write import decoder_parameters, save_checkpoint
 from jetrl_jax.config import ModelSection, RolloutSection, RunConfig
-from jetrl_jax.config_io import config_from_dict, load_config, override_config
+from jetrl_jax.config_io import override_config
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.gpu_memory import share_gpu, shares_gpu
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.policy_config import is_run, policy_config
 from jetrl_jax.precision import PrecisionPlan, build_numerics, build_plan, jit, named_params
 from jetrl_jax.rollout.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
@@ -155,22 +157,18 @@ def load_policy(
     Raises:
       UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
     """
-    path = Path(directory)
+    path = user_path(directory)
     if is_run(path):
-        policy = _build(load_config(config or path / "config.yaml", overrides))
+        policy = _build(policy_config(path, overrides, config))
         restored = _restore(path, step, {"params": policy.params})
         nnx.update(policy.model, restored.state["params"])
         return dataclasses.replace(policy, step=restored.step)
     if step != "last":
         raise UserError(f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory (config.yaml).")
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
-        )
     if config is not None:
-        return _build(load_config(config, overrides), model=path)
-    fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
-    return _build(config_from_dict(fields | {"rollout": _lengths(read_config(path))}, overrides))
+        return _build(policy_config(path, overrides, config), model=path)
+    lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
+    return _build(policy_config(path, overrides, rollout=lengths))
 
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
@@ -211,11 +209,6 @@ def _best_step(run: Path, steps: Sequence[int]) -> int:
             f"It is on record for {sorted(accuracy)} (eval.every_steps); give a step."
         )
     return max(recorded, key=lambda step: (accuracy[step], step))
-
-
-def is_run(directory: str | Path) -> bool:
-    """Whether a directory is a run's."""
-    return (Path(directory) / "config.yaml").is_file()
 
 
 def _lengths(config: ModelConfig) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from jetrl_jax.cli import run_entry_point
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.training.metrics import read_metrics
 from jetrl_jax.training.run_directory import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE, SAMPLES_FILE, flatten, read_jsonl
@@ -47,11 +48,11 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     """
     from jetrl_jax.report_page import render  # plotly takes its time
 
-    paths = [Path(run).expanduser().resolve() for run in runs]
+    paths = [user_path(run).resolve() for run in runs]
     if len(set(paths)) < len(paths):
         raise UserError(f"report: a run is named twice: got {', '.join(str(run) for run in runs)}")
     records = [read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
-    target = Path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / PAGE_FILE
+    target = user_path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / PAGE_FILE
     try:
         target.write_text(render(records), encoding="utf-8")
     except OSError as error:
@@ -116,8 +117,10 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 def main(argv: list[str]) -> int:
     """Reads the command line, writes the page and says where; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jetrl_jax.report", description="Write an HTML page about one or several runs.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
-    parser.add_argument("--out", metavar="PAGE", help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here")
+    parser.add_argument("runs", type=user_path, metavar="RUN", nargs="+", help="directory of a run")
+    parser.add_argument(
+        "--out", type=user_path, metavar="PAGE", help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here"
+    )
     arguments = parser.parse_args(argv)
     page = write_report(arguments.runs, arguments.out)
     print(f"wrote {page}")

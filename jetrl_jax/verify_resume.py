@@ -56,7 +56,9 @@ def verify_resume(config: RunConfig, steps: int) -> list[str]:
 
 def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> str:
     """The config file of a run of 2K steps in `directory`."""
+    updates = 2 * steps * config.algorithm.epochs * config.algorithm.minibatches
     changes = [f"run.directory={directory}", f"run.steps={2 * steps}", f"checkpoint.every_steps={2 * steps}", "run.wandb_project=null"]
+    changes += [f"optimizer.warmup_steps={min(config.optimizer.warmup_steps, updates - 1)}"]
     file = root / f"{directory.name}.yaml"
     file.write_text(dump_config(override_config(config, changes)), encoding="utf-8")
     return str(file)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_jax.config import TaskSection
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import records
 from jetrl_jax.tasks.answers import check_text
@@ -28,7 +29,7 @@ _EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
 def directory(path: str | None) -> Path:
     """Where the files are looked for: ``path``, else ``GSM8K_DIR``, else beside the checkout."""
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
-    return Path(path or os.environ.get("GSM8K_DIR") or beside).expanduser()
+    return user_path(path or os.environ.get("GSM8K_DIR") or beside)
 
 
 def build(section: TaskSection) -> ListTask:

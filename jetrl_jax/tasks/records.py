@@ -29,11 +29,13 @@ from typing import IO, Any
 import numpy as np
 
 from jetrl_jax.config import TaskSection
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
 from jetrl_jax.tasks.answers import answer_text, check_text
 from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, missing_extra, raise_broken
 
+ROW_OPTIONS = ("solution_field", "verifier")  # of every task that is made of records
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _NOT_READ = {  # first bytes of a file, and what it is
     b"BZh": "compressed by bzip2",
@@ -53,13 +55,12 @@ class _Broken(str):
 
 def build(section: TaskSection) -> ListTask:
     """The task of ``kind: jsonl``, ``parquet`` or ``datasets``."""
-    common = ["solution_field", "verifier"]
     if section.kind == "datasets":
-        check_options("datasets", section.options, [*common, "split", "eval_split", "subset", "revision"])
+        check_options("datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"])
         if section.name is None:
             raise UserError("datasets: no dataset given: got task.name=None, expected a local directory or a hub name.")
         return _task(section.name, *_dataset_rows(section), section)
-    check_options(section.kind, section.options, common)
+    check_options(section.kind, section.options, ROW_OPTIONS)
     if section.path is None:
         raise UserError(f"{section.kind}: no file given: got task.path=None, expected the training file.")
     read = jsonl_rows if section.kind == "jsonl" else parquet_rows
@@ -68,8 +69,8 @@ def build(section: TaskSection) -> ListTask:
 
 
 def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: TaskSection) -> ListTask:
-    """A task from rows in memory: dicts with the fields of a record; ``section.options`` is not read."""
-    plain = section.model_copy(update={"options": {}})
+    """A task from rows in memory: dicts with the fields of a record; of ``section.options`` its verifier and solution_field are read."""
+    plain = section.model_copy(update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}})
 
     def label(rows: Iterable[Any], split: str) -> Iterator[Row]:
         width = _width(rows, section.answer_field)
@@ -168,7 +169,7 @@ def _width(rows: Any, field: str) -> str:
 
 
 def _file(path: str | Path) -> Path:
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         raise UserError(f"task: no such file: got {str(path)!r}, expected a file." + (" It is a directory." if path.is_dir() else ""))
     return path
@@ -181,7 +182,7 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
     except ImportError as error:
         raise missing_extra("datasets", "datasets", "tasks") from error
     name, options = str(section.name), section.options
-    local = Path(name).expanduser()
+    local = user_path(name)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             loaded = datasets.load_from_disk(str(local))

@@ -191,11 +191,20 @@ def load_object(where: str, target: str) -> Any:
 def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
     """A task from what a user has made: a `Task`, rows with prompt and answer, or ``{"train": rows, "eval": rows}``.
 
-    Rows are dicts in a list or a `datasets.Dataset`; without ``eval``, ``section.eval_fraction`` of them is held out.
-    Raises `UserError` for broken rows, an empty split, or a prompt in both splits of a task whose examples are lists.
+    Rows are dicts in a list or a `datasets.Dataset`; without ``eval``, ``section.eval_fraction`` of them is held out.  Their
+    verifier is ``section.options["verifier"]``, their worked solution the field ``section.options["solution_field"]``; other
+    options are those of the task that this one stands for.
+    Raises `UserError` for broken rows, an empty split, a prompt in both splits of a task whose examples are lists, and an option
+    that is nearly one of the two, or that a `Task` with a verifier of its own has no use for.
     """
     from jetrl_jax.tasks import records
 
+    for key in section.options:
+        idle = key in records.ROW_OPTIONS and hasattr(dataset, "verify")
+        meant = [] if key in records.ROW_OPTIONS else difflib.get_close_matches(str(key), records.ROW_OPTIONS, n=1)
+        if idle or meant:
+            why = f"{name} is a Task with a verifier and solutions of its own; remove it" if idle else f"Did you mean {meant[0]!r}?"
+            raise UserError(f"as_task: option without an effect: got task.options.{key}, expected none such. {why}")
     if hasattr(dataset, "verify"):
         return _checked(dataset, name)
     if isinstance(dataset, Mapping) and set(dataset) == {"train", "eval"}:
@@ -249,7 +258,7 @@ def _function(section: TaskSection, seed: int) -> Task:
         raise
     except Exception as error:
         raise UserError(f"{where}: called with {', '.join(kwargs) or 'nothing'}, it failed: {type(error).__name__}: {error}") from error
-    return as_task(made, section, section.name)
+    return as_task(made, section.model_copy(update={"options": {}}), section.name)  # they were the function's arguments
 
 
 def _arithmetic(section: TaskSection, seed: int) -> Task:

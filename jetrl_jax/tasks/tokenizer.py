@@ -26,6 +26,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jetrl_jax.config import TokenizerSection
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.answers import CLOSES, OPENS
 from jetrl_jax.tasks.task import missing_extra
@@ -190,7 +191,7 @@ class HuggingFaceTokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
     ):
-        self._path = Path(path).expanduser()
+        self._path = user_path(path)
         self._kwargs, self._system_prompt = dict(chat_template_kwargs or {}), system_prompt
         self._template: str | None = None
         self._directory = self._path if self._path.is_dir() else self._path.parent
@@ -340,7 +341,7 @@ class HuggingFaceTokenizer:
         return None if text is None else self._backend.token_to_id(str(text))
 
     def _find_eos(self, model_path: str | Path | None) -> tuple[int, ...]:
-        directories = [self._directory] + ([] if model_path is None else [Path(model_path).expanduser()])
+        directories = [self._directory] + ([] if model_path is None else [user_path(model_path)])
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             for directory in directories:

@@ -13,11 +13,6 @@ from jetrl_jax.training.optimizer import build_optimizer
 from jetrl_jax.training.step import PolicyPrograms
 
 
-def total_updates(config: RunConfig) -> int:
-    """Optimiser steps of a run."""
-    return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
-
-
 def build_programs(
     config: RunConfig, model: Decoder, plan: PrecisionPlan, layout: Layout | None, optimizer: optax.GradientTransformation | None = None
 ) -> PolicyPrograms:
@@ -25,7 +20,7 @@ def build_programs(
     return PolicyPrograms(
         model,
         plan,
-        optimizer or build_optimizer(config.optimizer, total_updates(config)),
+        optimizer or build_optimizer(config.optimizer, config.total_updates),
         temperature=config.rollout.temperature if optimizer is None else 1.0,
         chunk_tokens=config.batch.logprob_chunk_tokens,
         loss_scale=LossScale.start(config.loss_scale) if config.precision.preset == "fp16" else None,

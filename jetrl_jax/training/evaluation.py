@@ -1,4 +1,4 @@
-"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy, by the task's own verifier."""
+"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy, by the run's verifier."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Evaluator:
       prompts: most held-out prompts taken; samples: completions of one prompt at `temperature`.
       max_prompt_tokens, max_completion_tokens: longer prompts are left out, completions are cut.
       seed: of the sampling noise.
+      verifier: "task" (the task's own) or the name of one of `jetrl_jax.tasks.verify`; timeout_s: of its calls where it runs in a process.
 
     Raises:
       UserError: no held-out prompt fits.
@@ -64,6 +65,7 @@ class Evaluator:
         max_completion_tokens: int,
         seed: int,
         timeout_s: float = 10.0,
+        verifier: str = "task",
     ) -> None:
         self.tokenizer, self.samples, self.seed = tokenizer, samples, seed
         self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
@@ -74,7 +76,7 @@ class Evaluator:
                 f"task {task.name}: no held-out prompt fits: got {len(chosen)} of them, expected one of at most "
                 f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
             )
-        self.verifier = RewardFunctions.from_config((RewardSection(name="task", timeout_s=timeout_s),), task)
+        self.verifier = RewardFunctions.from_config((RewardSection(name=verifier, timeout_s=timeout_s),), task)
 
     def __call__(self, engine: RolloutEngine) -> Evaluation:
         """Runs both passes with the engine's present weights."""

@@ -17,7 +17,6 @@ from flax import nnx
 
 from jetrl_jax import processes
 from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.training.build_programs import total_updates
 from jetrl_jax.training.checkpoint import CheckpointStore
 from jetrl_jax.training.collect import RolloutBatch
 from jetrl_jax.training.metrics import MetricsWriter
@@ -25,6 +24,7 @@ from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.resume_rules import compare_data_for_resume
 from jetrl_jax.training.run_directory import RunDirectory
 from jetrl_jax.training.step import TrainState
+from jetrl_jax.training.trainer import WARN_WITHOUT_SIGNAL
 from jetrl_jax.training.warm_start import build_warm_start_optimizer, warm_start
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Execution:
         self.owner, self.config, self.console = owner, owner.config, owner.console
         self.run, self.store, self.writer = run, store, writer
         self.programs = owner.new_programs()
-        self.schedule = learning_rate_schedule(self.config.optimizer, total_updates(self.config))
+        self.schedule = learning_rate_schedule(self.config.optimizer, self.config.total_updates)
         state = self.programs.init(owner.policy.params)
         restored = store.restore_latest(self._saved(state, owner.reference(self.programs, state))) if run.resumed else None
         self.before: dict[str, float] | None = None
@@ -97,6 +97,11 @@ class Execution:
             name = signal.Signals(stopped).name
             self.console.message(f"stopped by {name} after step {self.done}; go on with --resume")
             return self._summary(name, None)
+        if self.trainer.without_signal >= min(self.done, WARN_WITHOUT_SIGNAL) > 0:
+            self.console.warn(
+                f"in the last {self.trainer.without_signal} of the run's {self.done} steps all rewards of each group were equal: nothing "
+                "was learned from them. Do the rewards see what the policy writes (samples.jsonl)?"
+            )
         if after is None:  # resumed after its last step, whose evaluation is on record
             after = self._evaluate(self.done, record=False)
         params = processes.gather_to_first(self.trainer.state.params)
@@ -181,6 +186,7 @@ class Execution:
             "updates": trainer.updates,
             "skipped_in_a_row": trainer.skipped_in_a_row,
             "overflows": trainer.overflows,
+            "without_signal": trainer.without_signal,
             "prompt_cursor": trainer.prompts.cursor,
             "prompts_skipped": trainer.prompts.skipped,
             "before": self.before,
@@ -194,6 +200,7 @@ class Execution:
         trainer = self.trainer
         trainer.policy_version, trainer.updates = metadata["policy_version"], metadata["updates"]
         trainer.skipped_in_a_row, trainer.overflows = metadata["skipped_in_a_row"], metadata["overflows"]
+        trainer.without_signal = metadata["without_signal"]
         trainer.prompts.cursor, trainer.prompts.skipped = metadata["prompt_cursor"], metadata["prompts_skipped"]
         trainer.engine.load_weights(trainer.state.published, trainer.policy_version)
         self.before = metadata["before"]

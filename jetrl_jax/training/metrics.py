@@ -100,6 +100,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("count/skipped_prompts", "prompts", "prompts longer than max_prompt_tokens", "lower"),
     Metric("count/masked_samples", "completions", "completions without a reward, or masked as truncated: out of the loss", "lower"),
     Metric("count/generation_rounds", "rounds", "rounds of generation; dynamic sampling may take more than one", "lower"),
+    Metric("count/steps_without_signal", "steps", "steps in a row, up to this one, in which all rewards of each group were equal", "lower"),
     Metric("count/skipped_updates", "updates", "updates skipped for a non-finite value", "lower"),
     Metric("count/reward_*_exception", "completions", "completions on which one reward function raised", "lower"),
     Metric("count/reward_*_timeout", "completions", "completions on which one reward function ran out of time", "lower"),

@@ -14,6 +14,7 @@ MAY_CHANGE = (
     "run.directory",
     "run.samples_per_step",
     "run.max_skipped_steps",
+    "run.max_steps_without_signal",
     "run.tensorboard",
     "run.wandb_project",
     "run.profile_steps",

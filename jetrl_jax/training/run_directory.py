@@ -41,6 +41,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from jetrl_jax.config_types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.training.console import print_warning
 
@@ -167,7 +168,7 @@ class RunDirectory:
         Raises `UserError` when the path is a file or cannot be written, when another process (or this one)
         holds it, when it holds a run and ``resume`` is False, and when it holds something that is no run.
         """
-        path = Path(path).expanduser().resolve()
+        path = user_path(path).resolve()
         _check_contents(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)

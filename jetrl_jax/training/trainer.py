@@ -5,6 +5,9 @@ optimiser steps from v while the engine may sleep, and hands the new codes to it
 (seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a resumed run
 equals an uninterrupted one.
 
+A step in which no completion is better than another of its group (all rewards of each group are equal) teaches nothing: it is
+counted, a warning tells of it after ten in a row, and `run.max_steps_without_signal` in a row end the run.
+
 Where a step is not finite (rollout logprob, loss, gradient, master or scale), nothing changes: the tensor is
 named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as many in
 which no completion was left to train on.
@@ -34,6 +37,8 @@ from jetrl_jax.training.console import Console
 from jetrl_jax.training.prompts import PromptStream
 from jetrl_jax.training.run_directory import RunDirectory
 from jetrl_jax.training.step import PolicyPrograms, TrainState
+
+WARN_WITHOUT_SIGNAL = 10  # steps in a row
 
 
 @dataclass(frozen=True)
@@ -72,14 +77,14 @@ class Trainer:
         self.config, self.algorithm, self.programs, self.state = config, algorithm, programs, state
         self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
         self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
-        self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = 0
+        self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = self.without_signal = 0
         engine.load_weights(state.published, self.policy_version)
 
     def step(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
         """One step of the loop; returns its metrics and what was sampled.
 
         Raises:
-          RunStopped: too many updates in a row were not finite, or had nothing to train on.
+          RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps were without a signal.
         """
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.policy_version, self.prompts.skipped
@@ -107,7 +112,19 @@ class Trainer:
                 f"step {step}: {self.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
                 f"(run.max_skipped_steps); the last: {last}"
             )
+        row["count/steps_without_signal"] = self.without_signal
+        self._tell_of_no_signal(step)
         return row, batch
+
+    def _tell_of_no_signal(self, step: int) -> None:
+        """Warns after ten steps in a row without a signal, again whenever these have doubled; ends the run at its limit."""
+        count, most = self.without_signal, self.config.run.max_steps_without_signal
+        text = f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing is learned from them"
+        hint = "Do the rewards see what the policy writes (samples.jsonl)?"
+        if most and count >= most:
+            raise RunStopped(f"{text} (run.max_steps_without_signal). {hint}")
+        if count and count % WARN_WITHOUT_SIGNAL == 0 and (count // WARN_WITHOUT_SIGNAL).bit_count() == 1:
+            self.console.warn(f"{text}. {hint} run.max_steps_without_signal ends such a run.")
 
     # Learning
 
@@ -120,6 +137,8 @@ class Trainer:
             batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
         )
         advantages = self.algorithm.advantage(rewards, counted.reshape(-1, group)).reshape(-1)
+        if trained.any():
+            self.without_signal = 0 if advantages[trained].any() else self.without_signal + 1
         shape = (self.config.row_tokens, self.config.microbatch_tokens)
         scores = self._score(batch, advantages, trained, shape, clock)
         arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}

@@ -105,7 +105,7 @@ def settings(directory: Path, flow: str, steps: int, overrides: Sequence[str]) -
     """The overrides of a flow's run."""
     suffix = next((suffix for suffix in EXACT if flow.endswith(suffix)), "")
     exact = [f"numerics.exact={EXACT[suffix]}"] if suffix else []
-    length = ["optimizer.schedule=constant", f"run.directory={directory}", f"run.steps={steps}"]
+    length = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", f"run.directory={directory}", f"run.steps={steps}"]
     return [*overrides, f"precision.preset={flow.removesuffix(suffix)}", *exact, *length]
 
 

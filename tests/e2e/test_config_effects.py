@@ -99,6 +99,9 @@ def slow(completions, **kwargs):
 
 def not_finite(completions, **kwargs):
     return [float("nan")] * len(completions)
+
+def equal(completions, **kwargs):
+    return [1.0] * len(completions)
 """
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if enable_thinking %}abc{% endif %}"
 
@@ -325,6 +328,8 @@ CHANGES = (
     Change("eval.every_steps", 1, run),
     Change("eval.prompts", 3, evaluation),
     Change("eval.samples", 3, evaluation),
+    Change("eval.verifier", "gsm8k", evaluation),
+    Change("rewards.N.name", "gsm8k", evaluation, {"rewards.0.name": "exact_match"}),
     Change("checkpoint.every_steps", 1, run),
     Change("checkpoint.keep_last", 1, run, {"checkpoint.keep_best": 0}),
     Change("checkpoint.keep_best", 0, run, {"checkpoint.every_steps": 1, "checkpoint.keep_last": 1}),
@@ -332,6 +337,7 @@ CHANGES = (
     Change("run.steps", 5, run),
     Change("run.samples_per_step", 2, run),
     Change("run.max_skipped_steps", 2, run, {"rewards.0.name": "effects_probe:not_finite"}),
+    Change("run.max_steps_without_signal", 2, run, {"rewards.0.name": "effects_probe:equal"}),
     Change("run.tensorboard", True, run),
     Change("run.wandb_project", "project", run),
     Change("run.profile_steps", 1, run),

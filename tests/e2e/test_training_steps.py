@@ -19,11 +19,11 @@ from jetrl_jax.grpo import GRPOTrainer
 LONG = pytest.mark.long
 
 
-def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), **fields):
+def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), resume=False, **fields):
     """A trainer of sums whose engine and programs follow the script."""
     monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
-    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards))
+    return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("fp32", marks=LONG), "fp8_rollout_only"])
@@ -173,6 +173,33 @@ def test_one_nan_costs_its_sample_and_not_the_step(tmp_path, monkeypatch, capsys
     assert row["count/skipped_updates"] == 0 and row["policy/trained_tokens"] > 0
     assert row["count/masked_samples"] == 2 + row["count/reward_raises_on_long_exception"] < 16
     assert "step 1: reward raises_on_long: KeyError: 'too long'" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_a_run_without_a_signal_says_so_and_may_end(limit, tmp_path, monkeypatch, capsys):
+    """Equal rewards: a warning after ten steps in a row and at the end, or the end that the config asks for; a resume counts on."""
+    seen = []
+
+    def equal_but_once(completions, **kwargs):
+        seen.append(None)
+        return [float(i) if len(seen) == 2 else 1.0 for i in range(len(completions))]
+
+    def trainer(steps, **options):
+        run = {"steps": steps, "tensorboard": False, "max_steps_without_signal": limit}
+        return scripted_trainer(tmp_path / "run", monkeypatch, rewards=[equal_but_once], run=run, **options)
+
+    if limit:
+        with pytest.raises(RunStopped, match=r"step 5: in 3 steps in a row all rewards of each group were equal.*max_steps_without_signal"):
+            trainer(20).train()
+        assert [row["count/steps_without_signal"] for row in rows(tmp_path / "run")[1:]] == [1, 0, 1, 2]
+        return
+    trainer(8).train()
+    assert "in the last 6 of the run's 8 steps" not in " ".join("".join(capsys.readouterr()).split())
+    trainer(13, resume=True).train()
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert [row["count/steps_without_signal"] for row in rows(tmp_path / "run")[1:]] == [1, 0, *range(1, 12)]
+    assert said.count("step 12: in 10 steps in a row all rewards of each group were equal") == 1
+    assert "in the last 11 of the run's 13 steps all rewards of each group were equal" in said
 
 
 def test_an_infinite_reward_ends_the_run_with_its_sample(tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +160,70 @@ def test_public_name_can_be_imported(name: str) -> None:
     import jetrl_jax
 
     assert getattr(jetrl_jax, name).__name__ == name
+
+
+COMMANDS = [
+    ["jetrl_jax.train", "--resume"],
+    ["jetrl_jax.plan", "--devices", "1x80GiB"],
+    ["jetrl_jax.evaluate", "--checkpoint", "RUN"],
+    ["jetrl_jax.generate", "--checkpoint", "RUN", "--prompt", "a"],
+    ["jetrl_jax.mismatch", "--checkpoint", "RUN"],
+    ["bridge.check_engine"],
+    ["bridge.export", "--run", "RUN", "--out", "out"],
+    ["bridge.parity", "--run", "RUN"],
+]
+
+
+def test_every_command_reads_its_config_before_jax(tmp_path: Path) -> None:
+    """Of a run directory, and of a Hugging Face directory; an import of JAX would be an error, and no message."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    calls = [[word.replace("RUN", folder) for word in command] for command in COMMANDS for folder in ("run", "hf")]
+    program = f"""
+import importlib
+from jetrl_jax.errors import UserError
+for module, *words in {calls!r}:
+    try:
+        importlib.import_module(module).main([*words, "--set", "rollout.temperature=1e-40"])
+    except UserError as error:
+        print(module, "rollout.temperature: FP32 cannot sample at such a temperature" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", NO_JAX + program], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    lines = done.stdout.splitlines()
+    assert lines == [f"{call[0]} True" for call in calls] and not done.stderr, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "hf"}
+
+
+def test_home_is_expanded_wherever_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fields of a config and in arguments, of which `--out=~/x` is left as it is by a shell."""
+    from bridge.hf_read import read_config
+    from jetrl_jax import plan
+    from jetrl_jax.config_io import load_config
+    from jetrl_jax.config_types import user_path
+    from jetrl_jax.policy_config import is_run, policy_config
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 7\nmodel: {path: ~/hf}\n")
+    shutil.copytree(ROOT / "configs" / "models" / "qwen3_8b", tmp_path / "hf")
+    assert load_config("~/run/config.yaml").seed == 7 and is_run("~/run") and policy_config("~/run").seed == 7
+    assert read_config("~/hf").num_layers == 36 == plan.planned_model(load_config("~/run/config.yaml")).num_layers
+    arguments = argparse.ArgumentParser()
+    add_config_arguments(arguments)
+    assert arguments.parse_args(["--config=~/run/config.yaml"]).config == tmp_path / "run" / "config.yaml"
+    with pytest.raises(UserError, match=r"no such home directory: got '~nobody_of_that_name/x'"):
+        user_path("~nobody_of_that_name/x")
+
+
+def test_every_path_argument_expands_the_home() -> None:
+    """The kind, not the instance: no argument that takes a file or directory is left a plain text."""
+    found = []
+    for path in sorted([*(ROOT / "jetrl_jax").rglob("*.py"), *(ROOT / "bridge").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if options.get("metavar") in ("'DIR'", "'FILE'", "'PAGE'", "'RUN'"):
+                    found.append((path.name, ast.unparse(node.args[0]), options.get("type")))
+    assert len(found) > 10 and {kind for _, _, kind in found} == {"user_path"}, found

@@ -91,6 +91,22 @@ BROKEN = [
     ("distributed.processes", "distributed: {processes: 2}, sharding: {data: 3}", "distributed: {processes: 2}, sharding: {data: 4}"),
     ("distributed.processes", "distributed: {processes: 2}", "distributed: {processes: null}"),
     ("distributed.processes", "distributed: {processes: null}, rollout: {engine: vllm}", "distributed: {processes: null}"),
+    ("optimizer.warmup_steps", "optimizer: {warmup_steps: 10}, run: {steps: 10}", "optimizer: {warmup_steps: 9}, run: {steps: 10}"),
+    (
+        "optimizer.warmup_steps",
+        "optimizer: {warmup_steps: 12}, run: {steps: 2}, algorithm: {epochs: 2, minibatches: 3}",
+        "optimizer: {warmup_steps: 11}, run: {steps: 2}, algorithm: {epochs: 2, minibatches: 3}",
+    ),
+    *(
+        (f"{section}.{name}", f"{section}: {{{name}: ~nobody_of_that_name/x{more}}}", f"{section}: {{{name}: ~/x{more}}}")
+        for section, name, more in (
+            ("model", "path", ""),
+            ("tokenizer", "path", ", kind: huggingface"),
+            ("task", "path", ", kind: jsonl"),
+            ("task", "eval_path", ", kind: jsonl, path: a"),
+            ("run", "directory", ""),
+        )
+    ),
     ("algorithm.minibatches", "algorithm: {minibatches: 33}", "algorithm: {minibatches: 32}"),
     ("algorithm.overlong_buffer_tokens", "algorithm: {overlong_buffer_tokens: 33}", "algorithm: {overlong_buffer_tokens: 32}"),
     ("vllm.url", "rollout: {engine: vllm}, vllm: {mode: external}", "rollout: {engine: vllm}, vllm: {mode: external, url: 'http://a:1'}"),
@@ -127,6 +143,7 @@ BROKEN = [
 
 # Fields without an effect: the path, a config that sets it in vain (equal to the default or not), a config where it works.
 IDLE = [
+    ("run.profile_steps", "run: {steps: 2, profile_steps: 1}", "run: {steps: 3, profile_steps: 1}"),
     ("numerics.kernels", "precision: {preset: bf16}, numerics: {kernels: xla}", "numerics: {kernels: xla}"),
     ("model.hidden_size", "model: {path: a, hidden_size: 64}", "model: {hidden_size: 64}"),
     ("model.hidden_size", "model: {path: a, hidden_size: 128}", "model: {hidden_size: 128}"),
@@ -284,3 +301,22 @@ def test_rewards_by_name_are_those_that_the_rewards_module_knows() -> None:
 
     assert set(BUILTIN_REWARDS) == {"task", *verify.VERIFIERS}
     assert set(UNTIMED_REWARDS) == set(verify.VERIFIERS) - verify.NEEDS_PROCESS
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verifier"),
+    [
+        ("[]", "task"),
+        ("[{name: boxed}]", "boxed"),
+        ("[{name: 'a:b'}]", "task"),
+        ("[{name: 'a:b'}, {name: last_number}, {name: boxed}]", "last_number"),
+        ("[{name: boxed}, {}]", "task"),
+        ("[{name: boxed}, {weight: 0}]", "boxed"),
+        ("[{name: 'a:b'}, {name: boxed, weight: -1}]", "task"),
+        ("[{name: boxed}], eval: {verifier: gsm8k}", "gsm8k"),
+    ],
+)
+def test_what_is_rewarded_judges_the_held_out_set(rewards: str, verifier: str) -> None:
+    config = config_from_dict(yaml.safe_load(f"{{rewards: {rewards}}}") if rewards != "[]" else {})
+    assert config.eval_verifier == verifier
+    assert config.resolved_nulls().get("eval.verifier", verifier) == verifier

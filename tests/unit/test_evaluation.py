@@ -137,6 +137,29 @@ def test_prompts_limit_is_of_the_held_out_split() -> None:
         evaluator([])
 
 
+@pytest.mark.parametrize("verifier", ["task", "exact_match", "last_number", "boxed"])
+def test_the_verifier_that_is_asked_for_judges(verifier: str) -> None:
+    answers = {"ab=": "7", "cd=": "it is 7", "ef=": "\\boxed{7}"}
+    task = ListTask("t", [], [Example(prompt, "7", id=i) for i, prompt in enumerate(answers)])
+    sizes = {"prompts": 3, "samples": 1, "temperature": 1.0, "max_prompt_tokens": 4, "max_completion_tokens": 9, "seed": 0}
+    metrics = Evaluator(task, ByteTokenizer(), **sizes, verifier=verifier)(Same(answers)).metrics
+    assert metrics["eval/accuracy"] == pytest.approx({"task": 1, "exact_match": 1, "last_number": 3, "boxed": 1}[verifier] / 3)
+
+
+class Same:
+    """Answers each prompt with one text."""
+
+    def __init__(self, answers: dict[str, str]) -> None:
+        self.answers = answers
+
+    def generate(self, requests: Any, sampling: Any) -> list[Trajectory]:
+        tokenizer, found = ByteTokenizer(), []
+        for request in requests:
+            ids = np.array(tokenizer.encode(self.answers[tokenizer.decode(request.prompt_ids)]), np.int32)
+            found.append(Trajectory(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "length", 0))
+        return found
+
+
 def test_an_answer_that_cannot_be_judged_counts_as_unsolved() -> None:
     class Unsure(ListTask):
         def verifier(self):

@@ -355,3 +355,30 @@ def test_function_tasks(module):
 def test_function_raises_on(module, name, message):
     with pytest.raises(UserError, match=message):
         build("function", name=name)
+
+
+EXPLAINED = [{"prompt": f"p{i}", "answer": str(i), "why": f"because {i}"} for i in range(8)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_in_memory_have_the_verifier_and_solutions_that_the_section_names(split):
+    rows = {"train": EXPLAINED[:4], "eval": EXPLAINED[4:]} if split else EXPLAINED
+    task = as_task(
+        rows, TaskSection(options={"verifier": "boxed", "solution_field": "why", "digits": 2})
+    )  # digits: of the task it stands for
+    example = task.train[0]
+    assert example.solution == example.metadata.get("why", example.solution) == f"because {example.answer}"
+    assert (task.verify(f"\\boxed{{{example.answer}}}", example), task.verify(example.answer, example)) == (1.0, 0.0)
+    with pytest.raises(UserError, match="no field 'because'"):
+        as_task(rows, TaskSection(options={"solution_field": "because"}))
+    with pytest.raises(UserError, match="unknown verifier"):
+        as_task(rows, TaskSection(options={"verifier": "box"}))
+    with pytest.raises(UserError, match=r"got task.options.verifer, expected none such. Did you mean 'verifier'\?"):
+        as_task(rows, TaskSection(options={"verifer": "boxed"}))
+
+
+def test_an_option_that_a_task_has_no_use_for_is_refused():
+    task = as_task(EXPLAINED, TaskSection())
+    with pytest.raises(UserError, match=r"option without an effect: got task.options.verifier.*has|is a Task with a verifier"):
+        as_task(task, TaskSection(options={"verifier": "boxed"}))
+    assert as_task(task, TaskSection(options={"digits": 2})) is task
