@@ -68,6 +68,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes the first
 
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For files that compare no bits: no time is spent on making programs fast, each of which runs once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 LISTED_S, LIMIT_S = 10, 30  # of processor time: the end of a session lists a test above the first; CI fails one above the second
 COST = pytest.StashKey[float]()
 

@@ -29,7 +29,8 @@ STEPS = 3
 FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders
 PATIENT_S, SHORT_S = 120, 12  # of distributed.timeout_s: longer than a start on a busy machine takes, and worth waiting for
 RUN = {"steps": STEPS, "tensorboard": False}
-SECTIONS: dict[str, dict[str, Any]] = {
+SECTIONS: dict[str, dict[str, Any] | None] = {
+    "warm_start": None,
     "sharding": {"data": 2},
     "batch": {"microbatch_tokens": 56},
     "run": RUN,
@@ -226,9 +227,9 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
 
 
 @pytest.mark.long
-def test_run_that_begins_without_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
-    """The start policy goes straight from the processes' own devices to those of all."""
-    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=0", "--set", "run.steps=1"))
+def test_run_that_begins_with_a_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
+    """In the others the start policy goes straight from the processes' own devices to those of all."""
+    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=3", "--set", "warm_start.batch_size=16", "--set", "run.steps=1"))
     assert [one.status for one in found] == [0, 0], found
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 

@@ -18,6 +18,8 @@ from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
 from tests.small_model import MINUTE, small_model
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 QWEN3 = small_model(**MINUTE, max_position_embeddings=64)
 CONFIGS = {
     "qwen3": QWEN3,
