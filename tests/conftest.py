@@ -34,7 +34,7 @@ def processor_features() -> str:
 def compilation_cache() -> Path:
     """Where this session's programs are kept: emptied where it has grown too large or a session was killed while it wrote."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
-    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
+    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
     key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
     folder = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16]
     sessions = COMPILED / "sessions"
