@@ -11,6 +11,8 @@ CONFIG ?= configs/tiny_cpu.yaml
 RUN ?= runs/tiny_cpu
 # Extra arguments of the training command and of pytest.
 ARGS ?=
+# Which tests `make test` runs.
+MARKED ?= not long
 # Files go to workers whole (they share engines and programs), the runs and meshes first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -75,22 +77,37 @@ train: $(VENV)/.installed-train  ## Make .venv where missing, run the main job o
 	$(RUN_PYTHON) -m jetrl_jax.report $(RUN)
 
 .PHONY: test
-test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each skip prints its reason
+test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each reason of a skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
-	$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: $(VENV)/.installed-test  ## The tests that `make test` leaves out: more meshes and flows, more ways for a process to end
 	$(RUN_PYTHON) -m pytest -m long $(PYTEST_ARGS)
 
-.PHONY: test-py312 test-long-py312
 # With the plugin that compiles for GPUs: only here, because outside the tests it complains of a missing cuDNN when JAX starts.
-test-py312:  ## The tests on Python 3.12 with the newer JAX and without torch
-	@python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory $(or $(TARGET),test) VENV=.venv-py312 PYTHON="$$python" \
-		TEST_EXTRAS=dev,hf,tasks,aot
+PY312 = @python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON="$$python" \
+	TEST_EXTRAS=dev,hf,tasks,aot
+# What differs there: kernels interpreted and compiled for GPUs, the same numbers from the newer JAX, a package without torch;
+# and each command once.
+PY312_RUN := $(addprefix tests/e2e/test_training_run.py::,test_run_leaves_its_whole_record test_exact_run_has_no_mismatch \
+	test_generate_and_evaluate_read_the_run_and_its_export test_mismatch_names_the_first_operator_that_differs)
+PY312_TESTS := $(PY312_RUN) tests/kernels tests/parity tests/unit/test_config_cli.py tests/unit/test_report.py \
+	tests/unit/test_plan.py::test_command_prints_a_plan_and_stops_where_it_does_not_fit \
+	tests/unit/test_repository.py::test_packages_import_without_extras_and_without_touching_a_device
 
-test-long-py312:  ## What `make test-py312` leaves out of the kernels' tests, which run there alone
-	@$(MAKE) --no-print-directory test-py312 TARGET=test-long PYTEST_ARGS="tests/kernels tests/parity $(PYTEST_ARGS)"
+.PHONY: install-py312
+install-py312:  ## Make .venv-py312 with everything the tests need there
+	$(PY312) install
+
+.PHONY: wheels-py312
+wheels-py312:  ## The packages of .venv-py312 without this one, which one installation at a time may build
+	@python=$$(bash .ci/find_python.sh 3.12) && { [ -x .venv-py312/bin/python ] || "$$python" -m venv .venv-py312; } && \
+		.venv-py312/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r .ci/constraints-py312.txt
+
+.PHONY: test-py312
+test-py312:  ## What differs on Python 3.12 with the newer JAX and without torch (all of it: make test VENV=.venv-py312)
+	$(PY312) test MARKED="not long or newest" PYTEST_ARGS="$(PY312_TESTS) $(PYTEST_ARGS)"
 
 # The claims about bits, on the kernels that each library has for a CPU with AVX2 only (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2

@@ -34,7 +34,7 @@ def processor_features() -> str:
 def compilation_cache() -> Path:
     """Where this session's programs are kept: emptied where it has grown too large or a session was killed while it wrote."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
-    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
+    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
     key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
     folder = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16]
     sessions = COMPILED / "sessions"
@@ -67,6 +67,15 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes the first
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For files that compare no bits: no time is spent on making programs fast, each of which runs once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 LISTED_S, LIMIT_S = 10, 30  # of processor time: the end of a session lists a test above the first; CI fails one above the second
 COST = pytest.StashKey[float]()

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from observations import (
     attention,
@@ -60,6 +59,8 @@ from jetrl_jax.config_schema import all_fields
 from jetrl_jax.errors import UserError
 from jetrl_jax.policy import build_policy
 from jetrl_jax.training.run_directory import flatten
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BASE: dict[str, Any] = {
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16},
@@ -342,14 +343,6 @@ CHANGES = (
     Change("run.wandb_project", "project", run),
     Change("run.profile_steps", 1, run),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """No time is spent on making the programs fast: each runs once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

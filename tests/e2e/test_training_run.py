@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import command_environment, rows, run_module, tiny_config, train_command, write_config
+from tiny import command_environment, rows, run_here, run_module, tiny_config, train_command, write_config
 
 
 def exported_weights(directory: Path) -> bytes:
@@ -63,36 +63,34 @@ def test_export_is_read_by_transformers(finished):
     assert transformers.AutoTokenizer.from_pretrained(finished[0] / "export")("abc")["input_ids"]
 
 
-def test_generate_and_evaluate_read_the_run_and_its_export(finished, compilation_cache):
+def test_generate_and_evaluate_read_the_run_and_its_export(finished):
     directory = finished[0]
-    said = run_module("jetrl_jax.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2", cache=compilation_cache)
+    said = run_here("jetrl_jax.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2")
     assert said.returncode == 0 and len(said.stdout.splitlines()) == 2, said.stderr
-    other = run_module(
-        "jetrl_jax.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4", cache=compilation_cache
-    )
+    other = run_here("jetrl_jax.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4")
     assert other.returncode == 0, other.stderr
-    scored = run_module("jetrl_jax.evaluate", "--checkpoint", str(directory), "--step", "best", cache=compilation_cache)
+    scored = run_here("jetrl_jax.evaluate", "--checkpoint", str(directory), "--step", "best")
     assert scored.returncode == 0, scored.stderr
     answer = json.loads(scored.stdout)
     assert answer["step"] == 4 and answer["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
 
 
-def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path, compilation_cache):
+def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     command = ("jetrl_jax.mismatch", "--checkpoint", str(finished[0]))
     outputs = ("--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "page.html"))
-    found = run_module(*command, "--flow-a", "bf16", "--flow-b", "fp8_unified", "--completions", "4", *outputs, cache=compilation_cache)
+    found = run_here(*command, "--flow-a", "bf16", "--flow-b", "fp8_unified", "--completions", "4", *outputs)
     assert found.returncode == 0 and "they part at layer 0 qkv" in found.stdout, found.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert numbers["logprobs"]["metrics"]["mismatch/logprob_abs_max"] > 0 and len(numbers["operators"]) == 12
     assert "layer 0 qkv" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    same = run_module(*command, "--text", "ab=ba", cache=compilation_cache)
+    same = run_here(*command, "--text", "ab=ba")
     assert same.returncode == 0 and "they never part" in same.stdout and "k3 0" in same.stdout, same.stdout + same.stderr
     for argument in (["--completions", "0"], ["--out", str(tmp_path / "no" / "page.html")], ["--text", "ab=" * 9999]):
-        refused = run_module(*command, *argument, cache=compilation_cache)
+        refused = run_here(*command, *argument)
         assert refused.returncode == 2 and "Traceback" not in refused.stderr and "mismatch: " in refused.stderr, refused.stderr
-    taskless = run_module("jetrl_jax.mismatch", "--checkpoint", str(finished[0] / "export"), cache=compilation_cache)
+    taskless = run_here("jetrl_jax.mismatch", "--checkpoint", str(finished[0] / "export"))
     assert taskless.returncode == 2 and "expected --text" in taskless.stderr
-    wrong = run_module(*command, "--flow-a", "fp9", cache=compilation_cache)
+    wrong = run_here(*command, "--flow-a", "fp9")
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr
 
 
@@ -109,22 +107,23 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM, output
     assert rows(tmp_path / "run")[-1]["step"] < 4
-    resumed = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
+    resumed = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "run") == rows(finished[0])
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
-def test_resuming_a_finished_run_changes_no_row(finished, tmp_path, compilation_cache):
+def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
-    process = run_module("jetrl_jax.train", "--config", str(config), "--resume", cache=compilation_cache)
+    process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert process.returncode == 0, process.stderr
     assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
+@pytest.mark.long
 def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache)
@@ -152,7 +151,7 @@ def test_verify_resume_names_what_a_restart_changes(tmp_path, compilation_cache)
 
 def test_resume_with_another_config_is_refused_with_the_fields(finished, tmp_path):
     config = write_config(tiny_config(finished[0], model={"hidden_size": 128}, optimizer={"learning_rate": 2e-3}), tmp_path / "other.yaml")
-    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert "model.hidden_size" in process.stderr and "optimizer.learning_rate" in process.stderr
 
@@ -161,24 +160,24 @@ def test_resume_of_a_run_whose_files_are_damaged_is_one_message(finished, tmp_pa
     shutil.copytree(finished[0], tmp_path / "run")
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     (tmp_path / "run" / "config.yaml").write_text("a: [\n")
-    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert process.returncode == 2 and "Traceback" not in process.stderr and "config.yaml:" in process.stderr, process.stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").touch()
-    process = run_module("jetrl_jax.train", "--config", str(config), "--resume")
+    process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert process.returncode == 2 and "Traceback" not in process.stderr and "expected a directory" in process.stderr, process.stderr
 
 
 def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     config = write_config(tiny_config(finished[0]), tmp_path / "config.yaml")
-    process = run_module("jetrl_jax.train", "--config", str(config))
+    process = run_here("jetrl_jax.train", "--config", str(config))
     assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.long)])
-def test_killed_run_resumes_to_the_same_end(kills, tmp_path, compilation_cache):
+@pytest.mark.long
+def test_killed_run_resumes_to_the_same_end(tmp_path, compilation_cache):
     """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
-    steps = 40
+    steps, kills = 40, 5
     sections = {"run": {"steps": steps, "tensorboard": False}, "checkpoint": {"every_steps": 1}}
     straight = write_config(tiny_config(tmp_path / "straight", **sections), tmp_path / "straight.yaml")
     process = run_module("jetrl_jax.train", "--config", str(straight), cache=compilation_cache)

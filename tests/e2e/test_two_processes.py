@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT, command_environment, rows, run_module, tiny_config, train_command, write_config
+from tiny import ROOT, command_environment, rows, run_here, tiny_config, train_command, write_config
 
+from jetrl_jax import processes
+from jetrl_jax.config_distributed import DistributedSection
 from jetrl_jax.config_io import override_config
+from jetrl_jax.errors import UserError
 from jetrl_jax.training.checkpoint import CheckpointStore
 
-STEPS = 4
+STEPS = 3
 FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders
 PATIENT_S, SHORT_S = 120, 12  # of distributed.timeout_s: longer than a start on a busy machine takes, and worth waiting for
 RUN = {"steps": STEPS, "tensorboard": False}
-SECTIONS: dict[str, dict[str, Any]] = {
+SECTIONS: dict[str, dict[str, Any] | None] = {
+    "warm_start": None,
     "sharding": {"data": 2},
     "batch": {"microbatch_tokens": 56},
     "run": RUN,
@@ -151,7 +155,7 @@ def pair(world: World) -> tuple[Path, list[Ended]]:
 
 def test_two_processes_train_what_one_trains(single: Path, pair: tuple[Path, list[Ended]]) -> None:
     directory, _ = pair
-    assert rows(directory) == rows(single) and [row["policy_version"] for row in rows(single)] == [0, 0, 1, 2, 3]
+    assert rows(directory) == rows(single) and [row["policy_version"] for row in rows(single)] == [0, *range(STEPS)]
     assert manifest(directory) == manifest(single)
     assert exported(directory) == exported(single)
     assert (directory / "samples.jsonl").read_bytes() == (single / "samples.jsonl").read_bytes()
@@ -159,7 +163,7 @@ def test_two_processes_train_what_one_trains(single: Path, pair: tuple[Path, lis
 
 def test_record_is_written_once_and_names_no_process(world: World, pair: tuple[Path, list[Ended]], single: Path) -> None:
     directory, (first, second) = pair
-    assert "finished 4 steps" in first.output and "step=" not in second.output + second.errors and "finished" not in second.output
+    assert f"finished {STEPS} steps" in first.output and "step=" not in second.output + second.errors and "finished" not in second.output
     assert {path.name for path in directory.iterdir()} == {path.name for path in single.iterdir()}
     text = (directory / "config.yaml").read_text()
     assert "processes: 2" in text and "process_id: null" in text
@@ -223,14 +227,15 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
 
 
 @pytest.mark.long
-def test_run_that_begins_without_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
-    """The start policy goes straight from the processes' own devices to those of all."""
-    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=0", "--set", "run.steps=1"))
+def test_run_that_begins_with_a_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
+    """In the others the start policy goes straight from the processes' own devices to those of all."""
+    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=3", "--set", "warm_start.batch_size=16", "--set", "run.steps=1"))
     assert [one.status for one in found] == [0, 0], found
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_lost_process_ends_the_other_in_time(
     victim: int, fault: signal.Signals, world: World, pair: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:
@@ -258,23 +263,34 @@ def test_process_that_fails_says_why_and_the_other_ends(world: World, pair: tupl
     assert second.status == 4 and second.errors.startswith(LOST.format(PATIENT_S)), second
 
 
-def test_processes_that_cannot_run_together_are_one_message(world: World, tmp_path: Path) -> None:
-    by: list[dict[str, str]] = [{"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_PROCESS_ID": str(i)} for i in (0, 1)]
-    started = [
-        *world.start(tmp_path / "absent", by=lambda i: by[0] | {"JAX_NUM_PROCESSES": "3"}, only=0, timeout_s=5),
-        *world.start(tmp_path / "unnamed", by=lambda i: {"JAX_NUM_PROCESSES": "2"}),
-        *world.start(tmp_path / "number", by=lambda i: by[i] | {"JAX_NUM_PROCESSES": "two"}),
-    ]
-    absent, *unnamed, bad, _ = ended(started)
+def test_processes_that_cannot_run_together_are_one_message(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose others never come, for real; what is refused before anything is joined, in this process."""
+    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "3"}
+    (absent,) = ended(world.start(tmp_path / "absent", by=lambda i: names, only=0, timeout_s=5))
     assert absent.status == 4 and "not all processes were there within distributed.timeout_s = 5 s" in absent.errors
-    for one in unnamed:
-        assert one.status == 2 and "got coordinator=None, processes=2, process_id=None" in one.errors, one
-    assert bad.status == 2 and "got JAX_NUM_PROCESSES='two'" in bad.errors, bad
-    refused = run_module("jetrl_jax.train", "--config", str(world.config), "--verify-resume", "1", "--set", "distributed.processes=2")
+    refused = run_here("jetrl_jax.train", "--config", str(world.config), "--verify-resume", "1", "--set", "distributed.processes=2")
     assert refused.returncode == 2 and "verify_resume: runs in one process" in refused.stderr
-    assert not any((tmp_path / name).exists() for name in ("absent", "unnamed", "number"))
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)  # as where a run starts
+    with pytest.raises(UserError, match="got coordinator=None, processes=2, process_id=None"):
+        processes.start(DistributedSection(processes=2))
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(UserError, match="got JAX_NUM_PROCESSES='two'"):
+        processes.start(DistributedSection(processes=None, coordinator="127.0.0.1:1", process_id=1))
+    assert not (tmp_path / "absent").exists()
 
 
+def test_other_configs_and_devices_that_cannot_be_shared_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two processes would tell each other, without them."""
+    monkeypatch.setattr(processes, "exchange_json", lambda text: ["a: 1\nseed: 0\n", text])
+    processes.check_same("config", "a: 1\nseed: 0\n")
+    with pytest.raises(UserError, match=r"process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0\."):
+        processes.check_same("config", "a: 1\nseed: 1\n")
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(UserError, match="devices are not shared evenly: got 1 groups of 1 and 2 processes"):
+        processes.mesh_devices(1, 1)
+
+
+@pytest.mark.long
 def test_processes_with_other_configs_or_too_few_devices_are_refused(world: World, tmp_path: Path) -> None:
     names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     started = [

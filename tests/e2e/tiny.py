@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
@@ -9,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from jetrl_jax.cli import run_entry_point
 from jetrl_jax.config import RunConfig
 from jetrl_jax.config_io import config_from_dict, dump_config
 from jetrl_jax.training.metrics import read_metrics, without_clocks
@@ -91,6 +97,16 @@ def write_config(config: RunConfig, path: Path) -> Path:
 def train_command(config_path: Path, *arguments: str) -> list[str]:
     """`python -m jetrl_jax.train --config ...` as a user types it."""
     return [sys.executable, "-m", "jetrl_jax.train", "--config", str(config_path), *arguments]
+
+
+def run_here(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `run_module`, in this process: what is claimed is the command's work, not its start."""
+    command, output, errors = importlib.import_module(module), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        patch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run_entry_point(command.main)
+    return subprocess.CompletedProcess([module, *arguments], ended.value.code, output.getvalue(), errors.getvalue())
 
 
 def run_module(module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:

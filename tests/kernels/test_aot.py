@@ -120,6 +120,7 @@ def test_promotion_of_the_swapped_kernel_is_fused(order: str, multiplications: i
     assert compile_gemm(SWAP, order, "bfloat16").float_operations() == {"mul": multiplications, "add": 0, "fma": 4}
 
 
+@pytest.mark.newest
 @pytest.mark.long
 @pytest.mark.parametrize("per_column", [False, True])
 def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:

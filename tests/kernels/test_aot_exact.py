@@ -63,7 +63,7 @@ def programs(preset: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "preset", ["bf16", pytest.param("fp16", marks=pytest.mark.long), pytest.param("fp8_unified", marks=pytest.mark.long)]
+    "preset", ["bf16", *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.newest]) for name in ("fp16", "fp8_unified"))]
 )
 def test_every_sum_is_a_kernels_or_in_float64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)

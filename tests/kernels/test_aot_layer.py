@@ -84,6 +84,7 @@ def test_training_runs_on_the_kernels_and_quantises_every_input_once() -> None:
     assert len(operands) == 7 and len(set(operands)) == 4  # q, k, v multiply one; o; gate and up one; down
 
 
+@pytest.mark.newest
 @pytest.mark.long
 def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
     layer = Layer()
@@ -94,13 +95,15 @@ def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "forward"), [("bf16", {"dense_matmul": 7}), pytest.param("fp8_forward", FORWARD, marks=pytest.mark.long)]
+    ("preset", "forward"),
+    [("bf16", {"dense_matmul": 7}), pytest.param("fp8_forward", FORWARD, marks=[pytest.mark.long, pytest.mark.newest])],
 )
 def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forward: dict[str, int]) -> None:
     layer = Layer(preset=preset)
     assert launches(aot.program_for_h100(layer.training, *layer.training_arguments)) == forward
 
 
+@pytest.mark.newest
 @pytest.mark.long
 @pytest.mark.parametrize(("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})])
 def test_split_layers_run_on_the_same_kernels(preset: str, expected: dict[str, int]) -> None:

@@ -13,26 +13,10 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
 from jetrl_jax.rollout.engine import Trajectory
+from tests.small_model import small_model
 
 VOCAB = 37
-CONFIG = ModelConfig(
-    architecture="qwen3",
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=160,  # a partial FP8 block
-    num_layers=1,  # tests/parity/test_rollout_exact.py has two
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    rope_theta=1e4,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=True,
-    eos_token_ids=(1,),
-)
+CONFIG = small_model(vocab_size=VOCAB)  # one layer; tests/parity/test_rollout_exact.py has two
 
 
 class SmallPolicy:

@@ -92,6 +92,7 @@ class Layer:
 interpreted = pytest.mark.parametrize("kernels", runnable("mosaic_interpret"))
 
 
+@pytest.mark.newest
 @pytest.mark.long
 @interpreted
 def test_fused_layer_has_the_bits_of_the_operations_in_turn(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:

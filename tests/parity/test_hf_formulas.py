@@ -18,23 +18,16 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
 from tests.oracles import decoder_oracle
+from tests.small_model import small_model
 
-QWEN3 = ModelConfig(
-    architecture="qwen3",
+QWEN3 = small_model(
     vocab_size=53,
     hidden_size=32,
     intermediate_size=48,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=12,
-    max_position_embeddings=128,
-    rope_theta=10000.0,
-    rope_scaling=None,
     rms_norm_eps=1e-5,
     tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=True,
     eos_token_ids=(),
 )
 YARN = RopeScaling("yarn", 8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.2, truncate=False)

@@ -120,6 +120,7 @@ def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, Ser
     assert engine.held(names).entries == held.entries
 
 
+@pytest.mark.long
 def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
     engine.load_weights(policy.published, 10)

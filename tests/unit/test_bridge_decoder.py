@@ -16,25 +16,11 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
 from jetrl_jax.precision import Numerics
+from tests.small_model import MINUTE, small_model
 
-QWEN3 = ModelConfig(
-    architecture="qwen3",
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=6,
-    max_position_embeddings=64,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=True,
-    eos_token_ids=(1,),
-)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+QWEN3 = small_model(**MINUTE, max_position_embeddings=64)
 CONFIGS = {
     "qwen3": QWEN3,
     "qwen3_bias": dataclasses.replace(QWEN3, attention_bias=True, tie_word_embeddings=False),

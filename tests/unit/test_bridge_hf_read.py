@@ -13,27 +13,12 @@ from bridge import load_checkpoint
 from bridge.name_map import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
+from tests.small_model import MINUTE, small_model
 
 
 def make_config(architecture: str = "qwen3", tied: bool = False) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=11,
-        hidden_size=8,
-        intermediate_size=12,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=6,
-        max_position_embeddings=64,
-        rope_theta=10000.0,
-        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32) if architecture == "llama" else None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        attention_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
-        eos_token_ids=(1,),
-    )
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 32) if architecture == "llama" else None
+    return small_model(architecture, **MINUTE, max_position_embeddings=64, rope_scaling=scaling, tie_word_embeddings=tied)
 
 
 def make_tensors(config: ModelConfig, dtype=np.float32) -> dict[str, np.ndarray]:

@@ -18,27 +18,9 @@ import bridge.hf_write
 from bridge import load_checkpoint, save_checkpoint
 from bridge.name_map import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.hf_config import ModelConfig
+from tests.small_model import MINUTE, small_model
 
-CONFIG = ModelConfig(
-    architecture="qwen3",
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=6,
-    max_position_embeddings=64,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=True,
-    eos_token_ids=(1, 2),
-    pad_token_id=0,
-)
+CONFIG = small_model(**MINUTE, max_position_embeddings=64, tie_word_embeddings=False, eos_token_ids=(1, 2), pad_token_id=0)
 NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 

@@ -6,27 +6,13 @@ import pytest
 
 from bridge.name_map import from_hf_name, mismatches, name_map, parameter_shapes, to_hf_name
 from jetrl_jax.models.hf_config import ModelConfig
+from tests.small_model import small_model
 
 
 def small_config(architecture: str, *, tied: bool = False, bias: bool | None = None) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=29,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=10,
-        max_position_embeddings=64,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        attention_bias=architecture == "qwen2" if bias is None else bias,
-        qk_norm=architecture == "qwen3",
-        eos_token_ids=(1,),
-    )
+    sizes = {"vocab_size": 29, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "head_dim": 10}
+    biases = {} if bias is None else {"attention_bias": bias}
+    return small_model(architecture, **sizes, **biases, tie_word_embeddings=tied)
 
 
 CASES = [

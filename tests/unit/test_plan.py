@@ -165,7 +165,8 @@ def test_a_jax_that_is_too_old_for_cudnn_is_planned_with_scores(monkeypatch: pyt
         AbstractRun(small("numerics.attention=cudnn"), SIZES)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "layer"])
 def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> None:
     config, deep = small(f"batch.remat={remat}"), dataclasses.replace(SIZES, num_layers=6)
     drawn = sum(temporaries(shallow_runs(config, deep), 6, "gradient").values())

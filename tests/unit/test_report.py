@@ -260,6 +260,7 @@ def test_command_line_ends_with_2_on_bad_input(tmp_path: Path) -> None:
     assert bad.stderr.startswith("error: report: no run directory") and bad.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome is installed: the page is not drawn")
 def test_a_browser_without_a_network_draws_every_chart(make_run: Callable[..., Path], tmp_path: Path) -> None:
     runs = [make_run("one"), make_run("two", k3=0.0)]

@@ -17,29 +17,23 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.hf_config import ModelConfig
 from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
 from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams, Trajectory
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.rollout.shapes import batch_sizes, cache_buckets, prompt_buckets
+from tests.small_model import small_model
 
 VOCAB, STOP = 160, 1
-CONFIG = ModelConfig(
-    architecture="llama",
+CONFIG = small_model(
+    "llama",
     vocab_size=VOCAB,
     hidden_size=VOCAB,
     intermediate_size=8,
-    num_layers=1,
     num_heads=1,
     num_kv_heads=1,
     head_dim=8,
     max_position_embeddings=256,
-    rope_theta=1e4,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
     tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
     eos_token_ids=(STOP,),
 )
 GREEDY = SamplingParams(1.0, 150, (STOP,), 0, greedy=True)
