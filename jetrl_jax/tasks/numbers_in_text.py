@@ -45,6 +45,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"  # stand around the words of a text command
 _UNSEEN = re.compile("[\u200b-\u200f\u2060\ufeff\ue000\ue001]")
 _WRAPS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), (_OPEN, _CLOSE))
 _MAX_WRAPS = 16
+_MAX_UNIT_WORDS = 6
 
 # Words that may follow: units, and any longer word that is not mathematical.
 _UNITS = frozenset(
@@ -332,19 +333,20 @@ def _is_unit(rest: str) -> bool:
     """Whether what follows a number is nothing or a unit: ``%``, ``°``, a currency, words with powers and slashes."""
     rest = rest[sign.end() :] if (sign := _UNIT_SIGN.match(rest)) else rest
     position, words, inside, gap, alone = 0, 0, False, "", rest[:1] not in ("", _OPEN) and not rest[:1].isspace()
-    while position < len(rest):
-        here = rest[position:]
-        if here[0] in (_OPEN, _CLOSE):
-            inside, position = here[0] == _OPEN, position + 1
-        elif match := _GAP.match(here):
-            gap, position = match[0], position + match.end()
-        elif words and (match := _POWER.match(here)):
-            position += match.end()
-        elif (match := _WORD.match(here)) and _is_unit_word(match[0].rstrip("²³"), inside, "/" in gap and words > 0, alone and not words):
-            words, position = words + 1, position + match.end()
+    while position < len(rest) and words <= _MAX_UNIT_WORDS:
+        if rest[position] in (_OPEN, _CLOSE):
+            inside, position = rest[position] == _OPEN, position + 1
+        elif match := _GAP.match(rest, position):
+            gap, position = match[0], match.end()
+        elif words and (match := _POWER.match(rest, position)):
+            position = match.end()
+        elif (match := _WORD.match(rest, position)) and _is_unit_word(
+            match[0].rstrip("²³"), inside, "/" in gap and words > 0, alone and not words
+        ):
+            words, position = words + 1, match.end()
         else:
             return False
-    return words <= 6 and (words > 0 or not rest.strip())
+    return words <= _MAX_UNIT_WORDS and (words > 0 or not rest.strip())
 
 
 def _is_unit_word(word: str, inside: bool, per: bool, attached: bool) -> bool:

@@ -58,7 +58,7 @@ def test_answer_text_refuses_what_is_neither_text_nor_number(value):
         assert verify.answer_problem(name, value) is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.one_of(
         st.floats(allow_nan=False, allow_infinity=False),

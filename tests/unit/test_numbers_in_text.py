@@ -155,7 +155,7 @@ def value_of(read) -> Fraction | None:
     return None if read is None else Fraction(read)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(numbers(), st.sampled_from(INNER), st.sampled_from(WRAPPERS[:-1]), st.sampled_from(UNITS))
 def test_numbers_of_every_notation_have_their_value(number, inner, outer, unit):
     text, value = number
@@ -167,7 +167,7 @@ def test_numbers_of_every_notation_have_their_value(number, inner, outer, unit):
     assert value_of(last_number(f"from 7 to 9, so it is {text} eggs")) == (value if not text.startswith("- ") else abs(value))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(numbers(), st.sampled_from(SPOILERS), st.sampled_from(("%s", "{%s}", "$%s$", "\\text{%s}")))
 def test_numbers_with_mathematics_behind_them_are_none(number, spoiler, wrapper):
     text, _ = number
@@ -186,7 +186,7 @@ PIECES = (
 )  # fmt: skip
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=7).map("".join))
 def test_what_is_read_is_what_the_slow_reading_sees(text):
     read, seen = whole_number(text), oracle.digits_if_a_number(text.replace("\\boxed{", "\\text{").replace("~", "\\,"))
@@ -198,7 +198,7 @@ def test_what_is_read_is_what_the_slow_reading_sees(text):
     assert content is None or boxed_number(f"\\boxed{{{content}}}") == whole_number(content)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(numbers(), st.sampled_from(["\\boxed{%s}", "#### %s", "it is %s"]), st.integers(0, 10**6))
 def test_completions_cut_off_or_with_another_number_never_score(number, form, other):
     text, value = number
