@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jetrl_jax.config import RewardSection
+from jetrl_jax.config_io import config_from_dict
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+from jetrl_jax.tasks.rewards import RewardFunctions
 from jetrl_jax.tasks.task import Example, ListTask
 from jetrl_jax.tasks.tokenizer import ByteTokenizer, CharacterTokenizer
+from jetrl_jax.training.collect import Collector, StepClock
+from jetrl_jax.training.console import Console
 from jetrl_jax.training.evaluation import Evaluator, pass_at_k
+from jetrl_jax.training.prompts import PromptStream
 
 TOKENIZER = CharacterTokenizer("=abcdefghijklmnopqrstuvwxyz0123456789")
 
@@ -192,3 +200,10 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
             max_completion_tokens=40, seed=0,
         )  # fmt: skip
         assert evaluate(Engine()).metrics["eval/accuracy"] == pytest.approx(accuracy)  # type: ignore[arg-type]
+        task, config = ListTask("t", examples, examples, verifier), config_from_dict({"rollout": {"prompts_per_step": 2, "group_size": 3}})
+        rewards, prompts = (
+            RewardFunctions.from_config((RewardSection(),), task),
+            PromptStream(task, tokenizer, max_prompt_tokens=40, seed=0),
+        )
+        parts: Any = SimpleNamespace(dynamic_sampling=False), Engine(), rewards, tokenizer, prompts, Console(1, stream=io.StringIO())
+        assert Collector(config, *parts).collect(1, StepClock()).rewards.total.mean() == pytest.approx(accuracy)

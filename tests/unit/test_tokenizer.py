@@ -15,7 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jetrl_jax.config import TokenizerSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.tasks.task import Example
 from jetrl_jax.tasks.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, build_tokenizer
+from jetrl_jax.training.prompts import Prompt
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers (extra hf) is not installed")
 ALPHABET = TokenizerSection().characters
@@ -346,6 +348,23 @@ def test_decode_keeps_the_marks_of_a_thought_and_no_other_special_token(tmp_path
             assert ("think" not in text.split()[0]) or len(ours.encode("</think>")) == 1
             assert ours.decode([0, 2, *ids, 3, 1]) == text
         assert ours.decode(ours.encode("<|im_start|>assistant<think>a</think>b<|im_end|>")) == "assistant<think>a</think>b"
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("end", "opened"),
+    [("", False), ("<think>\n", True), ("<think>\nOkay, ", True), ("<think>\n\n</think>\n\n", False), ("</think>", False)],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_prompts_know_whether_their_template_opens_a_thought(tmp_path, end, opened, special):
+    template = TEMPLATE.split("{% if enable_thinking")[0] + end.replace("\n", "\n") + "{% endif %}"
+    write_files(tmp_path, template=template)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = HuggingFaceTokenizer(tmp_path, chat_template=True, system_prompt="Think inside <think> ... .")
+    for text in ("what is 6*7?", "what does <think> mean?", "a\n<think>\nb</think>"):
+        assert Prompt(Example(text, "42"), ours.encode_prompt(text)).opens_thought(ours) is opened
 
 
 @needs_transformers
