@@ -52,7 +52,7 @@ _UNITS = frozenset(
     "km cm mm nm mi ft in yd kg mg lb lbs oz ml mL dl cl hr hrs min mins sec secs ms mph kph kmh rpm hp kw kW kWh Hz kHz MHz GHz Pa "
     "kPa mol cal kcal deg rad st nd rd th am pm AM PM USD EUR GBP GB MB KB TB pts sq cu of".split()
 )
-_LETTER_UNITS = frozenset("mglLshWVJ")
+_LETTER_UNITS = frozenset("mglLshWVJCF")
 _FUNCTIONS = frozenset("sin cos tan cot csc log ln exp lcm gcd root det lim arcsin arccos arctan sinh cosh tanh arg".split())
 _VALUES = frozenset(  # words that belong to the number
     "pi sqrt mod modulo choose squared cubed factorial alpha beta gamma delta epsilon theta lambda mu sigma phi omega tau iota kappa rho "
@@ -225,7 +225,8 @@ def _plain(text: str) -> str:
 
 def _text_content(match: re.Match[str]) -> str:
     content = match[1].replace(_OPEN, "").replace(_CLOSE, "").replace("~", " ")
-    return f"{_OPEN}{content}{_CLOSE}" if re.search(r"[^\W\d_]", content) else content
+    words = re.search(r"[^\W\d_]", content) and not content.lstrip().startswith("°")
+    return f"{_OPEN}{content}{_CLOSE}" if words else content
 
 
 def _unwrap(text: str) -> str | None:
