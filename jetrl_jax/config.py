@@ -149,7 +149,8 @@ class TaskSection(Section):
     )
     path: Text | None = Field(
         None,
-        description="jsonl and parquet: the training file; gsm8k: its directory, null takes $GSM8K_DIR or the one beside the checkout.",
+        description="jsonl and parquet: the training file (JSONL plain, .gz or .zst); gsm8k: its directory, null takes $GSM8K_DIR or "
+        "the one beside the checkout.",
     )
     eval_path: Text | None = Field(None, description="jsonl and parquet: the held-out file; null holds out eval_fraction of path.")
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
