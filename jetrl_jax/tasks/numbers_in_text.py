@@ -29,7 +29,7 @@ _MONEY = "$€£¥"
 _BLANK = "[ \u2009]?"
 _SIGN = rf"([{_MINUS}+]?){_BLANK}"
 _NUMBER = re.compile(rf"{_SIGN}(?:\\?[{_MONEY}]){{0,2}}{_BLANK}{_SIGN}(?:\\?[{_MONEY}])?(?P<digits>{_DIGITS})")
-_RUN = re.compile(r"(?:(?<![0-9])\.)?[0-9](?:[0-9]|[.,'’\u00a0\u2009\u202f](?=[0-9]))*")
+_RUN = re.compile(r"(?:(?<![0-9A-Za-z])\.)?[0-9](?:[0-9]|[.,'’\u00a0\u2009\u202f](?=[0-9]))*")
 _HASHES = re.compile(rf"(?<!#)#{{4,}}+[ \t]*+(?:\*\*|__|`|\\\(|\\\[)*[ ]?(?=[{_MINUS}+{_MONEY}\\.0-9(√∛=≈~]|[A-Za-z][ ]?[=≈])")
 
 # TeX: spaces, and commands whose argument is shown as it is.
@@ -78,7 +78,9 @@ _POWER = re.compile(r"\^\s*(?:[23](?![0-9])|\{\s*[23]\s*\})")
 _GAP = re.compile(r"[\s/·]+|\\cdot(?![A-Za-z])")
 
 # Prose: marks that close the number's surroundings, and operators with something to operate on.
-_CLOSERS = re.compile(rf"(?:\}}|\\\)|\\\]|\*\*(?![\w(\\])|__(?!\w)|`|\)|\]|[\"”»]|['’](?:s(?![A-Za-z])|(?!\w))|\$(?![0-9])|[!?]|{_CLOSE})+")
+_CLOSERS = re.compile(
+    rf"(?:\s*\}}|\s*\\\)|\s*\\\]|\*\*(?![\w(\\])|__(?!\w)|`|\)|\]|[\"”»]|['’](?:s(?![A-Za-z])|(?!\w))|\$(?![0-9])|[!?]|{_CLOSE})+"
+)
 _OPERATORS = "-−–—+*/=^<>≤≥≠≈±×÷·⋅∗•∙⁄:~|&_→⇒←↔"
 _TAG = re.compile(r"<[A-Za-z/|!]")
 _VARIABLE = r"(?!(?:a|A|I)\s+[^\W\d_]{2})[A-Za-z](?![^\W\d_]|['’])"
@@ -92,12 +94,13 @@ _THREE_DIGITS = re.compile(r"[0-9]{3}(?![0-9])")
 
 # Before a last number: operators that bind closer than + and -, comparisons, functions, the rest of a longer number.
 _BINDS = re.compile(
-    r"(?:(?:[\^/÷×·⋅∗√∛<≤≥≠⁄]|[\w)\]}]\s*\*+|\w\s+:|[0-9]_|\s>|\\[A-Za-z]+_(?:\w|\{[^{}]*\})|\\sqrt\[[^\]]*\]|[0-9)]\s*(?:times|over|by|x)|"
+    r"(?:(?:[\^/÷×·⋅∗√∛<≤≥≠⁄±]|[\w)\]}]\s*\*+|[0-9]\s+:|[0-9]_|\s>|\\[A-Za-z]+_(?:\w|\{[^{}]*\})|\\sqrt\[[^\]]*\]|[0-9)]\s*(?:times|over|by|x)|"
     r"(?<![A-Za-z])(?:minus|negative|sqrt|root|log|ln|exp|sin|cos|tan)|"
     r"\\(?!(?:approx|implies|Rightarrow|rightarrow|longrightarrow|to|therefore|item|cdots|boxed)(?![A-Za-z]))[A-Za-z]+)\s*|"
-    r"[)\]}]|[0-9]:|[0-9]['’]|\.\.|[A-Za-z]\(|(?<![A-Za-z])[A-Za-z])$"
+    r"[)\]}]|[0-9]:|[0-9]['’]|[A-Za-z]\.|\.\.|[A-Za-z]\(|(?<![A-Za-z])[A-Za-z])$"
 )
 _ARGUMENT_OPENS = re.compile(rf"(?:[\^_\]}}]|\\(?!(?:{_TEXT_COMMANDS}|boxed|fbox)(?![A-Za-z]))[A-Za-z]+)\s*$")
+_UNIT_BEFORE_POWER = re.compile(rf"(?:[A-Za-z]{{2}}|{_CLOSE})\s*\^\s*(?:\{{\s*)?$")
 _WINDOW = 64  # characters before a number that are looked at
 
 
@@ -167,6 +170,8 @@ def last_number(text: str) -> Decimal | None:
     """The last number of a text, or None; in ``16-3`` the minus is an operator."""
     text = _plain(text)
     runs = list(_RUN.finditer(text))
+    while runs and runs[-1][0] in ("2", "3") and _UNIT_BEFORE_POWER.search(text, max(0, runs[-1].start() - _WINDOW), runs[-1].start()):
+        runs.pop()  # cm^2
     if not runs or re.fullmatch(_DIGITS, runs[-1][0]) is None:
         return None
     start, end = runs[-1].span()
@@ -175,7 +180,8 @@ def last_number(text: str) -> Decimal | None:
     for mark in ("**", "__", "*"):  # emphasis
         if before.endswith(mark) and rest.startswith(mark) and not re.search(rf"\w{re.escape(mark)}$", before):
             before, rest = before.removesuffix(mark), rest.removeprefix(mark)
-    if _BINDS.search(before) or _is_argument(text, start) or not _prose_may_follow(runs[-1][0], rest):
+    grouped = len(runs[-1][0]) == 3 and re.search(r"(?<![0-9.,])[0-9]{1,3} $", before)  # 5 000
+    if grouped or _BINDS.search(before) or _is_argument(text, start) or not _prose_may_follow(runs[-1][0], rest):
         return None
     return Decimal(sign + re.sub(_GROUP, "", runs[-1][0]))
 
@@ -318,6 +324,7 @@ def _word_may_follow(rest: str, spaced: bool) -> bool:
         return False
     if _CONNECTED.match(rest) or _COMPOUND.match(rest):
         return False
+    behind = behind.removeprefix(_CLOSE)
     behind = behind[power.end() :] if (power := _POWER.match(behind)) else behind
     behind = behind[close.end() :] if (close := _CLOSERS.match(behind)) else behind
     return not _OPERATION_ON_DIGITS.match(behind)

@@ -93,7 +93,12 @@ def test_no_number_as_a_whole_is_no_answer_and_no_gold(written):
         ("last_number", "10^{-3}", "-3", 0),
         ("last_number", "it is **18**.", "18", 1), ("last_number", "it is *18*.", "18", 1), ("last_number", "= \\$18", "18", 1),
         ("last_number", "\\boxed{18}", "18", 1), ("last_number", "<answer>18</answer>", "18", 1), ("last_number", "Step 2: 18", "18", 1),
-        ("last_number", '{"answer": 18}', "18", 1), ("last_number", "$x = 18$", "18", 1), ("last_number", "5\\,000", "5000", 1),
+        ("last_number", "Answer : 18", "18", 1), ("last_number", "\\[ x = 18 \\]", "18", 1), ("gsm8k", "#### \\( 18 \\)", "18", 1),
+        ("last_number", "= 18\\text{ cm}^2", "18", 1), ("last_number", "18 cm^{2}.", "18", 1), ("last_number", "18 x^2", "2", 0),
+        ("last_number", "18 ± 2", "2", 0), ("last_number", "5 018", "18", 0), ("gsm8k", "#### \\( 18 \\) + 1", "18", 0),
+        ("last_number", "12 : 18", "18", 0), ("last_number", "No.18", "0.18", 0),
+        ("last_number", "it is .18", "0.18", 1), ("last_number", '{"answer": 18}', "18", 1), ("last_number", "$x = 18$", "18", 1),
+        ("last_number", "5\\,000", "5000", 1),
     ],
 )  # fmt: skip
 def test_scores_of_numbers_in_completions(name, completion, answer, expected):
@@ -165,6 +170,7 @@ def test_numbers_of_every_notation_have_their_value(number, inner, outer, unit):
         assert value_of(boxed_number(f"\\boxed{{1}} then \\boxed{{{written}}}")) == value, written
     for written in (text, f"**{text}**", f"${text}$", f"{text} eggs, because 3*4 is 12", f"{text}. Then 7"):
         assert value_of(hash_number(f"#### 5\nno\n#### {written}\nand 6")) == value, written
+    assert value_of(hash_number(f"#### {text}{unit}. Then 7")) == value, text + unit
     assert value_of(last_number(f"from 7 to 9, so it is {text} eggs")) == (value if not text.startswith("- ") else abs(value))
 
 
