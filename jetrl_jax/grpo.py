@@ -36,7 +36,7 @@ from jetrl_jax.models.dense import dense_implementation
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.fp8_linear import product_implementation
 from jetrl_jax.models.fp8_producers import input_implementations
-from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine
+from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine, policy_parts
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.sharding import Layout
@@ -88,14 +88,23 @@ class GRPOTrainer:
     ) -> None:
         config = config if isinstance(config, RunConfig) else load_config(config)
         share_gpu(config)
+        self.config, self.reward_functions = config, reward_functions
+
+        def inputs() -> tuple[Task, Tokenizer]:
+            made = build_task(config.task, config.seed) if dataset is None else as_task(dataset, config.task)
+            names = [section.name for section in config.rewards] if reward_functions is None else reward_functions
+            named = [*(name for name in names if isinstance(name, str)), self._eval_verifier()]
+            check_answers(list(dict.fromkeys(named)), made)
+            return made, policy_parts(config, model, tokenizer)[0]
+
+        # A mistake in them costs no device; but where several processes run, the others must hear of it.
+        early = None if config.distributed.on else inputs()
         processes.start(config.distributed)
         self.config = config.model_copy(update={"distributed": config.distributed.model_copy(update={"process_id": None})})
         processes.check_same("config", dump_config(self.config))
         self.resume = resume
         self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
-        self.task = build_task(self.config.task, self.config.seed) if dataset is None else as_task(dataset, self.config.task)
-        names = [section.name for section in self.config.rewards] if reward_functions is None else reward_functions
-        check_answers([name for name in names if isinstance(name, str)], self.task)
+        self.task, tokenizer = early or inputs()
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         check_device(self.config, jax.default_backend() == "gpu")
         self.data = {"tokenizer": self.policy.tokenizer.fingerprint(), "data": data_fingerprint(self.task)}
@@ -105,7 +114,6 @@ class GRPOTrainer:
         many = section.devices > 1 or processes.count() > 1
         self.layout = Layout(section, self.policy.plan, self.policy.model) if many else None
         self.algorithm = resolve_algorithm(self.config.algorithm, self.config.rollout.max_completion_tokens, self.config.correction)
-        self.reward_functions = reward_functions
         self.stop_signals = StopSignals(self.console.warn)
         self._engine: RolloutEngine | None = None
         self._prompts = self._new_prompts()

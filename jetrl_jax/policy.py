@@ -104,19 +104,9 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
         or a tokenizer whose ids the model does not have.
     """
-    path = config.model.path if model is None or isinstance(model, Decoder) else str(model)
-    tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
+    path = _model_path(config, model)
+    tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
-    if isinstance(model, Decoder):
-        sizes = model.config
-    else:
-        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
-    if tokenizer.vocab_size > sizes.vocab_size:
-        raise UserError(
-            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
-            f"vocab_size={sizes.vocab_size}."
-        )
-    sizes = dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))  # an export stops where the run did
     product_implementation(numerics, forward=True)  # both raise where they cannot run
     attention_implementation(numerics, sizes.head_dim)
     if isinstance(model, Decoder) or path is None:
@@ -126,13 +116,37 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     else:
         built = _read_model(path, sizes, numerics)
     built.remat = config.batch.remat == "layer"
-    if config.max_sequence_tokens > built.config.max_position_embeddings:
-        raise UserError(
-            f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
-            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={built.config.max_position_embeddings}."
-        )
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
+
+
+def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenizer: Tokenizer | None) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the sizes that `build_policy` takes, which fit one another; no device is touched and no weight is read.
+
+    Raises:
+      UserError: as `build_policy`, but for what depends on the device.
+    """
+    path = _model_path(config, model)
+    tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
+    if isinstance(model, Decoder):
+        sizes = model.config
+    else:
+        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+    if tokenizer.vocab_size > sizes.vocab_size:
+        raise UserError(
+            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
+            f"vocab_size={sizes.vocab_size}."
+        )
+    if config.max_sequence_tokens > sizes.max_position_embeddings:
+        raise UserError(
+            f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+        )
+    return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))  # an export stops where the run did
+
+
+def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | None:
+    return config.model.path if model is None or isinstance(model, Decoder) else str(model)
 
 
 def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:

@@ -276,10 +276,10 @@ class HuggingFaceTokenizer:
             role, content = message["role"], message["content"].strip()  # many templates trim
             if content not in rest:
                 field = "" if role == "user" else " (tokenizer.system_prompt)"
+                hint = "tokenizer.chat_template: false" if role == "user" else "put that text into task.prompt_template"
                 raise UserError(
                     f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the {role}'s text{field} as it is: got "
-                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another template, or "
-                    "tokenizer.chat_template: false."
+                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another template, or {hint}."
                 )
             rest = rest.replace(content, "", 1)
         return rendered

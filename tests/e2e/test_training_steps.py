@@ -15,6 +15,7 @@ from tiny import TINY, rows, shorter, tiny_config
 from jetrl_jax.config_io import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.grpo import GRPOTrainer
+from tests.unit.test_tokenizer import write_files
 
 LONG = pytest.mark.long
 
@@ -255,6 +256,39 @@ def test_a_tiny_config_has_the_lists_that_it_is_given(tmp_path):
 def test_prompts_that_never_fit_end_with_a_message(tmp_path):
     with pytest.raises(UserError, match="max_prompt_tokens"):
         GRPOTrainer(tiny_config(tmp_path / "run", rollout=TINY["rollout"] | {"max_prompt_tokens": 2})).train()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": {"kind": "jsonl", "path": "bad.jsonl", "name": None, "options": {}}}, "broken record"),
+        (
+            {"tokenizer": {"kind": "huggingface", "path": "files", "chat_template": True}},
+            "does not write the user's text|needs the package",
+        ),
+        ({"model": {"path": "nowhere", **dict.fromkeys(TINY["model"])}}, "no config.json"),
+        ({"model": {"path": "files", **dict.fromkeys(TINY["model"])}}, "config.json: ModelConfig.from_hf: unsupported model"),
+    ],
+    ids=["task", "template", "model", "sizes"],
+)
+def test_what_the_inputs_say_wrong_is_told_before_a_device_is_touched(fields, message, tmp_path, monkeypatch):
+    import jax
+
+    def touched(*arguments, **options):
+        raise AssertionError("a device was asked for")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    write_files(tmp_path / "files", template="solve it" + "{% if add_generation_prompt %}:{% endif %}", config={"model_type": "gpt2"})
+    config = tiny_config(tmp_path / "run")
+    data = config.model_dump(exclude_unset=True)
+    for section, values in fields.items():
+        data[section] = {name: value for name, value in (data.get(section, {}) | values).items() if value is not None}
+    for name in ("devices", "local_devices", "default_backend", "process_count", "process_index", "device_put"):
+        monkeypatch.setattr(jax, name, touched)
+    with pytest.raises(UserError, match=message):
+        GRPOTrainer(config_from_dict(data))
     assert not (tmp_path / "run").exists()
 
 
