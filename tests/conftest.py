@@ -8,6 +8,7 @@ cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing s
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -36,19 +37,22 @@ def compilation_cache() -> Path:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
     told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
     key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
-    folder = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16]
-    sessions = COMPILED / "sessions"
-    sessions.mkdir(parents=True, exist_ok=True)
-    living = [mark for mark in sessions.iterdir() if Path(f"/proc/{mark.name}").exists()]
-    unfinished = len(living) < len(list(sessions.iterdir()))
-    size = sum(file.stat().st_size for file in COMPILED.glob("*/*-cache"))
-    if not living and (unfinished or size > COMPILED_BYTES):
-        shutil.rmtree(COMPILED)
-        sessions.mkdir(parents=True)
-    mark = sessions / str(os.getpid())
-    mark.touch()
+    folder, sessions = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16], COMPILED / "sessions"
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    with open(COMPILED / "lock", "w") as lock:  # of sessions that start at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sessions.mkdir(exist_ok=True)
+        marks = list(sessions.iterdir())
+        living = [mark for mark in marks if Path(f"/proc/{mark.name}").exists()]
+        size = sum(file.stat().st_size for file in COMPILED.glob("*/*-cache"))
+        if not living and (marks or size > COMPILED_BYTES):
+            for old in (path for path in COMPILED.iterdir() if path.is_dir()):
+                shutil.rmtree(old)
+        for made in (folder, sessions):
+            made.mkdir(exist_ok=True)
+        mark = sessions / str(os.getpid())
+        mark.touch()
     atexit.register(mark.unlink, missing_ok=True)
-    folder.mkdir(exist_ok=True)
     return folder
 
 
