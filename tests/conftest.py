@@ -91,6 +91,12 @@ def spent_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Of a skip; empty where none was given."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped").removeprefix(":").strip()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Notes what the test itself costs; fixtures that it shares are not its own."""
@@ -106,8 +112,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     """Turns a skip that gives no reason, and in CI a test that costs too much, into a failure."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2].removeprefix("Skipped:").strip()
-        if reason in ("", "unconditional skip"):
+        if reason_of(report) in ("", "unconditional skip"):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} was skipped without a reason"
     if report.when == "call":
@@ -123,7 +128,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line for each reason of skips, and the tests that cost much; pytest's own summary of failures comes last."""
-    skips = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    skips = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", []))
     if skips:
         terminalreporter.section("skipped, by reason")
         for reason, count in sorted(skips.items(), key=lambda pair: (-pair[1], pair[0])):
