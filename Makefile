@@ -100,10 +100,11 @@ PY312_TESTS := $(PY312_RUN) tests/kernels tests/parity tests/unit/test_config_cl
 install-py312:  ## Make .venv-py312 with everything the tests need there
 	$(PY312) install
 
-.PHONY: wheels-py312
-wheels-py312:  ## The packages of .venv-py312 without this one, which one installation at a time may build
-	@python=$$(bash .ci/find_python.sh 3.12) && { [ -x .venv-py312/bin/python ] || "$$python" -m venv .venv-py312; } && \
-		.venv-py312/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r .ci/constraints-py312.txt
+.PHONY: packages-py312
+packages-py312:  ## The packages of .venv-py312 without this one, which one installation at a time may build
+	@python=$$(bash .ci/find_python.sh 3.12) && { [ -x .venv-py312/bin/python ] || "$$python" -m venv .venv-py312; }
+	@pins=$(CURDIR)/.ci/constraints-py312.txt && PIP_CONSTRAINT="$$pins" PIP_BUILD_CONSTRAINT="$$pins" \
+		.venv-py312/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r "$$pins"
 
 .PHONY: test-py312
 test-py312:  ## What differs on Python 3.12 with the newer JAX and without torch (all of it: make test VENV=.venv-py312)

@@ -8,6 +8,7 @@ cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing s
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -36,19 +37,22 @@ def compilation_cache() -> Path:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
     told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
     key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
-    folder = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16]
-    sessions = COMPILED / "sessions"
-    sessions.mkdir(parents=True, exist_ok=True)
-    living = [mark for mark in sessions.iterdir() if Path(f"/proc/{mark.name}").exists()]
-    unfinished = len(living) < len(list(sessions.iterdir()))
-    size = sum(file.stat().st_size for file in COMPILED.glob("*/*-cache"))
-    if not living and (unfinished or size > COMPILED_BYTES):
-        shutil.rmtree(COMPILED)
-        sessions.mkdir(parents=True)
-    mark = sessions / str(os.getpid())
-    mark.touch()
+    folder, sessions = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16], COMPILED / "sessions"
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    with open(COMPILED / "lock", "w") as lock:  # of sessions that start at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sessions.mkdir(exist_ok=True)
+        marks = list(sessions.iterdir())
+        living = [mark for mark in marks if Path(f"/proc/{mark.name}").exists()]
+        size = sum(file.stat().st_size for file in COMPILED.glob("*/*-cache"))
+        if not living and (marks or size > COMPILED_BYTES):
+            for old in (path for path in COMPILED.iterdir() if path.is_dir()):
+                shutil.rmtree(old)
+        for made in (folder, sessions):
+            made.mkdir(exist_ok=True)
+        mark = sessions / str(os.getpid())
+        mark.touch()
     atexit.register(mark.unlink, missing_ok=True)
-    folder.mkdir(exist_ok=True)
     return folder
 
 
@@ -87,6 +91,12 @@ def spent_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Of a skip; empty where none was given."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped").removeprefix(":").strip()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Notes what the test itself costs; fixtures that it shares are not its own."""
@@ -102,8 +112,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     """Turns a skip that gives no reason, and in CI a test that costs too much, into a failure."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2].removeprefix("Skipped:").strip()
-        if reason in ("", "unconditional skip"):
+        if reason_of(report) in ("", "unconditional skip"):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} was skipped without a reason"
     if report.when == "call":
@@ -119,7 +128,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line for each reason of skips, and the tests that cost much; pytest's own summary of failures comes last."""
-    skips = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    skips = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", []))
     if skips:
         terminalreporter.section("skipped, by reason")
         for reason, count in sorted(skips.items(), key=lambda pair: (-pair[1], pair[0])):

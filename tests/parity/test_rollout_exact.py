@@ -180,7 +180,7 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     engine = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6)
     with pytest.MonkeyPatch.context() as patch:
         ingredient(patch)
-        trajectories = engine.generate(requests()[:24], one.sampling)
+        trajectories = engine.generate(requests()[:48], one.sampling)
     ours, engines = one.compare(trajectories)
     assert (ours != engines).any()
 
