@@ -36,6 +36,7 @@ from jetrl_jax.rollout.engine import Request
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
+ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2}
 Asked = tuple[EngineSettings, list[Request]]
 
 
@@ -86,6 +87,7 @@ def main() -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the random weights")
+    parser.add_argument("--architectures", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES), help="default: all")
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
     parser.add_argument("--vllm-operations", action="store_true", help="also with vLLM's own operations (numerics.exact: false)")
@@ -99,7 +101,7 @@ def main() -> None:
     where = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else jax.devices()[0].device_kind
     print(f"{where}\n\n| policy | seed | vLLM | pair | tokens | within 1e-5 | mean | largest | k3 |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for architecture in (QWEN3, QWEN2):
+    for architecture in (ARCHITECTURES[name] for name in options.architectures):
         for seed in options.seeds:
             for way, how in ways.items():
                 for name, gap in rows(architecture, seed, options.requests, options.context, how).items():
