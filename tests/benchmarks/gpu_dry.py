@@ -17,6 +17,7 @@ import ast
 import importlib
 import importlib.util
 import math
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,7 +104,11 @@ def check_engine(arguments: list[str]) -> int:
     except UserError as error:
         if "vLLM is not installed" not in str(error):
             raise
-    print(command.table(rows := command.trainer_rows(command.load_contract(), "float32", "deepgemm")))
+    from bridge import trainer_operators
+
+    rows = command.trainer_rows(contract := command.load_contract(), "float32", "deepgemm")
+    rows += command.operator_rows(contract, command.TRAINER, trainer_operators.run, "native")
+    print(command.table(rows))
     return int(any(row.required and row.different for row in rows))
 
 
@@ -113,6 +118,7 @@ def vllm_gap(arguments: list[str]) -> int:
 
     if importlib.util.find_spec("vllm") is None:
         command.gaps = lambda policy, trainers, what, how: {}
+        command.processor = platform.machine
         print("vLLM is not installed: no engine is started")
     sys.argv[1:] = arguments
     command.main()

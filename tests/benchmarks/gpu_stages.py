@@ -137,7 +137,7 @@ STAGES = (
     _bench("decode-o", "decode", 300, "--layers", "o"),
     _bench("linear-gate_up", "linear", 240, "--layers", "gate_up", "--rows", "8192"),
     Stage("contract", ("-m", "bridge.check_engine", *VLLM_RUN), 300, group="engines", packages=("vllm",)),
-    _gap("vllm-gap", 500, "--seeds", "0", "--requests", "24", "--vllm-operations", group="engines"),
+    _gap("vllm-gap", 300, "--architectures", "qwen3", "--seeds", "0", "--requests", "24", "--vllm-operations", group="engines"),
     _flows("exact-fp8-small", 400, "--flows", "fp8_unified-exact", *SMALL, group="engines"),
     _flows("exact-bf16-small", 400, "--flows", "bf16-exact", *SMALL, group="engines"),
     _flows("train-short", 540, "--flows", "fp8_unified-fast", "bf16-fast", *FAST),

@@ -26,7 +26,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM is on th
 
 import jax
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -78,9 +77,12 @@ def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, 
 
 
 def processor() -> str:
-    """The CPU's name where the system tells it."""
+    """The CPU's name where the system tells it, and the instruction set that torch takes."""
+    import torch  # here, so that the command line can be read without it
+
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def main() -> None:
     ways = {"our operations": {"exact": True}}
     ways |= {"its own": {"exact": False}} if options.vllm_operations else {}
     ways |= {"its own, compiled": {"exact": False, "enforce_eager": False}} if options.compiled else {}
-    where = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else jax.devices()[0].device_kind
+    where = processor() if on_cpu else jax.devices()[0].device_kind
     print(f"{where}\n\n| policy | seed | vLLM | pair | tokens | within 1e-5 | mean | largest | k3 |")
     print("|---|---|---|---|---|---|---|---|---|")
     for architecture in (ARCHITECTURES[name] for name in options.architectures):
