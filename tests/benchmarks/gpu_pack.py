@@ -16,6 +16,7 @@ The machine it is made for, the commands and what they run: docs/gpu_machine.md.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import subprocess
@@ -29,8 +30,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the project is not installed
 
+from tests.benchmarks import gpu_vllm
 from tests.benchmarks.gpu_stages import CALLS
-from tests.benchmarks.gpu_vllm import write_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / ".ci" / "constraints-py312.txt"
@@ -137,7 +138,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit-mib", type=float, default=64.0, help="what may be copied to the machine in all, default %(default)s")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu", help="directory of wheels and archives, default .gpu")
     options = parser.parse_args(argv)
-    wheels, kept, packed = (options.out / name for name in ("wheels", "vllm.txz", "packed"))
+    cut = hashlib.sha256(Path(gpu_vllm.__file__).read_bytes()).hexdigest()[:8]  # another cut is another file
+    wheels, kept, packed = (options.out / name for name in ("wheels", f"vllm-{cut}.txz", "packed"))
     for folder in (wheels, packed):
         folder.mkdir(parents=True, exist_ok=True)
     constraints, pyproject = CONSTRAINTS.read_text(encoding="utf-8"), (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -146,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.no_vllm and not kept.exists():
         print("packing vLLM (some minutes) ...", flush=True)
         with tempfile.TemporaryDirectory() as directory:
-            write_bundle(Path(directory))
+            gpu_vllm.write_bundle(Path(directory))
             write_archive(Path(directory), kept)
     (packed / "vllm.txz").unlink(missing_ok=True)
     if not options.no_vllm:
