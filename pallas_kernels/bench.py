@@ -16,8 +16,8 @@ or, for `layer`, whose model this package does not know (tests/benchmarks/kernel
 
     layer(tokens) -> {name: contender}
 
-and run in the same process. The figures go to a JSON file with card, clocks, versions and command, and as a table to the
-terminal. Without a GPU that the kernels run on it ends with status 2. Goals and protocols: docs/benchmarks.md.
+and run in the same process. The figures go to a JSON file with card, clocks, versions and command, as they are measured, and
+as a table to the terminal. Without a GPU that the kernels run on it ends with status 2. Goals and protocols: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from pallas_kernels.measure import (
     Timing,
     cold_kernels,
     copies_beyond_cache,
+    environment,
     jax_contender,
     markdown,
     require_gpu,
@@ -67,11 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
     require_gpu("python -m pallas_kernels.bench")
     benchmark = BENCHMARKS[options.what]
     rivals = load_rivals(options.rivals, options.what) if options.rivals else None
+    out, machine = options.out or Path(f"runs/benchmarks/{options.what}.json"), environment()
     rows = []
     for row in benchmark(options.layers, options.rows, rivals):
         rows.append(row)
         print("  ".join(str(value) for value in row.values()), flush=True)
-    write_json(options.out or Path(f"runs/benchmarks/{options.what}.json"), command, rows)
+        write_json(out, command, machine, rows)  # after every row: what was measured outlives the time that there is for it
+    write_json(out, command, environment(), rows)  # the clocks and the temperature that the figures were reached at
     print(markdown(rows, [key for key in ("site", "layer", "M") if key in rows[0]], "contender", "figure"))
 
 

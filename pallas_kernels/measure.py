@@ -34,6 +34,9 @@ LOAD_S = 0.22
 """Untimed running before the first burst of a contender."""
 BURST_S = 0.06
 """Length of a timed burst."""
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""Of every program that is timed. XLA would also compile and time Triton forms of a BF16 product, 20 s a shape; cuBLASLt's own
+algorithms are still tried."""
 BURSTS, CYCLES = 3, 2
 """Bursts of a contender in each cycle, and cycles."""
 L2_BYTES = 50 << 20
@@ -80,7 +83,7 @@ def steady_state(contenders: Mapping[str, Contender], seed: int = 0) -> dict[str
 
 def jax_contender(function: Callable[..., Any], *arguments: Any) -> Contender:
     """Back to back calls of `jit(function)`, by the host's clock: JAX queues them, and the last one is waited for."""
-    program = jax.jit(function)
+    program = jax.jit(function, compiler_options=COMPILER_OPTIONS)
 
     def run(calls: int) -> float:
         jax.block_until_ready(program(*arguments))
@@ -106,7 +109,7 @@ def cold_kernels(function: Callable[[Any, Any], jax.Array], left: Any, rights: S
     """
     from jax.experimental.mosaic.gpu import profiler  # here, because it is not there on every platform
 
-    program = jax.jit(lambda left, rights: [function(left, right) for right in rights])
+    program = jax.jit(lambda left, rights: [function(left, right) for right in rights], compiler_options=COMPILER_OPTIONS)
     jax.block_until_ready(program(left, rights))
     seconds = []
     for _ in range(repetitions):
@@ -134,11 +137,13 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def write_json(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """One report: the command, the machine after it ran, and a row for each figure."""
+def write_json(path: Path, command: str, machine: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """One report: the command, the machine (`environment`), and a row for each figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"command": command, "environment": environment(), **more, "rows": list(rows)}
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"command": command, "environment": dict(machine), "rows": list(rows)}
+    beside = path.with_name(f"{path.name}.new")  # a kill leaves the old report or the new one
+    beside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], column: str, value: str) -> str:

@@ -6,6 +6,7 @@ a captured CUDA graph of calls with weights of their own, so that neither counts
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,18 +43,28 @@ def products() -> dict[str, tuple[Callable, Callable, Callable]]:
         "cuBLASLt fp8, one scale": (whole, whole, scaled_mm_whole),
         "cuBLASLt fp8, 1x128 x 128x128": (rows, squares, scaled_mm_blocks),
     }
-    try:
-        import deep_gemm
-    except ImportError:
-        print("kernel_rivals: DeepGEMM is not installed and not measured")
+    fp8_gemm_nt = deepgemm_product()
+    if fp8_gemm_nt is None:
         return found
 
     def deepgemm(x: Any, w: Any) -> torch.Tensor:
         out = torch.empty(x[0].shape[0], w[0].shape[0], device="cuda", dtype=torch.bfloat16)
-        deep_gemm.fp8_gemm_nt(x, w, out)
+        fp8_gemm_nt(x, w, out)
         return out
 
     return found | {"DeepGEMM": (rows, squares, deepgemm)}
+
+
+def deepgemm_product() -> Callable | None:
+    """DeepGEMM's product, of a package of its own or of the copy in vLLM; None, and a line of why, where there is neither."""
+    problems = []
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        try:
+            return importlib.import_module(name).fp8_gemm_nt
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            problems.append(f"{name}: {error}")
+    print(f"kernel_rivals: DeepGEMM is not measured: {'; '.join(problems)}")
+    return None
 
 
 def whole(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

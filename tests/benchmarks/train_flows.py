@@ -160,8 +160,8 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs what is asked for, prints the table, writes `train_flows.json`."""
+def options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; the config of every flow is read, so that a mistake is found before the first run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "qwen3_100m_gpu.yaml")
     parser.add_argument("--flows", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios")
@@ -173,18 +173,30 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if len(set(arguments.flows)) != len(arguments.flows) or not 0 <= arguments.left_out < arguments.steps or arguments.stretches < 1:
         parser.error("expected different flows, --stretches of at least 1 and --left-out from 0 to below --steps")
-    out = arguments.out.resolve()
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"--out is not empty: got {out}, and runs of another measurement would be resumed")
-    for flow in arguments.flows:  # a mistake is found before the first run
-        load_config(arguments.config, settings(out / flow, flow, arguments.steps, arguments.set))
+    arguments.out = arguments.out.resolve()
+    if arguments.out.exists() and any(arguments.out.iterdir()):
+        parser.error(f"--out is not empty: got {arguments.out}, and runs of another measurement would be resumed")
+    for flow in arguments.flows:
+        load_config(arguments.config, settings(arguments.out / flow, flow, arguments.steps, arguments.set))
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what is asked for, prints the table, writes `train_flows.json`."""
+    arguments = options(argv)
+    out: Path = arguments.out
+    done: list[str] = []
     for index, flow in turns(arguments.flows, arguments.stretches):
         print(f"stretch {index + 1} of {arguments.stretches}: {flow}", flush=True)
         sets = settings(out / flow, flow, (index + 1) * arguments.steps, arguments.set)
         train(arguments.config.resolve(), sets, out / flow)
-    record = report(out, arguments.flows, arguments.steps, arguments.stretches, arguments.left_out)
-    record |= {"command": sys.argv, "config": str(arguments.config)}
-    (out / "train_flows.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if index + 1 < arguments.stretches:
+            continue
+        done = [name for name in arguments.flows if name == flow or name in done]
+        # After every flow: what was measured outlives the time that there is for it.
+        record = report(out, done, arguments.steps, arguments.stretches, arguments.left_out)
+        record |= {"command": sys.argv, "config": str(arguments.config)}
+        (out / "train_flows.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(table(record))
     return 0
 

@@ -26,7 +26,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM is on th
 
 import jax
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -36,6 +35,7 @@ from jetrl_jax.rollout.engine import Request
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
+ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2}
 Asked = tuple[EngineSettings, list[Request]]
 
 
@@ -77,15 +77,19 @@ def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, 
 
 
 def processor() -> str:
-    """The CPU's name where the system tells it."""
+    """The CPU's name where the system tells it, and the instruction set that torch takes."""
+    import torch  # here, so that the command line can be read without it
+
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the random weights")
+    parser.add_argument("--architectures", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES), help="default: all")
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
     parser.add_argument("--vllm-operations", action="store_true", help="also with vLLM's own operations (numerics.exact: false)")
@@ -96,10 +100,10 @@ def main() -> None:
     ways = {"our operations": {"exact": True}}
     ways |= {"its own": {"exact": False}} if options.vllm_operations else {}
     ways |= {"its own, compiled": {"exact": False, "enforce_eager": False}} if options.compiled else {}
-    where = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}" if on_cpu else jax.devices()[0].device_kind
+    where = processor() if on_cpu else jax.devices()[0].device_kind
     print(f"{where}\n\n| policy | seed | vLLM | pair | tokens | within 1e-5 | mean | largest | k3 |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for architecture in (QWEN3, QWEN2):
+    for architecture in (ARCHITECTURES[name] for name in options.architectures):
         for seed in options.seeds:
             for way, how in ways.items():
                 for name, gap in rows(architecture, seed, options.requests, options.context, how).items():

@@ -116,6 +116,18 @@ def test_benchmark_writes_every_site_and_contender(what: str, sites: list, conte
     assert f"| {sites[0]} | {'decoder layer' if what == 'layer' else 'tiny'} | 16 |" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("tiny")
+def test_figures_are_written_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: object):
+        yield bench._row("fprop", "tiny", 16, "mosaic", Timing((1e-6,)), "1")
+        raise RuntimeError("the power went")
+
+    monkeypatch.setitem(bench.BENCHMARKS, "gemm", rows)
+    with pytest.raises(RuntimeError, match="the power went"):
+        bench.main(["gemm", "--out", str(tmp_path / "out.json")])
+    assert [row["contender"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]] == ["mosaic"]
+
+
 def _with_layers(options):
     options.layers = ["tiny"]
     return options

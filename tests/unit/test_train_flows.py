@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from jetrl_jax.errors import UserError
+from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.training.metrics import METRICS
 
 
@@ -85,6 +85,20 @@ def test_report_says_what_served_what_and_leaves_out_fp8_where_there_is_none(tmp
     assert "| bf16 | 17 (15.75 to 18.25; stretches 15.5 to 18.5) |" in text and text.count(" | 0.75 |") == 2
     assert "fp8_unified against bf16, stretch by stretch: rollout, tokens/s x 2.482 (2.351 to 2.613)" in text
     json.dumps(record)
+
+
+def test_what_was_measured_of_the_first_flow_outlives_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(config: Path, sets: list[str], directory: Path) -> None:
+        if directory.name == "bf16":
+            raise RunStopped("no time left")
+        write_run(directory, 2.0, True)
+
+    monkeypatch.setattr(bench, "train", train)
+    words = ["--flows", "fp8_unified", "bf16", "--stretches", "1", "--steps", "6", "--left-out", "1", "--out", str(tmp_path / "out")]
+    with pytest.raises(RunStopped, match="no time left"):
+        bench.main(words)
+    record = json.loads((tmp_path / "out" / "train_flows.json").read_text())
+    assert list(record["flows"]) == ["fp8_unified"] and record["flows"]["fp8_unified"]["figures"]
 
 
 @pytest.mark.parametrize(
