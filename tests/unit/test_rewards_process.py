@@ -316,7 +316,7 @@ def test_worker_raises_naming_a_function_that_returns_no_numbers(module):
             ):
                 run(rewards, ["a", "b"])
     with build("infinite_alone", timeout_s=20) as rewards:  # the batch's call fails, those of single samples follow
-        with pytest.raises(UserError, match=r"infinite_alone: returned inf for completion 2 \('zzz' after the prompt ''\), expected"):
+        with pytest.raises(UserError, match=r"infinite_alone: returned inf for completion 2 \('zzz' after the prompt 'pp'\), expected"):
             run(rewards, ["x", "yy", "zzz"])
 
 
