@@ -24,7 +24,7 @@ from jetrl_jax.precision import PrecisionPlan, map_params, named_params
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
 from jetrl_jax.rollout.data_parallel import DataParallelEngine
-from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.sharding import Layout
 from jetrl_jax.training.loss_scale import LossScale
@@ -253,27 +253,35 @@ def test_collectives_are_those_that_are_written(tensor):
     assert text.count("f8E4M3FN") and "all_to_all" not in text
 
 
+REQUESTS, SAMPLING = [Request(i, [2 + i % 7, 3, 4 + i // 9], 17 * i) for i in range(23)], SamplingParams(1.0, 12, (1,), 7)
+SIZES = {"slots": 4, "prefill_rows": 2, "decode_chunk_tokens": 4, "max_prompt_tokens": 8, "max_completion_tokens": 12, "pad_id": 0}
+
+
+@pytest.fixture
+def sampled_by_one(flow: str) -> list[Trajectory]:
+    """What an engine on one device samples with the policy of a flow."""
+    one = policy(flow)
+    single = JaxEngine(one.model, one.plan, **SIZES)
+    single.load_weights(one.published, 5)
+    return single.generate(REQUESTS, SAMPLING)
+
+
 @pytest.mark.parametrize(
     ("flow", "mesh"), [("fp8_unified", (2, 1, 2)), *(pytest.param("bf16", mesh, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2)))]
 )
-def test_engine_on_many_devices_samples_what_one_samples(flow, mesh):
+def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_one):
     one = policy(flow)
-    sizes = {"slots": 4, "prefill_rows": 2, "decode_chunk_tokens": 4, "max_prompt_tokens": 8, "max_completion_tokens": 12, "pad_id": 0}
-    build = functools.partial(JaxEngine, one.model, one.plan, **sizes)
     many = Layout(section(mesh), one.plan, one.model)
+    build = functools.partial(JaxEngine, one.model, one.plan, **SIZES)
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
-    single = build()
     engines.load_weights(jax.device_put(one.published, many.shardings(one.params)), 5)
-    single.load_weights(one.published, 5)
-    requests = [Request(i, [2 + i % 7, 3, 4 + i // 9], 17 * i) for i in range(23)]
-    sampling = SamplingParams(1.0, 12, (1,), 7)
-    ours, theirs = engines.generate(requests, sampling), single.generate(requests, sampling)
+    ours = engines.generate(REQUESTS, SAMPLING)
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, sampled_by_one, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
         assert (a.finish_reason, a.policy_version) == (b.finish_reason, 5)
-    assert engines.generate([], sampling) == []
+    assert engines.generate([], SAMPLING) == []
     engines.close()
 
 
