@@ -171,8 +171,11 @@ def other_scales(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "ingredient",
-    [cache_in_fp8, other_scales]
-    + [pytest.param(one, marks=LONG) for one in (rounding_left_out, attention_summed_in_fp32, norm_rounded_once, other_promotion_order)],
+    [other_scales]
+    + [
+        pytest.param(one, marks=LONG)
+        for one in (cache_in_fp8, rounding_left_out, attention_summed_in_fp32, norm_rounded_once, other_promotion_order)
+    ],
 )
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None]) -> None:
     """The engine alone computes one thing otherwise: some of its logprobs are no longer the trainer's bits."""
@@ -185,6 +188,7 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     assert (ours != engines).any()
 
 
+@LONG
 def test_without_exact_logprobs_are_close() -> None:
     """BF16, FP32 reductions: a reduction off by an FP32 ulp flips some BF16 roundings, each by 2**-8 of a value.
 

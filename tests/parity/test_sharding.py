@@ -208,12 +208,13 @@ def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
     return PolicyPrograms(one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, layout=layout)
 
 
+@LONG  # in `make test`: tests/unit/test_rl_splits.py, and the meshes above
 @pytest.mark.parametrize(
     ("name", "aggregation"),
     [
         ("grpo", "token_mean"),
-        pytest.param("gspo", "sequence_mean", marks=LONG),
-        *(pytest.param("grpo", name, marks=LONG) for name in ("sequence_mean", "constant")),
+        ("gspo", "sequence_mean"),
+        *(("grpo", name) for name in ("sequence_mean", "constant")),
     ],
 )
 def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):

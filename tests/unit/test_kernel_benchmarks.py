@@ -165,6 +165,7 @@ def test_layer_of_the_benchmark_traces_in_every_flow(small_layer: dict[str, tupl
         assert {value.dtype.name for value in jax.tree.leaves(masters)} == {"float32"}
 
 
+@pytest.mark.long
 def test_layer_of_the_benchmark_in_fp8_computes_what_bf16_does(small_layer: dict[str, tuple]) -> None:
     """Relative to the whole of each output and gradient."""
     runs = (small_layer[name] for name in ("fp8, wgrad block", "jax bf16"))

@@ -174,6 +174,7 @@ def test_temporaries_of_a_deep_model_are_drawn_from_shallow_ones(remat: str) -> 
     assert drawn == pytest.approx(traced, rel=0.01)
 
 
+@pytest.mark.long
 def test_what_fits_is_the_largest_that_fits() -> None:
     sizes = dataclasses.replace(SIZES, num_layers=1)
     plan = MemoryPlan(small(), sizes, 0)
