@@ -130,8 +130,11 @@ def test_config_sections_reach_plan_and_numerics() -> None:
     plan = build_plan(policy("bf16").paths, section)
     assert (plan.preset, plan.wgrad_operand, plan.scale_format) == ("fp8_forward", "dual", "power_of_two")
     assert formats(plan)[LINEAR[0]] == FORMATS["bf16"][0] and formats(plan)[LINEAR[-1]] == FORMATS["fp8_forward"][0]
-    numerics = build_numerics(section, SimpleNamespace(engine_variant="cuda", exact=False, kernels="auto", attention="xla"))
+    fast = SimpleNamespace(engine_variant="cuda", exact=False, kernels="auto", attention="xla")
+    numerics = build_numerics(section, fast, "vllm")
     assert numerics == Numerics("bfloat16", "cuda", False, "triton", "dual", "power_of_two", attention="xla")
+    exact = SimpleNamespace(engine_variant="cuda", exact=True, kernels="auto", attention="auto")
+    assert [build_numerics(section, exact, engine).dense for engine in ("jax", "vllm")] == ["auto", "float64"]
     assert hash(numerics) == hash(dataclasses.replace(numerics)) and numerics.dtype == jnp.bfloat16
 
 
