@@ -22,7 +22,7 @@ PY_VERSION := $(shell $(ENV_PYTHON) -c 'import sys; print("%d%02d" % sys.version
 # Two sets of pinned versions: Python 3.11 with torch (the full tests), later Pythons with the newer JAX, without it.
 ifeq ($(PY_VERSION),311)
 CONSTRAINTS := $(CURDIR)/.ci/constraints-py311.txt
-TEST_EXTRAS ?= dev,hf,tasks,torch
+TEST_EXTRAS ?= dev,hf,tasks,torch,real
 else
 CONSTRAINTS := $(CURDIR)/.ci/constraints-py312.txt
 TEST_EXTRAS ?= dev,hf,tasks
@@ -148,6 +148,10 @@ tree:  ## Bring the file tree of README.md up to date
 .PHONY: types
 types: $(VENV)/.installed-test  ## mypy on the three packages
 	$(RUN_PYTHON) -m mypy
+
+.PHONY: real-model
+real-model: $(VENV)/.installed-test  ## Download and convert SmolLM2-135M-Instruct, for the tests and benchmarks on a real model (Python 3.11)
+	$(RUN_PYTHON) tests/benchmarks/real_model/make.py $(ARGS)
 
 .PHONY: bench-flows
 bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN

