@@ -229,15 +229,21 @@ def test_inexact_bf16_is_near_the_trainer_and_not_equal(part):
 
 
 def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_path: Path) -> None:
-    """576 is four and a half blocks of 128: a scale is written for the half block too."""
+    """576 is four and a half blocks of 128: a scale is written for the half block too.
+
+    vLLM's fused q, k, v cannot be cut into blocks here, so that all layers in FP8 are refused by name.
+    """
     from bridge.export import main
 
     out = tmp_path / "fp8"
-    assert main(["--run", str(DIRECTORY), "--out", str(out), "--format", "fp8", "--set", "precision.preset=fp8_unified"]) == 0
+    command = ["--run", str(DIRECTORY), "--out", str(out), "--format", "fp8", "--set", "precision.preset=fp8_unified"]
+    with pytest.raises(UserError, match=r"q_proj: got 576 rows.*precision\.overrides"):
+        main(command)
+    assert main([*command, "--set", "precision.overrides=" + json.dumps(MLP_IN_FP8["overrides"])]) == 0
     checkpoint = open_checkpoint(out)
     arrays = dict(checkpoint.arrays())
-    published = dict(named_params(published_weights(policy_of({"preset": "fp8_unified"}))))
-    assert sum(isinstance(value, ScaledArray) for value in published.values()) == 30 * 7
+    published = dict(named_params(published_weights(policy_of(MLP_IN_FP8))))
+    assert sum(isinstance(value, ScaledArray) for value in published.values()) == 30 * 3
     for path, value in published.items():
         if isinstance(value, ScaledArray):
             stored = checkpoint.quantized(path)
