@@ -59,6 +59,7 @@ def compilation_cache() -> Path:
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of pytest-xdist has it from the session's first process
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: threads of torch that wait for each other burn both
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
