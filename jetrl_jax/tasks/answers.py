@@ -12,6 +12,7 @@ verifier asks `answer_part` for what stands behind the thought.  A completion th
 from __future__ import annotations
 
 import re
+import reprlib
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from numbers import Integral
@@ -24,6 +25,9 @@ from jetrl_jax.errors import UserError
 OPENS, CLOSES = "<think>", "</think>"
 MAX_DIGITS = 4300  # of a number that is made into text
 
+_SHOWN = reprlib.Repr()  # values in messages: cut short, and safe where a value's own repr fails
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 60
+
 
 def answer_text(value: Any) -> str:
     """The text of an answer: a text as it is, a number by its shortest digits.
@@ -33,7 +37,7 @@ def answer_text(value: Any) -> str:
     """
     text = value if isinstance(value, str) else _number_text(value)
     if not text.strip():
-        raise UserError(f"got {_shown(text)}, expected a text that is not blank")
+        raise UserError(f"got {_SHOWN.repr(text)}, expected a text that is not blank")
     check_text(text)
     return str(text)
 
@@ -51,7 +55,7 @@ def check_text(text: str) -> None:
 def _number_text(value: Any) -> str:
     """Digits of a finite number; raises `UserError` for everything else."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral | float | np.floating | Decimal | Fraction):
-        raise UserError(f"got {type(value).__name__} {_shown(value)}, expected a text or a number")
+        raise UserError(f"got {type(value).__name__} {_SHOWN.repr(value)}, expected a text or a number")
     too_long = UserError(f"got a number of more than {MAX_DIGITS} digits, expected a shorter one, or a text")
     if isinstance(value, Integral) and abs(int(value)) >= 10**MAX_DIGITS:
         raise too_long
@@ -60,7 +64,7 @@ def _number_text(value: Any) -> str:
     except (InvalidOperation, ValueError):
         exact = Decimal("NaN")
     if not exact.is_finite():
-        raise UserError(f"got {type(value).__name__} {_shown(value)}, expected a finite number that digits can write")
+        raise UserError(f"got {type(value).__name__} {_SHOWN.repr(value)}, expected a finite number that digits can write")
     _, digits, exponent = exact.as_tuple()
     assert isinstance(exponent, int)
     if max(len(digits), abs(exponent)) > MAX_DIGITS:
@@ -81,14 +85,6 @@ def _shortest(value: Any) -> str | Decimal:
     if isinstance(value, np.floating) and not isinstance(value, float):
         return np.format_float_scientific(value, unique=True)
     return float.__repr__(value) if isinstance(value, float) else str(int(value))
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = "(no text)"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def with_opening(completion: str, opened: bool) -> str:

@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,7 @@ def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setenv("GSM8K_DIR", str(files / "gsm8k"))
     monkeypatch.setattr(jetrl_jax.grpo, "build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
     wandb: Any = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)  # libraries that are first imported here ask for it
     wandb.Settings = lambda **settings: None
 
     def init(project: str, **_: Any) -> Any:

@@ -26,6 +26,8 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision import Numerics
 from tests.parity.hf_reference import CASES, errors, float64_twin, hf_logits, ragged_batch, random_model, save, torch, true_float64
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LENGTHS = [24, 11, 1]
 ALLOWED_RATIO = 2.0
 

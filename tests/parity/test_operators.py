@@ -13,6 +13,8 @@ from jetrl_jax.models.operators import FINAL, Difference, compare
 from jetrl_jax.precision import jit, map_params
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TWO = dataclasses.replace(CONFIG, num_layers=2)
 UNTIED = dataclasses.replace(TWO, tie_word_embeddings=False)
 QWEN2 = dataclasses.replace(TWO, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)

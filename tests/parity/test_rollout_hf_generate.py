@@ -16,6 +16,8 @@ from jetrl_jax.rollout.engine import Request, SamplingParams
 from jetrl_jax.rollout.jax_engine import JaxEngine
 from tests.parity.hf_reference import random_model, save, torch
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MAX_TOKENS = 20
 LENGTHS = (1, 2, 5, 8, 9, 13, 16)
 

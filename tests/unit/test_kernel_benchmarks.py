@@ -19,6 +19,8 @@ from pallas_kernels.measure import Timing, copies_beyond_cache, markdown, steady
 from pallas_kernels.quantize import bench as quantize_bench
 from tests.benchmarks import kernel_layer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 needs_no_gpu = pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU, and the command would run")
 
 

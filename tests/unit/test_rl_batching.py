@@ -14,6 +14,8 @@ import pytest
 from jetrl_jax.rl import losses, metrics
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCABULARY = 7
 MAX_COMPLETION = 9
 

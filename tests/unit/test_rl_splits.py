@@ -17,6 +17,8 @@ from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack
 from jetrl_jax.rollout.engine import Trajectory
 from tests.oracles import rl_oracle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 COUNT, LONGEST = 13, 9
 SETTINGS = {

@@ -23,6 +23,8 @@ from jetrl_jax.rollout.jax_engine import JaxEngine
 from jetrl_jax.rollout.shapes import batch_sizes, cache_buckets, prompt_buckets
 from tests.small_model import small_model
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, STOP = 160, 1
 CONFIG = small_model(
     "llama",
