@@ -132,9 +132,10 @@ test-avx2: $(VENV)/.installed-test  ## What must hold to the bit, with every lib
 		$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS) $(ISA_TESTS)
 
 .PHONY: lint
-lint: $(VENV)/.installed-test  ## ruff: errors, imports, format
+lint: $(VENV)/.installed-test  ## ruff: errors, order of imports, format; import-linter: which module may import which (pyproject.toml)
 	$(RUN_PYTHON) -m ruff check .
 	$(RUN_PYTHON) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 
 .PHONY: format
 format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
