@@ -82,7 +82,7 @@ train: $(VENV)/.installed-train  ## Make .venv where missing, run the main job o
 	$(call say,"training: $(CONFIG) into $(RUN)")
 	$(RUN_PYTHON) -m jetrl_jax.train --config $(CONFIG) --set run.directory=$(RUN) $(ARGS)
 	$(call say,"report")
-	$(RUN_PYTHON) -m jetrl_jax.report $(RUN)
+	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
 test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each reason of a skip is printed
@@ -205,7 +205,7 @@ bench-kernels: $(BENCH_INSTALLED)  ## The Pallas kernels against rivals on a Hop
 
 .PHONY: plan-check
 plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time; XLA's bytes beside the planner's (half an hour)
-	for size in 8b 32b; do $(RUN_PYTHON) -m jetrl_jax.plan --config configs/qwen3_$${size}_8xh100.yaml \
+	for size in 8b 32b; do $(RUN_PYTHON) -m jetrl_jax plan --config configs/qwen3_$${size}_8xh100.yaml \
 		--model configs/models/qwen3_$$size --devices 8xH100 --check $(ARGS) || exit 1; done
 
 .PHONY: fuzz

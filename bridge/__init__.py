@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.hf_read import load_checkpoint, read_into
-    from bridge.hf_write import decoder_parameters, save_checkpoint
+    from bridge.hf.read import load_checkpoint, read_into
+    from bridge.hf.write import decoder_parameters, save_checkpoint
 
 __all__ = ["decoder_parameters", "load_checkpoint", "read_into", "save_checkpoint"]
 
 _MODULES = {
-    "decoder_parameters": "bridge.hf_write",
-    "load_checkpoint": "bridge.hf_read",
-    "read_into": "bridge.hf_read",
-    "save_checkpoint": "bridge.hf_write",
+    "decoder_parameters": "bridge.hf.write",
+    "load_checkpoint": "bridge.hf.read",
+    "read_into": "bridge.hf.read",
+    "save_checkpoint": "bridge.hf.write",
 }
 
 

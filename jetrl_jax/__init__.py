@@ -12,26 +12,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetrl_jax.config import RunConfig
-    from jetrl_jax.config_io import load_config
-    from jetrl_jax.grpo import GRPOTrainer
+    from jetrl_jax.config.load import load_config
+    from jetrl_jax.config.run_config import RunConfig
+    from jetrl_jax.models.config import ModelConfig
     from jetrl_jax.models.decoder import Decoder
-    from jetrl_jax.models.hf_config import ModelConfig
-    from jetrl_jax.policy import build_policy, load_policy
-    from jetrl_jax.precision import PrecisionPlan
+    from jetrl_jax.precision.plan import PrecisionPlan
+    from jetrl_jax.runs.grpo import GRPOTrainer
+    from jetrl_jax.runs.policy import build_policy, load_policy
 
 __version__ = "0.1.0"
 __all__ = ["Decoder", "GRPOTrainer", "ModelConfig", "PrecisionPlan", "RunConfig", "build_policy", "load_config", "load_policy"]
 
 _HOMES = {
     "Decoder": "jetrl_jax.models.decoder",
-    "GRPOTrainer": "jetrl_jax.grpo",
-    "ModelConfig": "jetrl_jax.models.hf_config",
-    "PrecisionPlan": "jetrl_jax.precision",
-    "RunConfig": "jetrl_jax.config",
-    "build_policy": "jetrl_jax.policy",
-    "load_config": "jetrl_jax.config_io",
-    "load_policy": "jetrl_jax.policy",
+    "GRPOTrainer": "jetrl_jax.runs.grpo",
+    "ModelConfig": "jetrl_jax.models.config",
+    "PrecisionPlan": "jetrl_jax.precision.plan",
+    "RunConfig": "jetrl_jax.config.run_config",
+    "build_policy": "jetrl_jax.runs.policy",
+    "load_config": "jetrl_jax.config.load",
+    "load_policy": "jetrl_jax.runs.policy",
 }
 
 

@@ -19,3 +19,8 @@ class ProcessLost(RunStopped):
     """Another process of the run was lost; exit status 4."""
 
     exit_code = 4
+
+
+def missing_extra(where: str, package: str, extra: str) -> UserError:
+    """The one error for a package of an extra that is not installed."""
+    return UserError(f"{where}: needs the package {package}, which is not installed. Install it with: pip install 'jetrl-jax[{extra}]'")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import signal
 
-from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import dump_config, override_config
+from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments, run_entry_point
+from jetrl_jax.config.load import dump_config, override_config
+from jetrl_jax.config.run_config import RunConfig
 
 PROFILED_STEPS = 3
 
@@ -33,19 +33,19 @@ def main(argv: list[str]) -> int:
         print(dump_config(config), end="")
         return 0
     if arguments.verify_resume is not None:
-        from jetrl_jax.verify_resume import verify_resume
+        from jetrl_jax.commands.verify_resume import verify_resume
 
         print("\n".join(verify_resume(config, arguments.verify_resume)))
         return 0
     if config.distributed.on:
-        from jetrl_jax.supervise import supervise
+        from jetrl_jax.commands.supervise import supervise
 
         return supervise(config.distributed, lambda: _train(config, arguments))
     return _train(config, arguments)
 
 
 def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from jetrl_jax.grpo import GRPOTrainer  # JAX starts here, after the config is known to be good
+    from jetrl_jax.runs.grpo import GRPOTrainer  # JAX starts here, after the config is known to be good
 
     trainer = GRPOTrainer(config, resume=arguments.resume)
     if arguments.dry_run:

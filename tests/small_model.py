@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.config import ModelConfig
 
 SMALL = ModelConfig(
     architecture="qwen3",

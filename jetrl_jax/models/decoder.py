@@ -7,7 +7,7 @@
 
 Parameters are FP32 masters under Hugging Face's names (without `model.`) in Hugging Face's layout [out, in],
 which is also the K-major layout that FP8 tensor cores want.  A parameter's value may be an array (BF16 or
-FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.fp8_linear`.
+FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.linear`.
 The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
 What several FP8 layers read is quantised once, with the norm or SiLU before it where a kernel does both
 (`jetrl_jax.models.fp8_producers`).
@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models import fp8_producers, ops, tensor_parallel, vocabulary
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense
-from jetrl_jax.models.fp8_linear import InputCodes, linear
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.linear import InputCodes, linear
 from jetrl_jax.models.sharded import held, whole
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each; in a cache head-major, [B, K, S, H]
 INIT_STDDEV = 0.02

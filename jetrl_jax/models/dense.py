@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.models.ops import along_last, round_parameter, round_to
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.dense import dense_matmul
 from pallas_kernels.implementations import Choice, resolve
 

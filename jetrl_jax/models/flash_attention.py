@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.implementations import Choice
 
 PLANNED = "planned"  # the operands and results of cudnn, to be counted by `jetrl_jax.planning` and never run

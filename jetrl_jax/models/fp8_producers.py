@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.models import ops
-from jetrl_jax.models.fp8_linear import InputCodes, Weight, is_fp8, quantize_input, quantizer_implementation, wgrad_block
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.precision import Numerics
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.linear import InputCodes, Weight, is_fp8, quantize_input, quantizer_implementation, wgrad_block
+from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels import rms_norm_quantize, silu_multiply_quantize
 from pallas_kernels.implementations import Choice
 from pallas_kernels.quantize.api import kernel_problem

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.models.flash_attention import PLANNED, attention_implementation, flash_attention, flash_cached_attention
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import round_to, shape_independent
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 
 
 def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:

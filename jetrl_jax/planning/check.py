@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import override_config
+from jetrl_jax.config.load import override_config
+from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.memory import largest_master, shallow_runs, temporaries
-from jetrl_jax.precision import named_params
+from jetrl_jax.precision.parameters import named_params
 
 PROGRAMS = ("logprobs", "gradient", "check", "step")
 

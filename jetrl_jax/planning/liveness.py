@@ -15,7 +15,7 @@ A value lives from the operation that makes it to the last that reads it, throug
 takes the place of an operand that is read for the last time.  Not so values of more than three axes (scores of attention),
 since a dot wants their axes in an order of its own: such a value that only dots read is written once for each of them.
 XLA's own order, its choices of fusion and its joining of small collectives are not modelled beyond this;
-`python -m jetrl_jax.plan --check-target` prints the difference (docs/scaling.md has it).
+`python -m jetrl_jax plan --check-target` prints the difference (docs/scaling.md has it).
 """
 
 from __future__ import annotations

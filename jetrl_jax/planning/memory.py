@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jetrl_jax.config import RolloutSection, RunConfig
-from jetrl_jax.config_io import override_config
-from jetrl_jax.gpu_memory import shares_gpu, sleeps
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.config.load import override_config
+from jetrl_jax.config.rollout import RolloutSection
+from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices.gpu_memory import sleeps
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import Value, peak

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import collectives
-from jetrl_jax.precision import named_params
+from jetrl_jax.precision.parameters import named_params
 
 MEASURED, SHEET = "kernel measured on an H100", "data sheet"
 RATES = {

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl_jax.config_algorithm import Aggregation, AlgorithmSection, CorrectionSection
+from jetrl_jax.config.learning import Aggregation, AlgorithmSection, CorrectionSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages, losses
 from jetrl_jax.rl.batching import TrainBatch

@@ -32,7 +32,7 @@ PADDING_TOKEN = 0  # any valid id: padding has segment 0 and is seen by nobody
 
 
 class TrajectoryLike(Protocol):
-    """What batching reads of a trajectory (`jetrl_jax.rollout.engine.Trajectory` has it)."""
+    """What batching reads of a trajectory (`jetrl_jax.rollout.types.Trajectory` has it)."""
 
     @property
     def prompt_ids(self) -> Any:

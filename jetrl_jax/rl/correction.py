@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jetrl_jax.config_algorithm import CorrectionSection
+from jetrl_jax.config.learning import CorrectionSection
 from jetrl_jax.rl.losses import LOG_RATIO_LIMIT
 
 Arrays = list[NDArray[np.float64]]

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jetrl_jax.config_algorithm import Aggregation
+from jetrl_jax.config.learning import Aggregation
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

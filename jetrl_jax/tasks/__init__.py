@@ -1,1 +1,1 @@
-"""Tasks, verifiers, rewards and tokenizers: everything between text and numbers, on the host, free of jax."""
+"""Tasks and their verifiers, on the host, free of jax."""

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jetrl_jax.config import TaskSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.task import Example, LazyExamples, check_options, format_prompt, option_int
+from jetrl_jax.tasks.base import Example, LazyExamples, check_options, format_prompt, option_int
 
 _TRAIN_SIZE, _EVAL_SIZE, _LARGEST = 131072, 512, 1 << 31
 _TRIES = 10_000  # draws after which a training problem outside the held-out share is given up

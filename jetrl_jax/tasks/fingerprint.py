@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.tasks.task import Example, LazyExamples, Task
+from jetrl_jax.tasks.base import Example, LazyExamples, Task
 
 SPREAD = 64  # examples looked at in a split that is made on access
 WHOLE = 100_000  # the longest sequence of a class that is not known to be a list, up to which every example is looked at

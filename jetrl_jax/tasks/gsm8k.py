@@ -15,13 +15,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jetrl_jax.config import TaskSection
-from jetrl_jax.config_types import user_path
+from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import records
-from jetrl_jax.tasks.answers import check_text
-from jetrl_jax.tasks.numbers_in_text import hash_line, whole_number
-from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, raise_broken
+from jetrl_jax.tasks.base import Example, check_options, format_prompt, raise_broken
+from jetrl_jax.tasks.records import ListTask
+from jetrl_jax.text.answers import check_text
+from jetrl_jax.text.numbers_in_text import hash_line, whole_number
 
 _EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
 

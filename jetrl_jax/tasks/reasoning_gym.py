@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_jax.config import TaskSection
-from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.answers import answer_part
-from jetrl_jax.tasks.task import Example, LazyExamples, format_prompt, missing_extra, option_int
+from jetrl_jax.config.task import TaskSection
+from jetrl_jax.errors import UserError, missing_extra
+from jetrl_jax.tasks.base import Example, LazyExamples, format_prompt, option_int
+from jetrl_jax.text.answers import answer_part
 
 _TRAIN_SIZE, _EVAL_SIZE, _LARGEST = 10_000, 512, 1 << 24
 _EVAL_SEED = 1 << 30

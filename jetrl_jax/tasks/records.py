@@ -1,7 +1,7 @@
 """Tasks from records: JSONL and Parquet files, Hugging Face datasets and rows made by a user's function.
 
 A record needs a prompt (text, not empty) and an answer (a text or a finite number, which becomes text by
-`jetrl_jax.tasks.answers`) that the task's verifier can compare with.  The field named by ``options.solution_field``
+`jetrl_jax.text.answers`) that the task's verifier can compare with.  The field named by ``options.solution_field``
 (``solution`` where present) is the worked solution; all other fields are the example's metadata.  Every broken record of a
 source is found before anything is raised: one error lists the first ten as ``file:line`` and counts the rest.
 
@@ -21,19 +21,45 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from jetrl_jax.config import TaskSection
-from jetrl_jax.config_types import user_path
-from jetrl_jax.errors import UserError
+from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError, missing_extra
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.answers import answer_text, check_text
-from jetrl_jax.tasks.task import Example, ListTask, check_options, format_prompt, missing_extra, raise_broken
+from jetrl_jax.tasks.base import Example, check_options, format_prompt, raise_broken
+from jetrl_jax.text.answers import answer_text, check_text
+
+
+@dataclass(frozen=True)
+class ListTask:
+    """A task whose examples are at hand, scored by a named verifier of `jetrl_jax.tasks.verify`."""
+
+    name: str
+    train: Sequence[Example]
+    eval: Sequence[Example]
+    verifier_name: str = "exact_match"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def separate_process(self) -> bool:
+        """Whether the verifier needs a worker process."""
+        return self.verifier_name in verify.NEEDS_PROCESS
+
+    def verifier(self) -> Callable[[str, Example], float | None]:
+        """The verifier alone, picklable."""
+        return verify.VERIFIERS[self.verifier_name]
+
+    def verify(self, completion: str, example: Example) -> float | None:
+        """Score by the named verifier; None where the answer cannot be judged."""
+        return self.verifier()(completion, example)
+
 
 ROW_OPTIONS = ("solution_field", "verifier")  # of every task that is made of records
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

@@ -7,9 +7,9 @@ r"""Verifiers: does a completion hold the answer?
     math_verify   the library's symbolic comparison (extra ``tasks``)
 
 Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  What stands inside
-``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.tasks.answers`).
+``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.text.answers`).
 
-Numbers are read as a whole or not at all (`jetrl_jax.tasks.numbers_in_text`) and compared exactly, as decimals:
+Numbers are read as a whole or not at all (`jetrl_jax.text.numbers_in_text`) and compared exactly, as decimals:
 ``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression (``3+4``, ``1/2``, ``2^{10}``,
 ``1e3``) is no number.  Where several ``####`` are followed by a number, the last decides: a policy gains nothing by
 writing several, and one that corrects itself is believed.  A heading such as ``#### Note`` is passed over.
@@ -29,13 +29,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.answers import answer_part, answer_text
-from jetrl_jax.tasks.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, whole_number
-from jetrl_jax.tasks.numbers_in_text import read_number as read_number
-from jetrl_jax.tasks.reward_process import RewardProcess
+from jetrl_jax.text.answers import answer_part, answer_text
+from jetrl_jax.text.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, whole_number
+from jetrl_jax.text.numbers_in_text import read_number as read_number
+from jetrl_jax.workers.process import RewardProcess
 
 if TYPE_CHECKING:
-    from jetrl_jax.tasks.task import Example
+    from jetrl_jax.tasks.base import Example
 
 
 def exact_match(completion: str, example: Example) -> float:
@@ -115,7 +115,7 @@ class MathVerify:
         try:
             return importlib.import_module("math_verify")
         except ImportError as error:
-            from jetrl_jax.tasks.task import missing_extra
+            from jetrl_jax.errors import missing_extra
 
             raise missing_extra("math_verify", "math-verify", "tasks") from error
 

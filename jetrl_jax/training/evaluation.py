@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.config import RewardSection
+from jetrl_jax.collect.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams
-from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.tasks.task import Task
-from jetrl_jax.tasks.tokenizer import Tokenizer
-from jetrl_jax.training.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
-from jetrl_jax.training.scoring import score
+from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.rewards.scoring import score
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.tasks.base import Task
+from jetrl_jax.text.tokenizer import Tokenizer
 
 SOLVED = 1.0  # a completion solves its prompt when the verifier's score is at least this
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.config import LossScaleSection
+from jetrl_jax.config.precision import LossScaleSection
 
 GROWTH, BACKOFF = 2.0, 0.5
 SMALLEST, LARGEST = 1.0, 2.0**24  # a gradient that overflows unscaled is a fault of the run, not of the scale

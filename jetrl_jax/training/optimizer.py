@@ -6,7 +6,7 @@ import jax
 import optax
 from flax import nnx
 
-from jetrl_jax.config import OptimizerSection
+from jetrl_jax.config.learning import OptimizerSection
 
 
 def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax.Schedule:

@@ -1,279 +1,254 @@
-"""The compiled programs of a training step, and the state that they carry from policy version to version.
+"""The RL loop: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
 
-    gradient   published codes + masters + one microbatch  ->  loss share, gradient, statistics, logprobs
-    update     gradient  ->  AdamW on the FP32 masters, then the new version's codes, quantised once
+One step of policy version v samples with the published weights of v, scores, packs, takes one or more
+optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived from
+(seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a resumed run
+equals an uninterrupted one.
 
-A step whose gradient, new masters or new scales are not finite leaves the state as it was and says which
-tensor it was; the selection happens inside the program, so buffers can be donated.
+A step in which no completion is better than another of its group (all rewards of each group are equal) teaches nothing: it is
+counted, a warning tells of it after ten in a row, and `run.max_steps_without_signal` in a row end the run.
+
+Where a step is not finite (rollout logprob, loss, gradient, master or scale), nothing changes: the tensor is
+named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as many in
+which no completion was left to train on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.sharded import ROW_AXES
-from jetrl_jax.precision import PrecisionPlan, named_params
-from jetrl_jax.processes import fetch, jit, place
-from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
-from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rl.logprobs import completion_logprobs
-from jetrl_jax.rl.losses import Denominators
-from jetrl_jax.sharding import ROWS, WHOLE, Layout, placed
-from jetrl_jax.training.loss_scale import SMALLEST, LossScale
-from pallas_kernels import ScaledArray, nonfinite_blocks
+from jetrl_jax.collect.collector import Collector, RolloutBatch, StepClock, nonfinite_part, rollout_metrics
+from jetrl_jax.collect.prompts import PromptStream
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices.processes import fetch
+from jetrl_jax.errors import RunStopped
+from jetrl_jax.record.console import Console
+from jetrl_jax.record.run_directory import RunDirectory
+from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.rl import batching, correction
+from jetrl_jax.rl import metrics as rl_metrics
+from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.text.tokenizer import Tokenizer
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
-Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters, FP16's loss scale."""
-
-    params: nnx.State
-    opt_state: optax.OptState
-    published: nnx.State
-    loss_scale: LossScale | None = None
+WARN_WITHOUT_SIGNAL = 10  # steps in a row
 
 
 @dataclass(frozen=True)
-class UpdateReport:
-    """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed).
+class _Scores:
+    """What was computed of a batch before the loss: per trajectory, or None; and (microbatch, old logprobs) for the metrics."""
 
-    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it must be.
-    """
-
-    grad_norm: float
-    nonfinite: tuple[str, ...]
-    overflow: bool = False
+    old: list[np.ndarray] | None
+    reference: list[np.ndarray] | None
+    pairs: list[tuple[batching.TrainBatch, np.ndarray]]
 
 
-class PolicyPrograms:
-    """The programs of one model, plan and optimiser; each compiles once per batch shape.
+class Trainer:
+    """Runs steps; knows nothing of files but the run directory it may write bad batches to.
 
     Args:
-      model: gives structure and numerics; its parameters are not kept.
-      plan: precision table.
-      optimizer: optax transformation over the masters.
-      temperature: the rollout's sampling temperature.
-      chunk_tokens: tokens whose logits exist at once.
-      loss_scale: that of the first update; None trains without.
-      layout: the mesh that state and batches are split over; None is one device.
-
-    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and keeps its shards
-    of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits of one device.  Gradients are
-    those of one device on microbatches of a device's rows, but for the order of FP32 sums over devices.
+      config: the run's config; algorithm: its algorithm with every null resolved.
+      programs: compiled programs; state: the policy to start from; reference: frozen weights of the KL term, or None.
+      engine, rewards, tokenizer, prompts: the parts of a step.
+      run: where bad batches go, or None; console: where phases and warnings are shown.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        plan: PrecisionPlan,
-        optimizer: optax.GradientTransformation,
-        *,
-        temperature: float,
-        chunk_tokens: int,
-        loss_scale: LossScale | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        self.graphdef, params = nnx.split(model)
-        self.paths = [path for path, _ in named_params(params)]
-        self.plan, self.optimizer = plan, optimizer
-        self.temperature, self.chunk_tokens, self.loss_scale, self.layout = temperature, chunk_tokens, loss_scale, layout
-        weights = None if layout is None else layout.specs(params)
-        self._publish_shards = self._mapped(plan.publish, (weights,), weights)
-        self._publish = jit(self._publish_shards)
-        self._freeze = jit(self._mapped(plan.frozen_weights, (weights, weights), weights))
-        self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
-        self._update = jit(self._update_program, donate_argnums=0)
-        self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
-        inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
-
-        def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
-            return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(*arrays)
-
-        self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
-        self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
-
-    def init(self, params: nnx.State) -> TrainState:
-        """The first state of a policy with these FP32 masters."""
-        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
-        shardings, scale = None, self.loss_scale
-        if self.layout is not None:
-            params = place(params, self.layout.shardings(params))
-            scale = place(scale, self.layout.replicated)
-            shardings = self.layout.optimizer_shardings(self.optimizer, params)
-        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale)
-
-    def abstract(self, params: nnx.State) -> TrainState:
-        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array; to compile ahead of time."""
-        state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params)
-        layout = self.layout
-        if layout is None:
-            return state
-        weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
-        shardings = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
-        return placed(shardings, state)
-
-    def abstract_frozen(self, state: TrainState) -> nnx.State:
-        """As `frozen` of an abstract state."""
-        weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
-        shardings = None if self.layout is None else self.layout.shardings(state.params)
-        return weights if shardings is None else placed(shardings, weights)
-
-    def trace_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
-        """`policy_gradient` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
-        return self._policy_gradient.trace(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
-
-    def trace_logprobs(self, weights: nnx.State, batch: TrainBatch) -> Any:
-        """`logprobs` traced; the arguments may be abstract."""
-        return self._logprobs.trace(weights, batch.token_ids, batch.positions, batch.segment_ids)
-
-    def trace_update(self, state: TrainState) -> tuple[Any, Any]:
-        """`update`'s two programs, the check and the step, traced; the state may be abstract."""
-        finite = jax.eval_shape(self._check_program, state, state.params)[1]
-        return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
-
-    def lower_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
-        """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
-        return self.trace_gradient(state, batch, denominators, algorithm).lower()
-
-    def lower_update(self, state: TrainState) -> tuple[Any, Any]:
-        """`update`'s two programs, the check and the step, lowered, not compiled; the state may be abstract."""
-        check, step = self.trace_update(state)
-        return check.lower(), step.lower()
-
-    def frozen(self, state: TrainState) -> nnx.State:
-        """The state's policy as weights of a forward without gradient (a reference policy)."""
-        return self._freeze(state.params, state.published)
-
-    def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-probabilities float32 [R, T] of a microbatch under frozen weights, aligned with targets."""
-        return fetch(self._logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids))
-
-    def policy_gradient(
-        self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
-    ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
-        """One microbatch's share: (gradient, statistics with "loss", logprobs [R, T]); shares add up."""
-        return self._policy_gradient(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
-
-    def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> tuple[nnx.State, jax.Array]:
-        """Gradient and share of the mean cross-entropy over `tokens` loss tokens."""
-        return self._supervised_gradient(state.params, state.published, _factor(state), batch, jnp.float32(tokens))
-
-    def add(self, total: nnx.State | None, grads: nnx.State) -> nnx.State:
-        """total + grads in FP32; None is zero."""
-        return grads if total is None else self._add(total, grads)
-
-    def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
-        """The next state (the arguments' buffers are consumed), unchanged where something is not finite."""
-        scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
-        norm, finite = self._check(state, grads)
-        state = self._update(state, grads, finite)
-        flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
-        bad = [f"{kind} {path}" for kind, flag in flags.items() for path, ok in zip(self.paths, flag, strict=True) if not ok]
-        return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
-
-    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` as each device of the mesh runs it on its part of the arguments."""
-        return function if self.layout is None else self.layout.map(function, in_specs, out_specs)
-
-    def _model(self, weights: nnx.State) -> Decoder:
-        return nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
-
-    def _sum(self, tree: Any) -> Any:
-        """The sum over the devices' shares."""
-        return tree if self.layout is None else jax.lax.psum(tree, ROW_AXES)
-
-    def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return completion_logprobs(self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
-
-    def _logprobs_program(self, weights: nnx.State, *arrays: jax.Array) -> jax.Array:
-        return self._completion_logprobs(weights, *arrays)[0]
-
-    def _policy_gradient_program(
-        self,
+        config: RunConfig,
         algorithm: ResolvedAlgorithm,
-        params: nnx.State,
-        published: nnx.State,
-        factor: Any,
-        batch: TrainBatch,
-        denominators: Denominators,
-    ) -> Any:
-        def loss(params: nnx.State) -> Any:
-            weights = self.plan.training_weights(params, published)
-            logprobs, entropy = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
-            value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
-            return _scaled(value, factor), (stats | {"loss": value}, logprobs)
+        programs: PolicyPrograms,
+        state: TrainState,
+        reference: nnx.State | None,
+        engine: RolloutEngine,
+        rewards: RewardFunctions,
+        tokenizer: Tokenizer,
+        prompts: PromptStream,
+        run: RunDirectory | None,
+        console: Console,
+    ) -> None:
+        self.config, self.algorithm, self.programs, self.state = config, algorithm, programs, state
+        self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
+        self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
+        self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = self.without_signal = 0
+        engine.load_weights(state.published, self.policy_version)
 
-        (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, self._sum(stats), logprobs
+    def step(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
+        """One step of the loop; returns its metrics and what was sampled.
 
-    def _supervised_gradient_program(
-        self, params: nnx.State, published: nnx.State, factor: Any, batch: TrainBatch, tokens: jax.Array
-    ) -> Any:
-        def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            weights = self.plan.training_weights(params, published)
-            logprobs, _ = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
-            value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
-            return _scaled(value, factor), value
-
-        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, self._sum(value)
-
-    def _step(self, state: TrainState, grads: nnx.State) -> tuple[nnx.State, TrainState, jax.Array]:
-        """(the gradient without loss scale, the state after it, the gradient's norm)."""
-        if (factor := _factor(state)) is not None:
-            grads = jax.tree.map(lambda value: value / factor, grads)
-        norm = optax.tree.norm(grads)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
-
-    def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The gradient's norm, and for each parameter whether gradient, next master and next scales are finite.
-
-        A program of its own: one that also chose between the states would hold both of them whole.
+        Raises:
+          RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps were without a signal.
         """
-        grads, new, norm = self._step(state, grads)
-        squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
-        return norm, {"gradient": _finite(squares), "parameter": _finite(new.params), "scale": _finite(new.published)}
+        clock, start = StepClock(), time.perf_counter()
+        version, skipped_prompts = self.policy_version, self.prompts.skipped
+        batch = self.collector.collect(step, clock)
+        with clock.phase("publish"):
+            self.engine.sleep()
+        problem = nonfinite_part(batch)
+        row = rollout_metrics(batch)
+        if problem:
+            self._skip(step, problem, batch, [])
+            row["count/skipped_updates"] = 1
+        else:
+            row |= self._learn(step, batch, clock)
+        with clock.phase("publish"):
+            self.engine.load_weights(self.state.published, self.policy_version)
+        row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+        row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
+        row["count/skipped_prompts"] = self.prompts.skipped - skipped_prompts
+        row["rate/rollout_tokens_per_s"] = row["count/rollout_tokens"] / max(clock.seconds["rollout"], 1e-9)
+        if "count/train_tokens" in row:
+            row["rate/train_tokens_per_s"] = row["count/train_tokens"] / max(clock.seconds["train"], 1e-9)
+        if self.skipped_in_a_row >= self.config.run.max_skipped_steps:
+            last = problem or "see the warnings"
+            raise RunStopped(
+                f"step {step}: {self.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
+                f"(run.max_skipped_steps); the last: {last}"
+            )
+        row["count/steps_without_signal"] = self.without_signal
+        self._tell_of_no_signal(step)
+        return row, batch
 
-    def _update_program(self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]) -> TrainState:
-        """The next state, or, where something in it is not finite, the same."""
-        ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
-        new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
-        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
+    def _tell_of_no_signal(self, step: int) -> None:
+        """Warns after ten steps in a row without a signal, again whenever these have doubled; ends the run at its limit."""
+        count, most = self.without_signal, self.config.run.max_steps_without_signal
+        text = f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing is learned from them"
+        hint = "Do the rewards see what the policy writes (samples.jsonl)?"
+        if most and count >= most:
+            raise RunStopped(f"{text} (run.max_steps_without_signal). {hint}")
+        if count and count % WARN_WITHOUT_SIGNAL == 0 and (count // WARN_WITHOUT_SIGNAL).bit_count() == 1:
+            self.console.warn(f"{text}. {hint} run.max_steps_without_signal ends such a run.")
+
+    # Learning
+
+    def _learn(self, step: int, batch: RolloutBatch, clock: StepClock) -> dict[str, float]:
+        """Optimiser steps on one batch; returns their metrics."""
+        group = self.config.rollout.group_size
+        lengths = np.array([len(t.completion_ids) for t in batch.trajectories])
+        rewards = self.algorithm.shape_rewards(batch.rewards.total, lengths).reshape(-1, group)
+        counted, trained = batching.sample_masks(
+            batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
+        )
+        advantages = self.algorithm.advantage(rewards, counted.reshape(-1, group)).reshape(-1)
+        if trained.any():
+            self.without_signal = 0 if advantages[trained].any() else self.without_signal + 1
+        shape = (self.config.row_tokens, self.config.microbatch_tokens)
+        scores = self._score(batch, advantages, trained, shape, clock)
+        arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}
+        row: dict[str, float] = {}
+        if self.algorithm.recompute and scores.old is not None:
+            corrected = correction.correct(self.config.correction, scores.old, [t.rollout_logprobs for t in batch.trajectories], trained)
+            arrays |= {"correction": corrected.weights, "keep": corrected.keep}
+            row |= corrected.metrics
+        if self.algorithm.bypass:
+            arrays["old_logprobs"] = [t.rollout_logprobs for t in batch.trajectories]
+        sums: dict[str, float] = {}
+        losses: list[float] = []
+        norms: list[float | None] = []
+        tokens = places = 0
+        pairs = scores.pairs
+        for epoch in range(self.algorithm.epochs):
+            seed = (self.config.seed, step, epoch)
+            for indices in batching.split_minibatches(len(batch.prompts), group, self.algorithm.minibatches, seed=seed):
+                micro = batching.pack(batch.trajectories, advantages, trained, *shape, indices=indices, **arrays)
+                with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
+                    loss, norm, logprobs = self._optimise(step, micro, batch, sums, progress)
+                if scores.old is None and not norms:  # the first update's forward is that of the behaviour version
+                    pairs = list(zip(micro, logprobs, strict=True))
+                losses.append(loss)
+                norms.append(norm)
+                tokens += int(sum(np.count_nonzero(b.segment_ids) for b in micro))
+                places += int(sum(np.size(b.segment_ids) for b in micro))
+        finite = [norm for norm in norms if norm is not None]
+        if finite:
+            self.policy_version += 1
+        row |= rl_metrics.loss_metrics(sums) | _mismatch(pairs)
+        row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
+        if self.state.loss_scale is not None:
+            row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.overflows}
+        row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
+        row |= {"advantage/abs_mean": float(np.abs(advantages[trained]).mean()) if trained.any() else 0.0}
+        row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places, "count/masked_samples": int((~trained).sum())}
+        return row
+
+    def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> _Scores:
+        """Log-probabilities of the batch under the trainer's policy and the reference, where the loss needs them."""
+        needs_old, reference = self.algorithm.needs_old, self.reference
+        if not needs_old and reference is None:
+            return _Scores(None, None, [])
+        micro = batching.pack(batch.trajectories, advantages, trained, *shape)
+
+        def score(weights: nnx.State) -> list[np.ndarray]:
+            return [self.programs.logprobs(weights, b) for b in micro]
+
+        def unpacked(values: list[np.ndarray]) -> list[np.ndarray]:
+            return batching.unpack(micro, values, len(batch.trajectories))
+
+        with self.console.phase("logprob", len(micro), "microbatches"), clock.phase("logprob"):
+            old = score(self.programs.frozen(self.state)) if needs_old else None
+            pairs = [] if old is None else list(zip(micro, old, strict=True))
+            return _Scores(old and unpacked(old), None if reference is None else unpacked(score(reference)), pairs)
+
+    def _optimise(
+        self, step: int, micro: list[batching.TrainBatch], batch: RolloutBatch, sums: dict[str, float], progress: Any
+    ) -> tuple[float, float | None, list[np.ndarray]]:
+        """One optimiser step: (loss, gradient norm or None where it was skipped, logprobs of each microbatch)."""
+        denominators = batching.count_denominators(micro, self.config.rollout.max_completion_tokens)
+        grads, loss, logprobs = None, 0.0, []
+        for part in micro:
+            share, stats, values = self.programs.policy_gradient(self.state, part, denominators, self.algorithm)
+            grads = self.programs.add(grads, share)
+            host_stats, host_values = fetch((stats, values))
+            loss += float(host_stats.pop("loss"))
+            for name, value in host_stats.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            logprobs.append(host_values)
+            progress.advance(1)
+        if grads is None or denominators.tokens == 0:
+            self.skipped_in_a_row += 1
+            self.console.warn(f"step {step}: no completion is trained (none has a reward, or all are masked or rejected); no update")
+            return 0.0, None, logprobs
+        if not np.isfinite(loss):
+            self._skip(step, "loss", batch, micro)
+            return loss, None, logprobs
+        self.state, report = self.programs.update(self.state, grads)
+        if report.overflow:
+            self.overflows += 1
+            return loss, None, logprobs
+        if report.nonfinite:
+            self._skip(step, ", ".join(report.nonfinite[:3]), batch, micro)
+            return loss, None, logprobs
+        self.updates += 1
+        self.skipped_in_a_row = 0
+        return loss, report.grad_norm, logprobs
+
+    def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[batching.TrainBatch]) -> None:
+        """Names the tensor, saves the batch, counts the step."""
+        self.skipped_in_a_row += 1
+        where = None
+        if self.run is not None:
+            arrays: dict[str, Any] = {"rewards": batch.rewards.total}
+            arrays |= {f"reward_{name}": values for name, values in batch.rewards.parts.items()}
+            for index, part in enumerate(micro):
+                fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+                arrays |= {f"{name}_{index}": value for name, value in fields.items() if value is not None}
+            if not micro:
+                arrays |= {f"completion_ids_{i}": t.completion_ids for i, t in enumerate(batch.trajectories)}
+                arrays |= {f"rollout_logprobs_{i}": t.rollout_logprobs for i, t in enumerate(batch.trajectories)}
+            where = self.run.save_bad_batch(step, tensor, arrays)
+        self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
 
 
-def _factor(state: TrainState) -> Any:
-    """FP16's loss scale, None without."""
-    return None if state.loss_scale is None else state.loss_scale.factor
-
-
-def _scaled(loss: jax.Array, factor: Any) -> jax.Array:
-    """What is differentiated: the loss times FP16's loss scale."""
-    return loss if factor is None else loss * factor
-
-
-def _finite(state: nnx.State) -> jax.Array:
-    """bool [number of parameters], in the state's order."""
-
-    def one(value: Any) -> jax.Array:
-        return nonfinite_blocks(value) == 0 if isinstance(value, ScaledArray) else jnp.all(jnp.isfinite(value))
-
-    return jnp.stack([one(value) for _, value in named_params(state)])
+def _mismatch(pairs: list[tuple[batching.TrainBatch, np.ndarray]]) -> dict[str, float]:
+    """Mismatch metrics of (microbatch, trainer's logprobs at the behaviour version) pairs."""
+    columns = [(np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index) for b, logprobs in pairs if np.any(b.loss_mask)]
+    if not columns:
+        return {}
+    return rl_metrics.mismatch_metrics(*(np.concatenate(column) for column in zip(*columns, strict=True)))

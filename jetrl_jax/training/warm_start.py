@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import optax
 
-from jetrl_jax.config import WarmStartSection
+from jetrl_jax.collect.prompts import SEED_WARM_START
+from jetrl_jax.config.learning import WarmStartSection
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.tasks.task import Task
-from jetrl_jax.tasks.tokenizer import Tokenizer
-from jetrl_jax.training.prompts import SEED_WARM_START
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.tasks.base import Task
+from jetrl_jax.text.tokenizer import Tokenizer
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
 WEIGHT_DECAY = 0.1
 GRAD_CLIP = 1.0

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax import grpo, train
-from jetrl_jax.cli import run_entry_point
-from jetrl_jax.precision import map_params
+from jetrl_jax import train
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.precision.parameters import map_params
+from jetrl_jax.runs import grpo
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import E4M3, E4M3_MAX
 

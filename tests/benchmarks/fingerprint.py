@@ -35,19 +35,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # Where the product is imported from: all that a move of its files has to change here.
 HOMES = {
     "AbstractRun": "jetrl_jax.planning.abstract_run",
-    "Controls": "jetrl_jax.rollout.sampling",
-    "ModelConfig": "jetrl_jax.models.hf_config",
-    "build_programs": "jetrl_jax.training.build_programs",
+    "Controls": "jetrl_jax.rollout.embedded.sampling",
+    "ModelConfig": "jetrl_jax.models.config",
+    "build_programs": "jetrl_jax.training.programs",
     "build_warm_start_optimizer": "jetrl_jax.training.warm_start",
-    "dump_config": "jetrl_jax.config_io",
-    "load_config": "jetrl_jax.config_io",
-    "load_policy": "jetrl_jax.policy",
-    "override_config": "jetrl_jax.config_io",
-    "published_weights": "jetrl_jax.policy",
-    "reference": "jetrl_jax.config_io",
-    "named_params": "jetrl_jax.precision",
-    "read_metrics": "jetrl_jax.training.metrics",
-    "without_clocks": "jetrl_jax.training.metrics",
+    "dump_config": "jetrl_jax.config.load",
+    "load_config": "jetrl_jax.config.load",
+    "load_policy": "jetrl_jax.runs.policy",
+    "override_config": "jetrl_jax.config.load",
+    "published_weights": "jetrl_jax.runs.policy",
+    "reference": "jetrl_jax.commands.config",
+    "named_params": "jetrl_jax.precision.parameters",
+    "read_metrics": "jetrl_jax.record.metrics",
+    "without_clocks": "jetrl_jax.record.metrics",
 }
 PRESETS = ("fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
 ARCHITECTURES = ("qwen3", "qwen2", "llama")

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jetrl_jax.config_io import load_config, override_config
-from jetrl_jax.mismatch import held_out_completions
+from jetrl_jax.commands.mismatch import held_out_completions
+from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder, empty_cache
-from jetrl_jax.policy import Policy, build_policy, load_policy, published_weights
-from jetrl_jax.precision import jit
+from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.metrics import mismatch_metrics
-from jetrl_jax.rollout.engine import Trajectory
+from jetrl_jax.rollout.types import Trajectory
+from jetrl_jax.runs.policy import Policy, build_policy, load_policy, published_weights
 from jetrl_jax.training.optimizer import build_optimizer
-from jetrl_jax.training.step import PolicyPrograms
+from jetrl_jax.training.programs import PolicyPrograms
 
 PRESETS = ("bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
 SHOWN = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/k3")

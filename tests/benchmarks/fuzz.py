@@ -24,12 +24,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from bridge.hf_read import load_checkpoint
-from bridge.safetensors_file import read_header
-from jetrl_jax.config import TaskSection
-from jetrl_jax.config_io import load_config
+from bridge.hf.read import load_checkpoint
+from bridge.hf.safetensors_file import read_header
+from jetrl_jax.config.load import load_config
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.task import build_task
+from jetrl_jax.tasks.registry import build_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 2.0  # of CPU time

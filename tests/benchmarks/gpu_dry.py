@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jetrl_jax.cli import run_entry_point
+from jetrl_jax.commands.entry import run_entry_point
 from jetrl_jax.errors import UserError
 from tests.benchmarks.gpu_stages import THEN
 
@@ -94,8 +94,8 @@ def rivals(path: Path, what: str, load: Callable[[Path, str], ModuleType]) -> Mo
 
 
 def check_engine(arguments: list[str]) -> int:
-    """`bridge.check_engine`."""
-    from bridge import check_engine as command
+    """`jetrl_jax check-engine`."""
+    from jetrl_jax.commands import check_engine as command
 
     if importlib.util.find_spec("vllm") is not None:
         return command.main(arguments)
@@ -104,7 +104,7 @@ def check_engine(arguments: list[str]) -> int:
     except UserError as error:
         if "vLLM is not installed" not in str(error):
             raise
-    from bridge import trainer_operators
+    from jetrl_jax.diagnostics import trainer_operators
 
     rows = command.trainer_rows(contract := command.load_contract(), "float32", "deepgemm")
     rows += command.operator_rows(contract, command.TRAINER, trainer_operators.run, "native")
@@ -137,16 +137,22 @@ def train_flows(arguments: list[str]) -> int:
 COMMANDS: dict[str, Command] = {
     "pytest": collect,
     "pallas_kernels.bench": bench,
-    "bridge.check_engine": check_engine,
+    "jetrl_jax check-engine": check_engine,
     "tests/benchmarks/vllm_gap.py": vllm_gap,
     "tests/benchmarks/train_flows.py": train_flows,
 }
 """{module or script: its dry form}."""
 
 
+def named(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command of a stage, as `COMMANDS` names it, and its arguments."""
+    command, *arguments = words[1:] if words[0] == "-m" else words
+    return (f"jetrl_jax {arguments[0]}", arguments[1:]) if command == "jetrl_jax" else (command, arguments)
+
+
 def main(words: list[str]) -> int:
     """The words of a stage behind `python`. Raises UserError for a command without a dry form."""
-    command, *arguments = words[1:] if words[:1] == ["-m"] else words
+    command, arguments = named(words)
     if command not in COMMANDS:
         raise UserError(f"gpu_dry: no dry form: got {command}, expected one of {', '.join(COMMANDS)}.")
     return COMMANDS[command](arguments)

@@ -136,7 +136,7 @@ STAGES = (
     _bench("quantize-o-16384", "quantize", 240, "--layers", "o", "--rows", "16384"),
     _bench("decode-o", "decode", 300, "--layers", "o"),
     _bench("linear-gate_up", "linear", 240, "--layers", "gate_up", "--rows", "8192"),
-    Stage("contract", ("-m", "bridge.check_engine", *VLLM_RUN), 300, group="engines", packages=("vllm",)),
+    Stage("contract", ("-m", "jetrl_jax", "check-engine", *VLLM_RUN), 300, group="engines", packages=("vllm",)),
     _gap("vllm-gap", 300, "--architectures", "qwen3", "--seeds", "0", "--requests", "24", "--vllm-operations", group="engines"),
     _flows("exact-fp8-small", 400, "--flows", "fp8_unified-exact", *SMALL, group="engines"),
     _flows("exact-bf16-small", 400, "--flows", "bf16-exact", *SMALL, group="engines"),
@@ -154,7 +154,7 @@ STAGES = (
     Stage("vllm-train", ("-m", "jetrl_jax.train", *VLLM_RUN), 900, directory="vllm", packages=("vllm",)),
     Stage(
         "vllm-parity",
-        ("-m", "bridge.parity", "--run", "{scratch}/vllm", "--json", "{out}/parity.json"),
+        ("-m", "jetrl_jax", "parity", "--run", "{scratch}/vllm", "--json", "{out}/parity.json"),
         *(300, "{out}/parity.json"),
         packages=("vllm",),
     ),

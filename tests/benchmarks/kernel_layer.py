@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bridge.hf_read import read_config
+from bridge.hf.read import read_config
 from jetrl_jax.models import ops
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import DecoderLayer
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from pallas_kernels.measure import Contender, jax_contender
 
 MODEL, SEQUENCE_TOKENS = Path(__file__).parents[2] / "configs/models/qwen3_8b", 4096

@@ -18,8 +18,8 @@ from jaxlib.mlir import ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.models.hf_config import ModelConfig
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 
 MIB = 2**20

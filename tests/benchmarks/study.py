@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.config_io import load_config
-from jetrl_jax.training.metrics import find_metric, read_metrics
+from jetrl_jax.config.load import load_config
+from jetrl_jax.record.metrics import find_metric, read_metrics
 
 ROWS: dict[str, tuple[str, ...]] = {
     "bf16": ("precision.preset=bf16",),

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.cli import run_entry_point
-from jetrl_jax.config_io import load_config
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.config.load import load_config
 from jetrl_jax.errors import RunStopped
-from jetrl_jax.training.metrics import read_metrics
-from jetrl_jax.training.run_directory import ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE
+from jetrl_jax.record.metrics import read_metrics
+from jetrl_jax.record.run_directory import ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {

@@ -29,9 +29,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bridge.engine.common import EngineSettings, set_environment
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.rollout.engine import Request
+from bridge.vllm.settings import EngineSettings, set_environment
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.types import Request
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
@@ -51,7 +51,7 @@ def asked(config: ModelConfig, seed: int, count: int, context: int | None) -> tu
 
 def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how: dict[str, bool]) -> dict[str, Gap]:
     """The gap of each trainer to vLLM, which samples `policy`; how: exact, enforce_eager."""
-    from bridge.engine.vllm_in_process import InProcessEngine
+    from bridge.vllm.in_process import InProcessEngine
 
     settings, prompts = what
     settings = dataclasses.replace(settings, engine_variant=policy.numerics.engine_variant, **how)

@@ -21,23 +21,25 @@ import pytest
 from flax import nnx
 from scripted import ScriptedEngine, ScriptedTrainer
 
-from bridge.engine.certificate import CertifiedEngine
-from jetrl_jax import processes
-from jetrl_jax.config import RunConfig
+from bridge.vllm.certificate import CertifiedEngine
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices import processes
+from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import RunStopped
-from jetrl_jax.gpu_memory import share_gpu
-from jetrl_jax.grpo import GRPOTrainer
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.fp8_linear import linear, product_implementation
-from jetrl_jax.policy import build_engine, build_policy, published_weights
-from jetrl_jax.precision import TrainableFp8Weight, jit, named_params
+from jetrl_jax.models.linear import linear, product_implementation
+from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.record.metrics import read_metrics, without_clocks
+from jetrl_jax.record.run_directory import read_jsonl
+from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rollout.engine import Request, SamplingParams
-from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.tasks.task import build_task
-from jetrl_jax.training.metrics import read_metrics, without_clocks
-from jetrl_jax.training.run_directory import read_jsonl
+from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.runs.engines import build_engine
+from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.runs.policy import build_policy, published_weights
+from jetrl_jax.tasks.registry import build_task
 
 
 @dataclass
@@ -95,9 +97,9 @@ def vllm_engine(config: RunConfig) -> Any:
 
     owner = GRPOTrainer(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.engine.factory.require_vllm", lambda: None)
-        patch.setitem(sys.modules, "bridge.engine.vllm_in_process", SimpleNamespace(InProcessEngine=InProcess))
-        patch.setattr("bridge.engine.factory.set_environment", lambda on_cpu, eager: None)
+        patch.setattr("jetrl_jax.runs.engines.require_vllm", lambda: None)
+        patch.setitem(sys.modules, "bridge.vllm.in_process", SimpleNamespace(InProcessEngine=InProcess))
+        patch.setattr("jetrl_jax.runs.engines.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
     if not isinstance(engine, CertifiedEngine):
         return type(engine).__name__

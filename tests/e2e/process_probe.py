@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax import processes
-from jetrl_jax.cli import run_entry_point
-from jetrl_jax.config_io import load_config
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.config.load import load_config
+from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
-from jetrl_jax.grpo import GRPOTrainer
-from jetrl_jax.training.metrics import without_clocks
+from jetrl_jax.record.metrics import without_clocks
+from jetrl_jax.runs.grpo import GRPOTrainer
 
 
 def main(words: list[str]) -> None:

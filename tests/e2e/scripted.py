@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.grpo import GRPOTrainer
 from jetrl_jax.rl.algorithm import policy_objective
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.training.step import TrainState, UpdateReport
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.training.programs import TrainState, UpdateReport
 
 
 class ScriptedEngine:

@@ -53,13 +53,13 @@ from observations import (
 )
 from scripted import ScriptedEngine
 
-import jetrl_jax.grpo
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.config_schema import all_fields
+import jetrl_jax.runs.grpo
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.schema import all_fields
 from jetrl_jax.errors import UserError
-from jetrl_jax.policy import build_policy
-from jetrl_jax.training.run_directory import flatten
+from jetrl_jax.record.run_directory import flatten
+from jetrl_jax.runs.policy import build_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -90,7 +90,7 @@ def process_id(completion, example):
     return float(os.getpid())
 
 def task():
-    from jetrl_jax.tasks.task import Example
+    from jetrl_jax.tasks.base import Example
     made = Ours()
     made.train, made.eval = [Example("1", "1")], [Example("2", "2")]
     return made
@@ -356,7 +356,7 @@ def before() -> dict[str, Any]:
 def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, RunConfig], Any]:
     """Makes an observation in an empty directory, with the scripted engine and a scripted wandb."""
     monkeypatch.setenv("GSM8K_DIR", str(files / "gsm8k"))
-    monkeypatch.setattr(jetrl_jax.grpo, "build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr(jetrl_jax.runs.grpo, "build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
     wandb: Any = types.ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)  # libraries that are first imported here ask for it
     wandb.Settings = lambda **settings: None

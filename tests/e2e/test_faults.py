@@ -75,4 +75,4 @@ def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
         for path in (ROOT / package).rglob("*.py"):
             if pattern.search(path.read_text(encoding="utf-8")):
                 found.add(os.path.relpath(path, ROOT))
-    assert found <= {"jetrl_jax/tasks/reward_worker.py", "pallas_kernels/gemm/vllm_triton.py"}, found
+    assert found <= {"jetrl_jax/workers/worker.py", "pallas_kernels/gemm/vllm_triton.py"}, found

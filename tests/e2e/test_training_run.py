@@ -65,18 +65,18 @@ def test_export_is_read_by_transformers(finished):
 
 def test_generate_and_evaluate_read_the_run_and_its_export(finished):
     directory = finished[0]
-    said = run_here("jetrl_jax.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2")
+    said = run_here("jetrl_jax.commands.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2")
     assert said.returncode == 0 and len(said.stdout.splitlines()) == 2, said.stderr
-    other = run_here("jetrl_jax.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4")
+    other = run_here("jetrl_jax.commands.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4")
     assert other.returncode == 0, other.stderr
-    scored = run_here("jetrl_jax.evaluate", "--checkpoint", str(directory), "--step", "best")
+    scored = run_here("jetrl_jax.commands.evaluate", "--checkpoint", str(directory), "--step", "best")
     assert scored.returncode == 0, scored.stderr
     answer = json.loads(scored.stdout)
     assert answer["step"] == 4 and answer["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
 
 
 def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
-    command = ("jetrl_jax.mismatch", "--checkpoint", str(finished[0]))
+    command = ("jetrl_jax.commands.mismatch", "--checkpoint", str(finished[0]))
     outputs = ("--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "page.html"))
     found = run_here(*command, "--flow-a", "bf16", "--flow-b", "fp8_unified", "--completions", "4", *outputs)
     assert found.returncode == 0 and "they part at layer 0 qkv" in found.stdout, found.stderr
@@ -88,7 +88,7 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     for argument in (["--completions", "0"], ["--out", str(tmp_path / "no" / "page.html")], ["--text", "ab=" * 9999]):
         refused = run_here(*command, *argument)
         assert refused.returncode == 2 and "Traceback" not in refused.stderr and "mismatch: " in refused.stderr, refused.stderr
-    taskless = run_here("jetrl_jax.mismatch", "--checkpoint", str(finished[0] / "export"))
+    taskless = run_here("jetrl_jax.commands.mismatch", "--checkpoint", str(finished[0] / "export"))
     assert taskless.returncode == 2 and "expected --text" in taskless.stderr
     wrong = run_here(*command, "--flow-a", "fp9")
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr

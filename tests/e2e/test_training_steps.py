@@ -12,9 +12,9 @@ import pytest
 from scripted import ScriptedEngine, ScriptedPrograms, ScriptedTrainer
 from tiny import TINY, rows, shorter, tiny_config
 
-from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.grpo import GRPOTrainer
+from jetrl_jax.runs.grpo import GRPOTrainer
 from tests.unit.test_tokenizer import write_files
 
 LONG = pytest.mark.long
@@ -22,7 +22,7 @@ LONG = pytest.mark.long
 
 def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), resume=False, **fields):
     """A trainer of sums whose engine and programs follow the script."""
-    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
 
@@ -140,7 +140,7 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
     """Trained for real in test_readme.py."""
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
     config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
-    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
     outcome = ScriptedTrainer(config, dataset=records, reward_functions=[shorter]).train()
     assert outcome["steps"] == 1 and outcome["stopped_by"] is None
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
@@ -229,7 +229,7 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     import jax
     from flax import nnx
 
-    from jetrl_jax.precision import named_params
+    from jetrl_jax.precision.parameters import named_params
 
     trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
     programs = trainer.new_programs()
@@ -316,7 +316,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "l
 
 def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
     """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
-    monkeypatch.setattr("jetrl_jax.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
 
     def trainer(data, steps, **options):
         config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from tiny import ROOT, command_environment, rows, run_here, tiny_config, train_command, write_config
 
-from jetrl_jax import processes
-from jetrl_jax.config_distributed import DistributedSection
-from jetrl_jax.config_io import override_config
+from jetrl_jax.config.devices import DistributedSection
+from jetrl_jax.config.load import override_config
+from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.record.checkpoint import CheckpointStore
 
 STEPS = 3
 FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders

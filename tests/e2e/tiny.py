@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from jetrl_jax.cli import run_entry_point
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import config_from_dict, dump_config
-from jetrl_jax.training.metrics import read_metrics, without_clocks
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.config.load import config_from_dict, dump_config
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.record.metrics import read_metrics, without_clocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {

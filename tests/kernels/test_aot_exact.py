@@ -18,7 +18,9 @@ from flax import nnx
 
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder, empty_cache
-from jetrl_jax.precision import COMPILER_OPTIONS, Numerics, PrecisionPlan, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import COMPILER_OPTIONS, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.logprobs import completion_logprobs
 from pallas_kernels import implementations
 from tests.kernels import aot
@@ -67,7 +69,7 @@ def programs(preset: str) -> dict[str, str]:
 )
 def test_every_sum_is_a_kernels_or_in_float64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
-    monkeypatch.setattr("jetrl_jax.models.fp8_linear.gpu_problem", lambda: None)
+    monkeypatch.setattr("jetrl_jax.models.linear.gpu_problem", lambda: None)
     for name, program in programs(preset).items():
         found = set(re.findall(rf"= (?:\()?([a-z]+\d+)\[[^=]*? ({INEXACT})\(", program))
         narrow = {(dtype, operation) for dtype, operation in found if dtype != "f64" and not dtype.startswith(("s", "u", "pred"))}

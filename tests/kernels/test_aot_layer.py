@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jetrl_jax.config_sharding import ShardingSection
+from jetrl_jax.config.devices import ShardingSection
+from jetrl_jax.devices.layout import WHOLE, Layout, placed
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
-from jetrl_jax.sharding import WHOLE, Layout, placed
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from pallas_kernels import implementations
 from tests.kernels import aot
 from tests.parity.small_policy import CONFIG

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.models import ops
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels import ScaledArray, nonfinite_blocks, quantize, rms_norm_quantize, silu_multiply_quantize
 from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle

@@ -1,6 +1,6 @@
 """Golden vectors of the contract, made by numpy oracles only: quantisers, FP8 products, and every other operator of a decoder.
 
-`python -m tests.oracles.contract_oracle > bridge/contract.json` writes them.
+`python -m tests.oracles.contract_oracle > bridge/vllm/contract.json` writes them.
 
 Arrays are hex strings of little-endian bytes; those of operators come with dtype and shape. Other inputs are BF16 bits
 [R, K] (uint16), codes float8_e4m3fn bytes, scales float32 bits, products BF16 bits.

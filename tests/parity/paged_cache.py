@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jetrl_jax.models import ops
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 
 LAYOUTS = ("separate", "side by side")
 BLOCK_SIZE = 16

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
-from jetrl_jax.rollout.engine import Trajectory
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rollout.types import Trajectory
 from tests.small_model import small_model
 
 VOCAB = 37

@@ -15,7 +15,8 @@ from flax import nnx
 from jetrl_jax.models import dense as dense_module
 from jetrl_jax.models.decoder import Decoder, empty_cache
 from jetrl_jax.models.dense import dense, dense_implementation
-from jetrl_jax.precision import Numerics, jit
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit
 from pallas_kernels.implementations import Choice, interpreter_problem
 from tests.kernels.test_implementations import pretend
 from tests.oracles import tolerances

@@ -19,17 +19,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.config_io import load_config
-from jetrl_jax.config_sharding import ShardingSection
+from jetrl_jax.commands.plan import planned_model
+from jetrl_jax.config.devices import ShardingSection
+from jetrl_jax.config.load import load_config
+from jetrl_jax.devices.layout import ROWS, Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention as flash
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder, empty_cache
-from jetrl_jax.plan import planned_model
 from jetrl_jax.planning import abstract_run
-from jetrl_jax.precision import Numerics, PrecisionPlan, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.logprobs import completion_logprobs
-from jetrl_jax.sharding import ROWS, Layout
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.oracles import attention_oracle, tolerances
 from tests.parity.small_policy import CONFIG

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.fp8_linear import linear, product_implementation
-from jetrl_jax.precision import Numerics, TrainableFp8Weight, jit
+from jetrl_jax.models.linear import linear, product_implementation
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit
+from jetrl_jax.precision.weights import TrainableFp8Weight
 from pallas_kernels import ScaledArray, quantize
 from pallas_kernels.implementations import gpu_problem
 from tests.kernels.runnable import runnable

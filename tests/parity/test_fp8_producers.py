@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.models import fp8_linear, fp8_producers, ops
+from jetrl_jax.models import fp8_producers, linear, ops
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from tests.kernels.runnable import runnable
 from tests.parity.small_policy import CONFIG
 
@@ -28,7 +30,7 @@ SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=256, num
 TOKENS = 9  # no multiple of 8
 Overrides = tuple[tuple[str, str], ...]
 QUANTISERS = {
-    fp8_linear: ("quantize", "quantize_dual", "requantize"),
+    linear: ("quantize", "quantize_dual", "requantize"),
     fp8_producers: ("rms_norm_quantize", "silu_multiply_quantize"),
 }
 
@@ -99,8 +101,8 @@ interpreted = pytest.mark.parametrize("kernels", runnable("mosaic_interpret"))
 @interpreted
 def test_fused_layer_has_the_bits_of_the_operations_in_turn(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fprop", "dgrad", "wgrad"):
-        product = getattr(fp8_linear, name)
-        monkeypatch.setattr(fp8_linear, name, lambda *args, f=product, **options: f(*args, **options | {"implementation": "xla_fast"}))
+        product = getattr(linear, name)
+        monkeypatch.setattr(linear, name, lambda *args, f=product, **options: f(*args, **options | {"implementation": "xla_fast"}))
     layer = Layer(kernels=kernels)
     fused = layer.run()
     for problem in ("norm_problem", "silu_problem"):

@@ -22,14 +22,14 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax.config_algorithm import AlgorithmSection
-from jetrl_jax.models import fp8_linear
+from jetrl_jax.config.learning import AlgorithmSection
+from jetrl_jax.models import linear
 from jetrl_jax.models.ops import rms_norm
-from jetrl_jax.precision import map_params, named_params
+from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack
 from jetrl_jax.rl.losses import Denominators
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from tests.oracles import decoder_oracle, rl_oracle
 from tests.oracles.tolerances import U_BF16, U_E4M3, gamma
@@ -143,7 +143,7 @@ def magnitude(array: ScaledArray) -> jax.Array:
 def magnitudes(monkeypatch: pytest.MonkeyPatch, batches: list[TrainBatch], denominators: Denominators) -> Gradient:
     """A_dY^T A_X in place of every dW."""
     with monkeypatch.context() as patch:
-        patch.setattr(fp8_linear, "wgrad", lambda dy, x, **_: magnitude(dy).T @ magnitude(x))
+        patch.setattr(linear, "wgrad", lambda dy, x, **_: magnitude(dy).T @ magnitude(x))
         return Flow("fp8_unified").gradient(batches, denominators)[0]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bridge import load_checkpoint, save_checkpoint
-from bridge.name_map import to_hf_name
-from jetrl_jax.models.hf_config import ModelConfig
+from bridge.hf.names import to_hf_name
+from jetrl_jax.models.config import ModelConfig
 from tests.parity.hf_reference import CASES, random_model, save, torch, transformers
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.hf_read import parameters_by_path
-from bridge.name_map import to_hf_name
+from bridge.hf.names import to_hf_name
+from bridge.hf.read import parameters_by_path
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.small_model import small_model
 

@@ -20,10 +20,10 @@ import pytest
 from flax import nnx
 
 from bridge import read_into
-from bridge.hf_read import parameters_by_path, read_config
+from bridge.hf.read import parameters_by_path, read_config
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from tests.parity.hf_reference import CASES, errors, float64_twin, hf_logits, ragged_batch, random_model, save, torch, true_float64
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

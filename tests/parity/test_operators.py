@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jetrl_jax.diagnostics.operators import FINAL, Difference, compare
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.operators import FINAL, Difference, compare
-from jetrl_jax.precision import jit, map_params
+from jetrl_jax.precision.parameters import jit, map_params
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

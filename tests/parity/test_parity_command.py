@@ -1,4 +1,4 @@
-"""`bridge.parity`: its figures by hand, and the command with the real vLLM, a flow beside its floor."""
+"""`jetrl_jax.commands.parity`: its figures by hand, and the command with the real vLLM, a flow beside its floor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge import parity
-from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.commands import parity
+from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import UserError
-from jetrl_jax.policy import Policy, build_policy
+from jetrl_jax.runs.policy import Policy, build_policy
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
 LENGTHS = {"max_prompt_tokens": 16, "max_completion_tokens": 24}
@@ -56,7 +56,9 @@ def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_pat
     fields += [f"rollout.{name}={value}" for name, value in LENGTHS.items()]
     command = ["--model", str(tmp_path / "model"), "--sequences", "8", "--json", str(tmp_path / "parity.json")]
     command += [word for field in fields for word in ("--set", field)]
-    ended = subprocess.run([sys.executable, "-m", "bridge.parity", *command], capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "jetrl_jax", "parity", *command], capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     print(f"\n{ended.stdout}")
     pairs = json.loads((tmp_path / "parity.json").read_text())

@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.hf_read import open_checkpoint
-from jetrl_jax.config_io import config_from_dict
+from bridge.hf.read import open_checkpoint
+from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import UserError
-from jetrl_jax.policy import Policy, build_engine, build_policy, close_engine, published_weights
-from jetrl_jax.precision import named_params
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.tasks.tokenizer import HuggingFaceTokenizer
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.runs.engines import build_engine, close_engine
+from jetrl_jax.runs.policy import Policy, build_policy, published_weights
+from jetrl_jax.text.tokenizer import HuggingFaceTokenizer
 from pallas_kernels import ScaledArray
 from tests.benchmarks.flows import trainer_logprobs
 from tests.benchmarks.real_model.make import CACHE, DIRECTORY, GGUF, WHEEL, is_made
@@ -233,7 +234,7 @@ def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_
 
     vLLM's fused q, k, v cannot be cut into blocks here, so that all layers in FP8 are refused by name.
     """
-    from bridge.export import main
+    from jetrl_jax.commands.export import main
 
     out = tmp_path / "fp8"
     command = ["--run", str(DIRECTORY), "--out", str(out), "--format", "fp8", "--set", "precision.preset=fp8_unified"]

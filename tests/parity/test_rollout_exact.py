@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.models import fp8_linear, ops
+from jetrl_jax.models import linear, ops
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rl.logprobs import completion_logprobs
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from pallas_kernels import quantize
 from tests.small_model import small_model
 
@@ -161,12 +163,12 @@ def cache_in_fp8(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
-    product = fp8_linear.fprop
-    patch.setattr(fp8_linear, "fprop", lambda *operands, **options: product(*operands, **options | {"promotion_order": "triton"}))
+    product = linear.fprop
+    patch.setattr(linear, "fprop", lambda *operands, **options: product(*operands, **options | {"promotion_order": "triton"}))
 
 
 def other_scales(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fp8_linear, "_quantize", lambda x, block, numerics: quantize(x, block, scale_format="power_of_two"))
+    patch.setattr(linear, "_quantize", lambda x, block, numerics: quantize(x, block, scale_format="power_of_two"))
 
 
 @pytest.mark.parametrize(

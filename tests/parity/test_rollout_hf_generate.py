@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 
 from bridge import read_into
-from bridge.hf_read import read_config
+from bridge.hf.read import read_config
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, named_params
-from jetrl_jax.rollout.engine import Request, SamplingParams
-from jetrl_jax.rollout.jax_engine import JaxEngine
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.types import Request, SamplingParams
 from tests.parity.hf_reference import random_model, save, torch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.models import ops
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
-from jetrl_jax.precision import Numerics
+from jetrl_jax.models.config import ModelConfig, RopeScaling
+from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.parity.hf_reference import transformers
 from tests.unit.test_hf_config import QWEN3, YARN

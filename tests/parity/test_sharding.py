@@ -16,19 +16,22 @@ import optax
 import pytest
 from flax import nnx
 
-from jetrl_jax.config import LossScaleSection, RunConfig
-from jetrl_jax.config_algorithm import AlgorithmSection
-from jetrl_jax.config_sharding import FP8_BLOCK, ShardingSection, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.config.devices import ShardingSection
+from jetrl_jax.config.learning import AlgorithmSection
+from jetrl_jax.config.precision import LossScaleSection
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision import PrecisionPlan, map_params, named_params
+from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.precision.parameters import map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
-from jetrl_jax.rollout.data_parallel import DataParallelEngine
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.rollout.jax_engine import JaxEngine
-from jetrl_jax.sharding import Layout
+from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.training.loss_scale import LossScale
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories

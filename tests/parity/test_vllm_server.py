@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children, fp8_paths, requests, sampled_policy
 
-from bridge.engine.common import EngineFailed, set_environment
-from bridge.engine.server import ServerEngine
-from bridge.engine.server_client import Limit
+from bridge.vllm.client import Limit
+from bridge.vllm.server import ServerEngine
+from bridge.vllm.settings import EngineFailed, set_environment
 from tests.parity.small_policy import SmallPolicy
 
 set_environment(True)

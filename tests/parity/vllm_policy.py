@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from bridge.engine.common import EngineSettings
-from bridge.engine.factory import trainer_scorer
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
+from bridge.vllm.settings import EngineSettings
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.runs.engines import trainer_scorer
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
 QWEN3 = dataclasses.replace(

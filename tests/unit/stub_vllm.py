@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from bridge.engine.common import EXACT, FP8_PRODUCTS
-from bridge.manifest import Manifest
+from bridge.vllm.manifest import Manifest
+from bridge.vllm.settings import EXACT, FP8_PRODUCTS
 
 TOKEN, LOGPROB = 1, -0.5  # what it samples: one token, always
 OPERATIONS = {name: f"Exact{name.title()}" for name in EXACT} | {"fp8_product": FP8_PRODUCTS["deepgemm"][0]}  # what it says it runs
@@ -58,9 +58,9 @@ class StubVllm:
         if "path" in info:
             self.staged = Manifest.from_json(Path(f"{info['path']}.json").read_text())
         else:
-            from bridge.engine import vllm_transfer
+            from bridge.vllm.worker import transfer
 
-            self.staged = vllm_transfer._handed_over.pop(info["ticket"])[0]
+            self.staged = transfer._handed_over.pop(info["ticket"])[0]
         self.calls.append("update")
 
     def finish_weight_update(self, weight_version: str) -> None:

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_jax.config import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection, TaskSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.answers import answer_part, answer_text, opens_thought, with_opening
-from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.tasks.task import Example, ListTask, as_task
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.records import ListTask
+from jetrl_jax.tasks.registry import as_task
+from jetrl_jax.text.answers import answer_part, answer_text, opens_thought, with_opening
 
 
 class Colour(IntEnum):

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 
 from bridge import decoder_parameters, load_checkpoint, read_into, save_checkpoint
-from bridge.name_map import parameter_shapes
+from bridge.hf.names import parameter_shapes
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
-from jetrl_jax.precision import Numerics
+from jetrl_jax.precision.numerics import Numerics
 from tests.small_model import MINUTE, small_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -14,17 +14,19 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from bridge import export
-from bridge.hf_read import load_checkpoint, open_checkpoint, read_into
-from bridge.hf_tensors import hf_tensors, quantization_config
-from bridge.hf_write import save_checkpoint, save_published
-from bridge.name_map import name_map, parameter_shapes
-from jetrl_jax.config_io import config_from_dict
+from bridge.hf.names import name_map, parameter_shapes
+from bridge.hf.read import load_checkpoint, open_checkpoint, read_into
+from bridge.hf.tensors import hf_tensors, quantization_config
+from bridge.hf.write import save_checkpoint, save_published
+from jetrl_jax.commands import export
+from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.policy import build_policy
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, named_params
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.runs.policy import build_policy
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG

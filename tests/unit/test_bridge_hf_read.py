@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from bridge import load_checkpoint
-from bridge.name_map import parameter_shapes, to_hf_name
+from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 from tests.small_model import MINUTE, small_model
 
 

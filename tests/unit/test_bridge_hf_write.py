@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-import bridge.hf_write
+import bridge.hf.write
 from bridge import load_checkpoint, save_checkpoint
-from bridge.name_map import parameter_shapes, to_hf_name
+from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from tests.small_model import MINUTE, small_model
 
@@ -147,7 +147,7 @@ def test_save_checkpoint_leaves_the_old_one_whole_when_it_fails(tmp_path, monkey
     def crash(*_):
         raise Crash
 
-    monkeypatch.setattr(bridge.hf_write, step, crash)
+    monkeypatch.setattr(bridge.hf.write, step, crash)
     with pytest.raises(Crash):
         save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
@@ -183,8 +183,8 @@ def test_save_checkpoint_verifies_what_it_wrote(tmp_path, monkeypatch):
         arrays["model.norm.weight"] = arrays["model.norm.weight"][::-1].copy()
         save_file(arrays, file, metadata=metadata)
 
-    save_file = bridge.hf_write.save_file
-    monkeypatch.setattr(bridge.hf_write, "save_file", save_wrongly)
+    save_file = bridge.hf.write.save_file
+    monkeypatch.setattr(bridge.hf.write, "save_file", save_wrongly)
     with pytest.raises(RuntimeError, match=r"reads back differently: \['model\.norm\.weight'\]"):
         save_checkpoint(tmp_path / "out", CONFIG, make_params())
     assert os.listdir(tmp_path) == []

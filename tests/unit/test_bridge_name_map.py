@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.name_map import from_hf_name, mismatches, name_map, parameter_shapes, to_hf_name
-from jetrl_jax.models.hf_config import ModelConfig
+from bridge.hf.names import from_hf_name, mismatches, name_map, parameter_shapes, to_hf_name
+from jetrl_jax.models.config import ModelConfig
 from tests.small_model import small_model
 
 

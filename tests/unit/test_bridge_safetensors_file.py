@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.safetensors_file import parse_json, read_header
+from bridge.hf.safetensors_file import parse_json, read_header
 from jetrl_jax.errors import UserError
 
 

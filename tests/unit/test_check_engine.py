@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge import check_engine, trainer_operators
+from jetrl_jax.commands import check_engine
+from jetrl_jax.diagnostics import trainer_operators
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models import dense, ops, vocabulary
 from tests.oracles import contract_oracle, fp8_oracle
@@ -103,19 +104,19 @@ def test_vllm_with_the_plugin_keeps_the_contract_and_without_it_does_not(capsys,
     changes = ("precision.scale_format=power_of_two", "precision.promotion_order=triton", "numerics.exact=false")
     assert check_engine.main([word for change in changes for word in ("--set", change)]) == 0
     assert " rope" in "\n".join(lines) and " rope" not in capsys.readouterr().out, "without exact the operators are vLLM's own"
-    monkeypatch.setattr("bridge.engine.vllm_kernel.AMAX_FLOOR", 1e-4)
+    monkeypatch.setattr("bridge.vllm.worker.fp8_kernel.AMAX_FLOOR", 1e-4)
     with pytest.raises(RunStopped, match=r"plugin/float32: floor"):
         check_engine.main([])
     monkeypatch.undo()
-    from bridge.engine import torch_exact, vllm_operator_contract
+    from bridge.vllm.worker import exact_torch, operator_contract
 
-    rotate = torch_exact.rotate
+    rotate = exact_torch.rotate
 
     def truncated(x, cos, sin):
         """As vLLM's library for AVX2 rounds."""
         wide = rotate(x.float(), cos, sin)
         return (wide.view(torch.int32) & ~0xFFFF).view(torch.float32).to(x.dtype)
 
-    monkeypatch.setattr(torch_exact, "rotate", truncated)
-    rows = check_engine.operator_rows(check_engine.load_contract(), "vllm", vllm_operator_contract.run, "native")
+    monkeypatch.setattr(exact_torch, "rotate", truncated)
+    rows = check_engine.operator_rows(check_engine.load_contract(), "vllm", operator_contract.run, "native")
     assert {row.case for row in rows if row.different} == {"rope", "rope linear", "rope llama3"}

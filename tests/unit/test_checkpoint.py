@@ -20,8 +20,8 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.training.checkpoint import CheckpointStore, CorruptCheckpoint
-from jetrl_jax.training.resume_rules import compare_for_resume
+from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint
+from jetrl_jax.record.resume_rules import compare_for_resume
 
 
 class Model(nnx.Module):
@@ -217,7 +217,7 @@ def test_flipped_bit_in_array_bytes_is_found_by_the_hash(
     """What Orbax itself would hand out without noticing."""
     store.save(1, small(1), {})
     store.save(2, small(2), {})
-    from jetrl_jax.training import checkpoint
+    from jetrl_jax.record import checkpoint
 
     look_up = checkpoint._look_up
 
@@ -286,7 +286,7 @@ SAVE_UNTIL_KILLED = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.record.checkpoint import CheckpointStore
 template = {"w": jnp.zeros((256, 256)), "b": jnp.zeros(8, jnp.int32)}
 with CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1) as store:
     restored = store.restore_latest(template)

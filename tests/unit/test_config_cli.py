@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from jetrl_jax.cli import add_config_arguments, run_entry_point
+from jetrl_jax.commands.entry import add_config_arguments, run_entry_point
 from jetrl_jax.errors import RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
 ENTRY_POINT = """
 import argparse, sys
-from jetrl_jax.cli import add_config_arguments, config_from_arguments, run_entry_point
+from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments, run_entry_point
 from jetrl_jax.errors import UserError
 
 def main(argv):
@@ -55,7 +55,7 @@ def test_bad_config_ends_with_status_2_without_jax_and_without_a_directory(tmp_p
         "  meaning   Completions of one prompt (G); a group of one has no advantage. Default: 16.\n\n"
         "--set sed=1: sed: unknown key\n"
         "  hint      did you mean seed?\n\n"
-        "Nothing was started. All fields: python -m jetrl_jax.config_io\n"
+        "Nothing was started. All fields: python -m jetrl_jax config\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
@@ -164,13 +164,13 @@ def test_public_name_can_be_imported(name: str) -> None:
 
 COMMANDS = [
     ["jetrl_jax.train", "--resume"],
-    ["jetrl_jax.plan", "--devices", "1x80GiB"],
-    ["jetrl_jax.evaluate", "--checkpoint", "RUN"],
-    ["jetrl_jax.generate", "--checkpoint", "RUN", "--prompt", "a"],
-    ["jetrl_jax.mismatch", "--checkpoint", "RUN"],
-    ["bridge.check_engine"],
-    ["bridge.export", "--run", "RUN", "--out", "out"],
-    ["bridge.parity", "--run", "RUN"],
+    ["jetrl_jax.commands.plan", "--devices", "1x80GiB"],
+    ["jetrl_jax.commands.evaluate", "--checkpoint", "RUN"],
+    ["jetrl_jax.commands.generate", "--checkpoint", "RUN", "--prompt", "a"],
+    ["jetrl_jax.commands.mismatch", "--checkpoint", "RUN"],
+    ["jetrl_jax.commands.check_engine"],
+    ["jetrl_jax.commands.export", "--run", "RUN", "--out", "out"],
+    ["jetrl_jax.commands.parity", "--run", "RUN"],
 ]
 
 
@@ -198,11 +198,11 @@ for module, *words in {calls!r}:
 
 def test_home_is_expanded_wherever_a_path_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the fields of a config and in arguments, of which `--out=~/x` is left as it is by a shell."""
-    from bridge.hf_read import read_config
-    from jetrl_jax import plan
-    from jetrl_jax.config_io import load_config
-    from jetrl_jax.config_types import user_path
-    from jetrl_jax.policy_config import is_run, policy_config
+    from bridge.hf.read import read_config
+    from jetrl_jax.commands import plan
+    from jetrl_jax.config.load import load_config
+    from jetrl_jax.config.types import user_path
+    from jetrl_jax.runs.policy_config import is_run, policy_config
 
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").mkdir()

@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jetrl_jax.config import BatchSection, RewardSection, RunConfig
-from jetrl_jax.config_io import config_from_dict, dump_config, load_config, override_config
-from jetrl_jax.config_rules import no_effects
-from jetrl_jax.config_schema import all_fields
+from jetrl_jax.config.learning import BatchSection
+from jetrl_jax.config.load import config_from_dict, dump_config, load_config, override_config
+from jetrl_jax.config.rules.tables import no_effects
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.schema import all_fields
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
 
 
@@ -252,6 +254,8 @@ def value_of(path: str, kind: Any) -> st.SearchStrategy[Any]:
     values = st.sampled_from(kind.choices) if kind.kind == "choice" else NUMBERS[kind.kind]
     if path in ("algorithm.dual_clip", "loss_scale.initial"):
         values = st.floats(1.01, 10.0)
+    if path == "vllm.gpu_memory_utilization":
+        values = st.floats(0.01, 0.89)
     return st.none() | values if kind.optional else values
 
 

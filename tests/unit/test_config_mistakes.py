@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_jax.config_io import config_from_dict, load_config
+from jetrl_jax.config.load import config_from_dict, load_config
 from jetrl_jax.errors import UserError
 
 
@@ -282,7 +282,7 @@ def test_all_problems_of_a_config_are_told_at_once_in_reading_order(tmp_path: Pa
         "--set eval.sampels=3: eval.sampels: unknown key",
     ]
     assert message.startswith("9 problems in the config\n\n")
-    assert message.endswith("\n\nNothing was started. All fields: python -m jetrl_jax.config_io")
+    assert message.endswith("\n\nNothing was started. All fields: python -m jetrl_jax config")
 
 
 @pytest.mark.parametrize(

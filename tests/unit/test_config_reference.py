@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import reference
-from jetrl_jax.config_schema import all_fields, look_up, split
+from jetrl_jax.commands.config import reference
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.schema import all_fields, look_up, split
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {path: (kind, info) for path, kind, info in all_fields()}
@@ -19,11 +19,11 @@ FIELDS = {path: (kind, info) for path, kind, info in all_fields()}
 
 def test_reference_page_is_current() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == reference(), "docs/config.md is not current: python -m jetrl_jax.config_io > docs/config.md"
+    assert page == reference(), "docs/config.md is not current: python -m jetrl_jax config > docs/config.md"
 
 
 def test_reference_is_printed_by_the_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "jetrl_jax.config_io"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "jetrl_jax", "config"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == reference() and not done.stderr
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.config_rules import ARITHMETIC_FAMILIES, BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems
-from jetrl_jax.config_schema import SYNONYMS, all_fields
-from jetrl_jax.config_types import value_at
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.config.rules.tables import ARITHMETIC_FAMILIES, BUILTIN_REWARDS, NO_EFFECT, RULES, UNTIMED_REWARDS, find_problems
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.schema import SYNONYMS, all_fields
+from jetrl_jax.config.types import value_at
 from jetrl_jax.errors import UserError
 
 # Blamed field, a config (as one line of YAML) that breaks the rule, and one at its edge.

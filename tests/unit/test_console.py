@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from jetrl_jax.training import console as console_module
-from jetrl_jax.training.console import COLUMNS, HEADER_EVERY_ROWS, Console, print_warning
-from jetrl_jax.training.metrics import find_metric
+from jetrl_jax.record import console as console_module
+from jetrl_jax.record.console import COLUMNS, HEADER_EVERY_ROWS, Console, print_warning
+from jetrl_jax.record.metrics import find_metric
 
 ROW = {
     "step": 12,
@@ -170,7 +170,7 @@ def test_a_character_that_the_stream_lacks_is_substituted() -> None:
 
 
 PROGRAM = """
-from jetrl_jax.training.console import Console
+from jetrl_jax.record.console import Console
 import sys, time
 with Console(3) as console:
     for step in range(1, 4):

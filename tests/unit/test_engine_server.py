@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from bridge.engine import factory
-from bridge.engine.common import EngineFailed, EngineSettings, require_exact
-from bridge.engine.server import ServerEngine
-from jetrl_jax.config_io import load_config
+from bridge.vllm.server import ServerEngine
+from bridge.vllm.settings import EngineFailed, EngineSettings, require_exact
+from jetrl_jax.config.load import load_config
 from jetrl_jax.errors import UserError
-from jetrl_jax.rollout.engine import Request, SamplingParams
+from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.runs import engines
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN3
 from tests.unit.stub_vllm import OPERATIONS, TOKEN, StubServer
@@ -113,7 +113,7 @@ def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
     ("changes", "expected"), [([], 1e-6), (["numerics.exact=false"], 0.02), (["vllm.probe_logprob_tolerance=0.5"], 0.5)]
 )
 def test_the_probe_of_an_exact_run_allows_roundoff_only(changes, expected):
-    assert factory._tolerance(load_config(None, ["rollout.engine=vllm", *changes])) == expected
+    assert engines._tolerance(load_config(None, ["rollout.engine=vllm", *changes])) == expected
 
 
 def test_a_server_sleeps_until_new_weights_and_wakes_around_them():

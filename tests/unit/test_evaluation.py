@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jetrl_jax.config import RewardSection
-from jetrl_jax.config_io import config_from_dict
+from jetrl_jax.collect.collector import Collector, StepClock
+from jetrl_jax.collect.prompts import PromptStream
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.rollout.engine import Request, SamplingParams, Trajectory
-from jetrl_jax.tasks.rewards import RewardFunctions
-from jetrl_jax.tasks.task import Example, ListTask
-from jetrl_jax.tasks.tokenizer import ByteTokenizer, CharacterTokenizer
-from jetrl_jax.training.collect import Collector, StepClock
-from jetrl_jax.training.console import Console
+from jetrl_jax.record.console import Console
+from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.records import ListTask
+from jetrl_jax.text.tokenizer import ByteTokenizer, CharacterTokenizer
 from jetrl_jax.training.evaluation import Evaluator, pass_at_k
-from jetrl_jax.training.prompts import PromptStream
 
 TOKENIZER = CharacterTokenizer("=abcdefghijklmnopqrstuvwxyz0123456789")
 

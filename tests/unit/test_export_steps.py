@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from bridge import export, load_checkpoint
-from bridge.engine.factory import engine_settings
-from jetrl_jax import evaluate, generate
-from jetrl_jax.config_io import config_from_dict, dump_config
+from bridge import load_checkpoint
+from jetrl_jax.commands import evaluate, export, generate
+from jetrl_jax.config.load import config_from_dict, dump_config
 from jetrl_jax.errors import UserError
-from jetrl_jax.policy import build_policy, load_policy
-from jetrl_jax.training.checkpoint import CheckpointStore
+from jetrl_jax.record.checkpoint import CheckpointStore
+from jetrl_jax.runs.engines import engine_settings
+from jetrl_jax.runs.policy import build_policy, load_policy
 from tests.unit.test_tokenizer import write_files
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}

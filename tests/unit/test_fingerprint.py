@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.record.resume_rules import compare_data_for_resume
+from jetrl_jax.tasks.base import Example, LazyExamples
 from jetrl_jax.tasks.fingerprint import SPREAD, data_fingerprint
-from jetrl_jax.tasks.task import Example, LazyExamples, ListTask
-from jetrl_jax.training.resume_rules import compare_data_for_resume
+from jetrl_jax.tasks.records import ListTask
 
 COUNT = 400
 CHANGES = {
@@ -99,7 +100,8 @@ def test_values_of_any_type_are_told_apart():
 def test_the_same_data_has_the_same_fingerprint_in_another_process():
     """Sets and objects that show their address have another order or text there."""
     program = (
-        "from jetrl_jax.tasks.task import Example, ListTask; from jetrl_jax.tasks.fingerprint import data_fingerprint\n"
+        "from jetrl_jax.tasks.base import Example; from jetrl_jax.tasks.records import ListTask\n"
+        "from jetrl_jax.tasks.fingerprint import data_fingerprint\n"
         "rows = [Example('p', {'x', 'y', 'zz', 'w'}, 's', 0, {'b': object(), 'a': {3: 'x', 1: ('y',)}})]\n"
         "found = data_fingerprint(ListTask('t', rows, rows))\n"
     )

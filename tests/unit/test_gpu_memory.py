@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bridge.engine.factory import engine_settings
-from jetrl_jax import gpu_memory
-from jetrl_jax.config_io import load_config
-from jetrl_jax.config_vllm import VllmSection
+from jetrl_jax.config.load import load_config
+from jetrl_jax.config.rollout import VllmSection
+from jetrl_jax.devices import gpu_memory
+from jetrl_jax.devices.gpu_memory import check_shared_gpu, share_gpu, sleeps
 from jetrl_jax.errors import UserError
-from jetrl_jax.gpu_memory import check_shared_gpu, share_gpu, sleeps
+from jetrl_jax.runs.engines import engine_settings
 
 ASYNC = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 FRACTION, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -46,7 +46,7 @@ def test_the_packed_folder_has_the_packages_and_the_entry_point_of_the_project(t
     found = {one.name: one for one in metadata.distributions(path=[str(site)])}
     assert found["some-thing"].version == "1.0"
     (entry,) = found["jetrl-jax"].entry_points
-    assert (entry.group, entry.name, entry.value) == ("vllm.general_plugins", "jetrl", "bridge.engine.plugin:register")
+    assert (entry.group, entry.name, entry.value) == ("vllm.general_plugins", "jetrl", "bridge.vllm.worker.plugin:register")
     assert importlib.util.find_spec(entry.module) is not None
 
 

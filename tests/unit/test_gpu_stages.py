@@ -180,7 +180,7 @@ def test_calls_are_stages_with_shorter_limits_and_a_dry_form() -> None:
         made = gpu.chosen(None, name, False)
         assert [one.name for one in made] == [one for one in stages if one in call.limits_s] and len(made) == len(call.limits_s)
         assert all(one.limit_s == call.limits_s[one.name] <= stages[one.name].limit_s for one in made)
-        assert call.seconds < 420 and {one.command[one.command[0] == "-m"] for one in made} <= set(gpu_dry.COMMANDS)
+        assert call.seconds < 420 and {gpu_dry.named(one.command)[0] for one in made} <= set(gpu_dry.COMMANDS)
     called = {name for call in gpu_stages.CALLS.values() for name in call.limits_s}
     assert [one.name for one in gpu.chosen(None, None, True)] == [one for one in stages if one in called]
     assert gpu.chosen(["train"], None, True) == [stages["train"]]
@@ -204,7 +204,7 @@ def test_a_dry_run_fails_at_a_field_that_is_gone_and_names_the_stage(tmp_path: P
     "words",
     [
         ["-m", "pallas_kernels.bench", "gemm", "--layerz", "o"],
-        ["-m", "bridge.check_engine", "--config", "configs/tiny_vllm_cpu.yaml", "--zet", "run.steps=1"],
+        ["-m", "jetrl_jax", "check-engine", "--config", "configs/tiny_vllm_cpu.yaml", "--zet", "run.steps=1"],
         ["tests/benchmarks/train_flows.py", "--stretchez", "1"],
     ],
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_jax.config import TaskSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import gsm8k
-from jetrl_jax.tasks.task import build_task
+from jetrl_jax.tasks.registry import build_task
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.hf_config import ModelConfig, RopeScaling
+from jetrl_jax.models.config import ModelConfig, RopeScaling
 
 # As transformers 4 wrote them for published models (sizes and switches as published).
 QWEN3 = {

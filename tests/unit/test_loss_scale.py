@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax.config import LossScaleSection
-from jetrl_jax.precision import map_params, named_params
+from jetrl_jax.config.precision import LossScaleSection
+from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.training.loss_scale import LARGEST, SMALLEST, LossScale
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from tests.parity.small_policy import SmallPolicy
 
 

@@ -17,8 +17,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.record.metrics import METRICS, MetricsWriter, find_metric, read_metrics, without_clocks
 from jetrl_jax.rl import metrics as rl_metrics
-from jetrl_jax.training.metrics import METRICS, MetricsWriter, find_metric, read_metrics, without_clocks
 
 
 def test_every_metric_is_declared_once_and_described() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, read_number, whole_number
-from jetrl_jax.tasks.task import Example
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.text.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, read_number, whole_number
 from tests.oracles import number_oracle as oracle
 
 

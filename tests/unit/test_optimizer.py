@@ -13,10 +13,10 @@ import optax
 import pytest
 from flax import nnx
 
-from jetrl_jax.config import OptimizerSection
-from jetrl_jax.precision import map_params, named_params
+from jetrl_jax.config.learning import OptimizerSection
+from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.training.optimizer import build_optimizer, learning_rate_schedule
-from jetrl_jax.training.step import PolicyPrograms, TrainState
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from tests.oracles.tolerances import U_FP32
 from tests.parity.small_policy import SmallPolicy
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jetrl_jax.config import RunConfig
-from jetrl_jax.config_io import load_config
+from jetrl_jax.commands.plan import main, planned_model
+from jetrl_jax.config.load import load_config
+from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models import flash_attention
-from jetrl_jax.models.hf_config import ModelConfig
-from jetrl_jax.plan import main, planned_model
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun
 from jetrl_jax.planning.check import check
 from jetrl_jax.planning.devices import parse_devices

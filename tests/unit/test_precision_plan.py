@@ -15,17 +15,11 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision import (
-    Numerics,
-    PrecisionPlan,
-    TrainableFp8Weight,
-    build_numerics,
-    build_plan,
-    jit,
-    map_params,
-    named_params,
-)
-from jetrl_jax.training.step import PolicyPrograms
+from jetrl_jax.precision.numerics import Numerics, build_numerics
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan, build_plan
+from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from jetrl_jax.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -66,6 +68,7 @@ def test_commands_of_the_readme_exist() -> None:
     shell = "\n".join(code_blocks(README, "bash")) + "\n".join(re.findall(r"`([^`\n]+)`", README))
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z0-9-]+)", shell)) <= targets
-    modules = set(re.findall(r"-m ((?:jetrl_jax|pallas_kernels|bridge)[\w.]*)", shell))
+    assert set(re.findall(r"-m jetrl_jax ([a-z_-]+)", shell)) <= set(COMMANDS)
+    modules = set(re.findall(r"-m ((?:jetrl_jax|pallas_kernels|bridge)\.[\w.]+)", shell))
     assert {module for module in modules if not (ROOT / (module.replace(".", "/") + ".py")).is_file()} == set()
     assert {path for path in re.findall(r"\bconfigs/[\w.-]+\.yaml", shell) if not (ROOT / path).is_file()} == set()

@@ -17,12 +17,12 @@ import pytest
 import yaml
 from plotly.offline import get_plotlyjs
 
-from jetrl_jax import report
-from jetrl_jax.config import RunConfig
+from jetrl_jax.commands import report
+from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import UserError
-from jetrl_jax.report_charts import MAX_POINTS, SECTIONS
-from jetrl_jax.training.metrics import MetricsWriter, find_metric
-from jetrl_jax.training.run_directory import RunDirectory
+from jetrl_jax.record.metrics import MetricsWriter, find_metric
+from jetrl_jax.record.run_directory import RunDirectory
+from jetrl_jax.report.charts import MAX_POINTS, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
@@ -253,7 +253,7 @@ def test_command_line_writes_the_page(make_run: Callable[..., Path], tmp_path: P
 
 
 def test_command_line_ends_with_2_on_bad_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jetrl_jax.report", str(tmp_path / "nowhere")]
+    command = [sys.executable, "-m", "jetrl_jax", "report", str(tmp_path / "nowhere")]
     bad = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert bad.returncode == 2
     assert bad.stdout == ""

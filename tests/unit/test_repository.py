@@ -17,12 +17,13 @@ import jetrl_jax
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
-# These compose the parts, so they alone of jetrl_jax may import the bridge.
-ENTRY_MODULES = {f"jetrl_jax/{name}.py" for name in ("train", "evaluate", "generate", "report", "grpo", "policy", "mismatch", "plan")}
-TOKENIZER = "jetrl_jax/tasks/tokenizer.py"  # the one file of jetrl_jax that may load transformers, inside functions
+# These put the parts together, so they alone of jetrl_jax may import the bridge.
+KNOWS_BRIDGE = ("jetrl_jax/runs/", "jetrl_jax/commands/")
+INSIDE_VLLM = ("bridge/vllm/worker/", "bridge/vllm/in_process.py")  # these alone may import torch and vLLM
+TOKENIZER = "jetrl_jax/text/tokenizer.py"  # the one file of jetrl_jax that may load transformers, inside functions
 OPTIONAL = {"torch", "transformers", "jinja2", "vllm", "wandb", "datasets", "pyarrow", "pandas", "reasoning_gym", "math_verify"}
 OPTIONAL |= {"jax_triton", "triton", "httpx"}
-SERVER_CLIENT = "bridge/engine/server_client.py"  # the one file that may load httpx, inside functions
+SERVER_CLIENT = "bridge/vllm/client.py"  # the one file that may load httpx, inside functions
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes", "tensorboardx": "tensorboardX"}
 MAX_FUNCTION_LINES = 80  # docstring not counted
 MAX_FILE_LINES = 450
@@ -89,9 +90,9 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
     if package == "jetrl_jax":
         lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton", "httpx"}
         lazy |= {"transformers"} if path == TOKENIZER else set()
-        return base | {"jetrl_jax", "pallas_kernels"} | ({"bridge"} if path in ENTRY_MODULES else set()), lazy
-    own = {engine for engine in ("torch", "vllm") if engine in path}
-    return base | set(PACKAGES) | own | ({"torch"} if "vllm" in own else set()), {"httpx"} if path == SERVER_CLIENT else set()
+        return base | {"jetrl_jax", "pallas_kernels"} | ({"bridge"} if path.startswith(KNOWS_BRIDGE) else set()), lazy
+    own = {"torch", "vllm"} if path.startswith(INSIDE_VLLM) else set()
+    return base | set(PACKAGES) | own, {"httpx"} if path == SERVER_CLIENT else set()
 
 
 def arrow_problems(path: str, source: str) -> list[str]:
@@ -114,15 +115,17 @@ def test_imports_follow_the_arrows() -> None:
     ("path", "source"),
     [
         ("pallas_kernels/formats.py", "import flax"),
-        ("pallas_kernels/gemm/api.py", "from jetrl_jax import precision"),
-        ("jetrl_jax/rl/losses.py", "def f():\n    import bridge.name_map"),
+        ("pallas_kernels/gemm/api.py", "from jetrl_jax.precision import plan as precision"),
+        ("jetrl_jax/rl/losses.py", "def f():\n    import bridge.hf.names"),
         ("jetrl_jax/rl/losses.py", "def f():\n    import torch"),
-        ("jetrl_jax/tasks/tokenizer.py", "import transformers"),
+        ("jetrl_jax/text/tokenizer.py", "import transformers"),
         ("jetrl_jax/tasks/jsonl.py", "try:\n    import pyarrow\nexcept ImportError:\n    pass"),
-        ("bridge/hf_read.py", "import torch"),
-        ("bridge/hf_read.py", "def f():\n    import vllm"),
-        ("bridge/engine/server_client.py", "import httpx"),
-        ("bridge/engine/server.py", "def f():\n    import httpx"),
+        ("bridge/hf/read.py", "import torch"),
+        ("jetrl_jax/train.py", "import bridge.hf.read"),
+        ("bridge/vllm/server.py", "import torch"),
+        ("bridge/hf/read.py", "def f():\n    import vllm"),
+        ("bridge/vllm/client.py", "import httpx"),
+        ("bridge/vllm/server.py", "def f():\n    import httpx"),
     ],
 )
 def test_arrow_check_finds_forbidden_imports(path: str, source: str) -> None:
@@ -132,10 +135,10 @@ def test_arrow_check_finds_forbidden_imports(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("jetrl_jax/train.py", "import bridge.hf_read"),
-        ("jetrl_jax/tasks/tokenizer.py", "def f():\n    import transformers"),
+        ("jetrl_jax/runs/policy.py", "import bridge.hf.read"),
+        ("jetrl_jax/text/tokenizer.py", "def f():\n    import transformers"),
         ("jetrl_jax/rl/losses.py", "if TYPE_CHECKING:\n    import torch"),
-        ("bridge/vllm_engine.py", "import torch, vllm"),
+        ("bridge/vllm/worker/engine.py", "import torch, vllm"),
     ],
 )
 def test_arrow_check_lets_allowed_imports_pass(path: str, source: str) -> None:
@@ -145,7 +148,7 @@ def test_arrow_check_lets_allowed_imports_pass(path: str, source: str) -> None:
 def test_packages_import_without_extras_and_without_touching_a_device() -> None:
     """Each module of the base installation imports where every optional library is missing, and starts no JAX backend."""
     modules = [path[:-3].replace("/", ".").removesuffix(".__init__") for path in PACKAGE_FILES]
-    modules = [module for module in modules if not re.search(r"torch|vllm|triton|__main__", module)]
+    modules = [module for module in modules if not re.search(r"bridge\.vllm\.(worker|in_process)|triton|__main__", module)]
     program = f"""
         import importlib, sys
         class Missing:

@@ -9,10 +9,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jetrl_jax.config import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection, TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.rewards import FAILURES, RewardFunctions, RewardResult
-from jetrl_jax.tasks.task import Example, as_task, build_task
+from jetrl_jax.rewards.functions import FAILURES, RewardFunctions, RewardResult
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.registry import as_task, build_task
 
 TASK = as_task([{"prompt": str(i), "answer": str(i), "solution": f"s{i}", "level": i} for i in range(9)], TaskSection())
 NONE_FAILED = dict.fromkeys(FAILURES, 0)

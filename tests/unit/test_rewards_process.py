@@ -12,11 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from jetrl_jax.config import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection, TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks import reward_process
-from jetrl_jax.tasks.rewards import FAILURES, RewardFunctions
-from jetrl_jax.tasks.task import Example, as_task, build_task
+from jetrl_jax.rewards.functions import FAILURES, RewardFunctions
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.registry import as_task, build_task
+from jetrl_jax.workers import process
 
 TASK = as_task([{"prompt": str(i), "answer": str(i)} for i in range(9)], TaskSection())
 
@@ -230,7 +231,8 @@ def test_worker_takes_its_children_along(module):
 def test_worker_ends_with_a_killed_trainer(module, tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from jetrl_jax.config import *; from jetrl_jax.tasks.rewards import *; from jetrl_jax.tasks.task import *
+from jetrl_jax.config.task import TaskSection; from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.tasks.base import Example; from jetrl_jax.tasks.registry import build_task
 names = ["user_rewards:pid", "user_rewards:spawns", "user_rewards:hang"]
 rewards = RewardFunctions.from_functions(names, build_task(TaskSection(), 0), timeout_s=600)
 call = lambda text: rewards(["p"], [text], [Example("p", "1")], ["stop"], [[1]])
@@ -251,7 +253,7 @@ call("bad")
 
 
 def test_worker_hangs_are_bounded_in_number(module, monkeypatch):
-    monkeypatch.setattr(reward_process, "MAX_HANGS", 2)
+    monkeypatch.setattr(process, "MAX_HANGS", 2)
     with build("hang", timeout_s=0.3) as rewards:
         started = time.monotonic()
         result = run(rewards, ["a"] + ["bad"] * 30 + ["c"])
@@ -261,7 +263,7 @@ def test_worker_hangs_are_bounded_in_number(module, monkeypatch):
 
 
 def test_worker_crashes_are_bounded_in_number(module, monkeypatch):
-    monkeypatch.setattr(reward_process, "MAX_CRASHES", 2)
+    monkeypatch.setattr(process, "MAX_CRASHES", 2)
     with build("leave") as rewards:
         result = run(rewards, ["bad"] * 5)
         assert only(result)[1] == {"exception": 5}
@@ -328,7 +330,7 @@ def test_worker_has_no_stale_replies_after_an_error(module):
 
 
 def test_worker_log_goes_to_the_run_directory(module, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_process, "_LOG_BYTES", 1000)
+    monkeypatch.setattr(process, "_LOG_BYTES", 1000)
     log = tmp_path / "reward-user_rewards_noisy.log"
     with build("noisy", timeout_s=20, log_directory=tmp_path) as rewards:
         run(rewards, BATCH)

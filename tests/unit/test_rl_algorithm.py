@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.config_algorithm import ALGORITHM_DEFAULTS, AlgorithmSection, CorrectionSection
+from jetrl_jax.config.learning import ALGORITHM_DEFAULTS, AlgorithmSection, CorrectionSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import policy_objective, resolve_algorithm

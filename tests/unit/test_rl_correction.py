@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jetrl_jax.config_algorithm import CorrectionSection
+from jetrl_jax.config.learning import CorrectionSection
 from jetrl_jax.rl.correction import correct
 from tests.oracles import rl_oracle
 

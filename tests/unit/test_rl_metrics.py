@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetrl_jax.config import CorrectionSection
+from jetrl_jax.config.run_config import CorrectionSection
 from jetrl_jax.rl import metrics
 from jetrl_jax.rl.correction import correct
 from tests.oracles import rl_oracle

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jetrl_jax.config_algorithm import AlgorithmSection
+from jetrl_jax.config.learning import AlgorithmSection
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective, resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack
-from jetrl_jax.rollout.engine import Trajectory
+from jetrl_jax.rollout.types import Trajectory
 from tests.oracles import rl_oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

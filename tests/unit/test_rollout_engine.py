@@ -17,10 +17,13 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision import Numerics, PrecisionPlan, jit, map_params, named_params
-from jetrl_jax.rollout.engine import Request, RolloutEngine, SamplingParams, Trajectory
-from jetrl_jax.rollout.jax_engine import JaxEngine
-from jetrl_jax.rollout.shapes import batch_sizes, cache_buckets, prompt_buckets
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.shapes import batch_sizes, cache_buckets, prompt_buckets
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.small_model import small_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.config_types import TEMPERATURES
+from jetrl_jax.config.types import TEMPERATURES
 from jetrl_jax.models import vocabulary
-from jetrl_jax.precision import Numerics, jit
-from jetrl_jax.rollout.sampling import Controls, request_keys, sample
+from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.parameters import jit
+from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 
 DRAWS = 20_000
 CHI_SQUARE_15_999 = 37.70  # 99.9 % quantile of chi-square with 15 degrees of freedom

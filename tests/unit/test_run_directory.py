@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.training import run_directory
-from jetrl_jax.training.run_directory import (
+from jetrl_jax.record import run_directory
+from jetrl_jax.record.run_directory import (
     MAX_BAD_BATCHES,
     RunDirectory,
     atomic_write,
@@ -84,7 +84,7 @@ def test_create_raises_on_a_run_that_is_open(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in use by this process"):
         RunDirectory.create(tmp_path / "a", resume=True)
     code = (
-        "import sys; from jetrl_jax.training.run_directory import RunDirectory\n"
+        "import sys; from jetrl_jax.record.run_directory import RunDirectory\n"
         "try: RunDirectory.create(sys.argv[1], resume=True)\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
@@ -99,7 +99,7 @@ def test_create_raises_on_a_run_that_is_open(tmp_path: Path) -> None:
 def test_create_takes_over_the_lock_of_a_killed_run(tmp_path: Path) -> None:
     """Even where a worker that the run had forked is still alive."""
     code = (
-        "import os, sys, time; from jetrl_jax.training.run_directory import RunDirectory\n"
+        "import os, sys, time; from jetrl_jax.record.run_directory import RunDirectory\n"
         "run = RunDirectory.create(sys.argv[1]); run.write_config('seed: 0')\n"
         "child = os.fork()\n"
         "if child: print(child, flush=True)\n"

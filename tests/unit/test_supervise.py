@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_jax import processes
-from jetrl_jax.config_distributed import DistributedSection
+from jetrl_jax.config.devices import DistributedSection
+from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 COMMAND = """
 import os, signal, sys, time
-from jetrl_jax.cli import run_entry_point
-from jetrl_jax.config_distributed import DistributedSection
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.config.devices import DistributedSection
 from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.supervise import supervise
+from jetrl_jax.commands.supervise import supervise
 
 def native(text):
     os.write(2, text.encode())

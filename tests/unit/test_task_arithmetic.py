@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from jetrl_jax.config import TaskSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.arithmetic import FAMILIES, is_held_out
-from jetrl_jax.tasks.task import Task, build_task
+from jetrl_jax.tasks.base import Task
+from jetrl_jax.tasks.registry import build_task
 
 
 def task(name: str | None = None, seed: int = 0, eval_fraction: float = 0.1, template: str = "{prompt}", **options) -> Task:
@@ -82,7 +83,7 @@ def test_arithmetic_example_depends_on_index_and_seed_alone():
 
 def test_arithmetic_is_the_same_in_another_process():
     program = (
-        "from jetrl_jax.config import TaskSection; from jetrl_jax.tasks.task import build_task; import sys;"
+        "from jetrl_jax.config.task import TaskSection; from jetrl_jax.tasks.registry import build_task; import sys;"
         "t = build_task(TaskSection(name='reverse'), 7); print([e.prompt for e in t.train[:5]]); assert 'jax' not in sys.modules"
     )
     ran = subprocess.run(

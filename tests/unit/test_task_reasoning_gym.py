@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from jetrl_jax.config import TaskSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.task import build_task
+from jetrl_jax.tasks.registry import build_task
 
 library = pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra tasks) is not installed")
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetrl_jax.config import TaskSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.task import Example, as_task, build_task
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.registry import as_task, build_task
 
 ROWS = [{"prompt": f"q{i}", "answer": f"a{i}", "solution": f"s{i}", "level": i} for i in range(20)]
 
@@ -296,7 +297,7 @@ def test_datasets_from_disk_and_from_files(tmp_path, monkeypatch):
 
 
 MODULE = """
-from jetrl_jax.tasks.task import Example
+from jetrl_jax.tasks.base import Example
 ROWS = [{"prompt": f"q{i}", "answer": i} for i in range(10)]
 def rows(count=10): return ROWS[:count]
 def splits(seed): return {"train": ROWS[:5], "eval": [{"prompt": f"seed {seed}", "answer": "a"}]}

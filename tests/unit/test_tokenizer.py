@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from jetrl_jax.config import TokenizerSection
+from jetrl_jax.collect.prompts import Prompt
+from jetrl_jax.config.model import TokenizerSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.tasks.task import Example
-from jetrl_jax.tasks.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, build_tokenizer
-from jetrl_jax.training.prompts import Prompt
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.text.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, build_tokenizer
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers (extra hf) is not installed")
 ALPHABET = TokenizerSection().characters
@@ -137,7 +137,7 @@ def test_fingerprints_tell_tokenizers_apart_and_are_the_same_elsewhere(tmp_path)
     prints = [t.fingerprint() for t in tokens]
     assert len(set(prints)) == len(prints)
     program = (
-        "from jetrl_jax.tasks.tokenizer import *; import sys; print(CharacterTokenizer('ab').fingerprint(), ByteTokenizer().fingerprint());"
+        "from jetrl_jax.text.tokenizer import *; import sys; print(CharacterTokenizer('ab').fingerprint(), ByteTokenizer().fingerprint());"
         "assert not {'jax', 'transformers'} & set(sys.modules)"
     )
     ran = subprocess.run(

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.training.metrics import METRICS
+from jetrl_jax.record.metrics import METRICS
 
 
 def _load() -> ModuleType:

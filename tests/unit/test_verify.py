@@ -11,7 +11,7 @@ import pytest
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
-from jetrl_jax.tasks.task import Example
+from jetrl_jax.tasks.base import Example
 
 
 def score(name: str, completion: str, answer) -> float | None:

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jetrl_jax.config import TaskSection, WarmStartSection
+from jetrl_jax.collect.prompts import PromptStream
+from jetrl_jax.config.learning import WarmStartSection
+from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.tasks.task import Example, ListTask, build_task
-from jetrl_jax.tasks.tokenizer import CharacterTokenizer
-from jetrl_jax.training.prompts import PromptStream
-from jetrl_jax.training.step import UpdateReport
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.tasks.records import ListTask
+from jetrl_jax.tasks.registry import build_task
+from jetrl_jax.text.tokenizer import CharacterTokenizer
+from jetrl_jax.training.programs import UpdateReport
 from jetrl_jax.training.warm_start import SolutionSampler, build_warm_start_optimizer, warm_start
 
 TOKENIZER = CharacterTokenizer("=abcdefghijklmnopqrstuvwxyz")

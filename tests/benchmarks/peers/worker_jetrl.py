@@ -19,9 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where the package is not installed
 
 from jetrl_jax import GRPOTrainer, RunConfig
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.rollout.engine import Request, SamplingParams
-from jetrl_jax.tasks.rewards import RewardFunctions
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.rollout.types import Request, SamplingParams
 
 WORDS = 4096
 

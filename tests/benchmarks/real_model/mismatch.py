@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import jax
 import numpy as np
 
-from jetrl_jax.config_io import config_from_dict
-from jetrl_jax.mismatch import held_out_completions
-from jetrl_jax.policy import Policy, build_policy
+from jetrl_jax.commands.mismatch import held_out_completions
+from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.rl.metrics import mismatch_metrics
-from jetrl_jax.rollout.engine import Trajectory
+from jetrl_jax.rollout.types import Trajectory
+from jetrl_jax.runs.policy import Policy, build_policy
 from tests.benchmarks.flows import PRESETS, SHOWN, engine_logprobs, trainer_logprobs
 from tests.benchmarks.real_model.make import DIRECTORY, is_made
 

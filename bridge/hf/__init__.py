@@ -1,0 +1,1 @@
+"""Hugging Face checkpoint directories: names, tensors, reading and writing; no torch."""

@@ -1,0 +1,263 @@
+"""Write a policy as a Hugging Face checkpoint directory, whole or not at all: masters rounded, or FP8 codes as published.
+
+    config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's files
+
+The files are written to a hidden sibling directory, flushed, read back and compared bit by bit, and only then
+renamed to their place, so that a kill at any moment leaves either no directory or a complete one. One process
+writes a given directory. ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and vLLM read the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from bridge.hf.names import mismatches, name_map
+from bridge.hf.read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
+from bridge.hf.tensors import hf_tensors, quantization_config
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.precision.parameters import named_params
+from pallas_kernels import ScaledArray
+
+Tensor = tuple[str, Any, np.dtype]  # Hugging Face name, array (numpy or JAX), dtype that it is stored in
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+# What a checkpoint directory may hold to be replaced: what is written here, and tokenizer files.
+_OWN_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    INDEX_FILE,
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template.*",
+)
+
+
+class SavableTokenizer(Protocol):
+    """What a tokenizer must do here: write the files that transformers' AutoTokenizer reads."""
+
+    def save(self, directory: str | Path) -> Any:
+        """Write the tokenizer's files into an existing directory."""
+
+
+def decoder_parameters(decoder: nnx.Module) -> dict[str, Any]:
+    """{parameter path: array} of a decoder, as ``save_checkpoint`` takes it; the arrays stay on their devices."""
+    return {path: variable.get_value() for path, variable in parameters_by_path(decoder).items()}
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model_config: ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    tokenizer: SavableTokenizer | None = None,
+    max_shard_bytes: int | float = 5e9,
+    overwrite: bool = False,
+) -> Path:
+    """Write ``params`` ({parameter path: array, numpy or JAX}) with the model's configuration; returns the directory.
+
+    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all fits
+    into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own). ``overwrite``
+    replaces an earlier checkpoint whole; a directory with anything but a checkpoint's files is never replaced.
+
+    Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in ``dtype``;
+    UserError where the place is taken; RuntimeError where the files read back differently.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"save_checkpoint: unknown dtype: got dtype={dtype!r}, expected one of {list(DTYPES)}")
+    problems = mismatches(model_config, {path: tuple(np.shape(array)) for path, array in params.items()}, hf_names=False)
+    if problems:
+        raise ValueError("save_checkpoint: the parameters are not the model's:\n  " + "\n  ".join(problems))
+    names = name_map(model_config)
+    tensors = [(name, params[path], DTYPES[dtype]) for path, name in names.items()]
+    return _save(directory, model_config, model_config.to_hf(dtype=dtype), tensors, tokenizer, max_shard_bytes, overwrite)
+
+
+def save_published(
+    directory: str | Path,
+    model_config: ModelConfig,
+    published: nnx.State,
+    *,
+    tokenizer: SavableTokenizer | None = None,
+    max_shard_bytes: int | float = 5e9,
+    overwrite: bool = False,
+) -> Path:
+    """Write published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint, as vLLM, SGLang and transformers read it.
+
+    Codes and scales are the trainer's own bytes (`bridge.hf.tensors`); every other tensor is BF16. Arguments, files and
+    errors as in `save_checkpoint`; UserError besides where nothing is FP8 or vLLM could not hold the model's layers.
+    """
+    fp8 = [path for path, value in named_params(published) if isinstance(value, ScaledArray)]
+    quantization = quantization_config(model_config, fp8)
+    if quantization is None:
+        raise UserError("save_published: nothing to write in FP8: got a precision plan without an FP8 layer. Choose precision.preset.")
+    tensors = [(name, array, np.dtype(array.dtype)) for name, array in hf_tensors(model_config, published)]
+    config = model_config.to_hf(dtype="bfloat16") | {"quantization_config": quantization}
+    return _save(directory, model_config, config, tensors, tokenizer, max_shard_bytes, overwrite)
+
+
+def _save(
+    directory: str | Path,
+    model_config: ModelConfig,
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    tokenizer: SavableTokenizer | None,
+    max_shard_bytes: int | float,
+    overwrite: bool,
+) -> Path:
+    if not max_shard_bytes > 0:
+        raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
+    target = Path(os.path.abspath(user_path(directory)))
+    _check_place(target, overwrite)
+    partial = _sibling(target, "partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", _generation_config(model_config))
+        _write_weights(partial, tensors, max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        _verify(partial, model_config, tensors)
+        _flush(partial)
+        _move_into_place(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _cast(array: Any, dtype: np.dtype) -> np.ndarray:
+    """A contiguous host copy in ``dtype``; the library would write a strided array's memory as it lies."""
+    host = np.asarray(array)
+    if host.dtype != dtype:
+        with np.errstate(over="ignore"):  # an overflow becomes inf and is reported with its name
+            host = host.astype(np.float32).astype(dtype)
+    return np.ascontiguousarray(host)
+
+
+def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: float) -> None:
+    sizes = {name: int(np.prod(np.shape(array))) * dtype.itemsize for name, array, dtype in tensors}
+    shards = _plan_shards(sizes, max_shard_bytes)
+    by_name = {name: (array, dtype) for name, array, dtype in tensors}
+    weight_map: dict[str, str] = {}
+    non_finite: list[str] = []
+    for number, names in enumerate(shards, start=1):
+        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        arrays = {name: _cast(*by_name[name]) for name in names}
+        non_finite += [name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()]
+        if not non_finite:
+            save_file(arrays, directory / file_name, metadata={"format": "pt"})
+            shutil.copymode(directory / "config.json", directory / file_name)  # the library makes it unreadable to others
+        weight_map |= dict.fromkeys(arrays, file_name)
+    if non_finite:
+        raise ValueError(f"save_checkpoint: non-finite weights as they are stored: got {non_finite}, expected finite values")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(directory / INDEX_FILE, index)
+
+
+def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[list[str]]:
+    """Consecutive groups of paths, each within the limit or a single larger tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for path, size in sizes_bytes.items():
+        if shards[-1] and filled + size > limit_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(path)
+        filled += size
+    return shards
+
+
+def _verify(directory: Path, config: ModelConfig, tensors: Sequence[Tensor]) -> None:
+    """Read the directory back with the reader and compare configuration and bits."""
+    written = open_checkpoint(directory)
+    wrong = ["config.json"] if written.config != config else []
+    stored = {tensor.name: tensor for tensor in (*written.tensors.values(), *written.scales.values())}
+    for name, array, dtype in tensors:
+        expected, got = _cast(array, dtype), stored[name].read()
+        if got.dtype != expected.dtype or not np.array_equal(got.view(np.uint8), expected.view(np.uint8)):
+            wrong.append(name)
+    if wrong or len(stored) != len(tensors):
+        raise RuntimeError(f"save_checkpoint: {directory} reads back differently: {wrong}")
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    values = config.to_hf()
+    return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if values[key] is not None}
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sibling(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}")
+
+
+def _check_place(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir() or not overwrite:
+        raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected an empty directory, or overwrite")
+    foreign = sorted(p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES))
+    if foreign or not (target / "config.json").is_file():
+        why = f"it also holds {foreign}" if foreign else "it has no config.json"
+        raise UserError(f"save_checkpoint: will not replace {str(target)!r}: {why}, expected a checkpoint's files alone")
+
+
+def _flush(directory: Path) -> None:
+    """Bring files and directory entries to the disk before the rename makes them visible."""
+    for path in [*(p for p in directory.rglob("*")), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Rename; an earlier checkpoint steps aside first, goes when the new one stands and comes back where it cannot."""
+    old = _sibling(target, "old")
+    if target.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        target.rename(old)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    _flush_directory(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

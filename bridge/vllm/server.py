@@ -1,0 +1,344 @@
+"""vLLM behind HTTP: a server that the trainer starts and ends, or one that runs already on this machine.
+
+    start     loopback only, a free port, its output in vllm.log of the run; ready when /health answers
+    sync      safetensors on tmpfs with a manifest beside it; staged and verified by the worker, then applied
+    sleep     weights and cache are dropped until the next sync, which wakes the weights, then the cache
+    generate  token ids in, token ids and logprobs out, one request a completion; every answer names its weights' version
+    end       with the trainer, however that ends (`server_process`)
+
+Every call has a time limit, on all of it (`server_client`).  A server that died, hangs or answers nonsense ends the call
+with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the
+call is repeated.
+The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from bridge.hf.tensors import hf_tensors, to_host
+from bridge.vllm import server_process
+from bridge.vllm.client import CallFailed, Limit, ServerClient
+from bridge.vllm.manifest import Manifest
+from bridge.vllm.settings import (
+    SLEEP_LEVEL,
+    EngineFailed,
+    EngineSettings,
+    as_flags,
+    check_requests,
+    check_version,
+    environment,
+    require_awake,
+    require_exact,
+    sampling_fields,
+    scoring_fields,
+    trajectory,
+    write_model_directory,
+)
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+
+T = TypeVar("T")
+LOG_FILE = "vllm.log"
+POLL_S = 0.2
+STOP_S = RESUME_S = 20.0
+
+
+class ServerEngine:
+    """`RolloutEngine` over vLLM's HTTP routes; an own server starts with the first `load_weights`.
+
+    Args:
+      model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
+      url: of a server that runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1;
+        None starts one.
+      command: what is started in place of vLLM's server (its flags are appended).
+
+    The first call raises UserError where httpx is not installed.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        fp8_paths: Sequence[str],
+        settings: EngineSettings,
+        *,
+        url: str | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+    ) -> None:
+        self.model, self.fp8_paths, self.settings = model, list(fp8_paths), settings
+        self.url, self.command = url and url.rstrip("/"), list(command)
+        self.owned, self.restarts_left = url is None, settings.restarts
+        self.log_directory: Path | None = None
+        self._version, self._vllm = -1, ""
+        self._client: ServerClient | None = None
+        self._operations: dict[str, str] = {}
+        self._process: subprocess.Popen | None = None
+        self._weights: tuple[Path, int] | None = None
+        self._ready = self._asleep = False
+        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # tmpfs: the disk never sees the weights
+        self._directory = Path(tempfile.mkdtemp(prefix="jetrl-vllm-", dir=root))
+        if self.owned:
+            write_model_directory(self._directory / "model", model, fp8_paths)
+        atexit.register(self.close)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the loaded weights; -1 before the first `load_weights`."""
+        return self._version
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ran, for the run's record."""
+        mode = "server" if self.owned else "external"
+        return {"mode": mode, "vllm": self._vllm, "operations": self._operations, "url": self.url, "sleep": self.settings.sleep}
+
+    def load_weights(self, published: Any, version: int) -> Manifest:
+        """Sends a policy version; returns its manifest.
+
+        Raises:
+          EngineFailed: the server refused it, died or hung; it never holds a part of a version.
+        """
+        tensors = {name: to_host(array) for name, array in hf_tensors(self.model, published)}
+        manifest = Manifest.of(tensors.items(), version)
+        path = self._directory / f"{version}.safetensors"
+        save_file(tensors, path)
+        Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
+        before, self._weights = self._weights, (path, version)
+        self._with_restarts(self._push)
+        if before is not None and before[0] != path:
+            for file in (before[0], Path(f"{before[0]}.json")):
+                file.unlink(missing_ok=True)
+        return manifest
+
+    def sleep(self) -> None:
+        """Lets the server drop weights and cache until the next `load_weights`, where the settings say so.
+
+        Raises:
+          EngineFailed: it cannot, or died.
+        """
+        if self.settings.sleep and not self._asleep:
+            self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
+            self._asleep = True
+
+    def held(self, names: Sequence[str]) -> Manifest:
+        """The manifest of the checkpoint tensors `names` as the server holds them."""
+        require_awake(self._asleep, "held")
+        body = {"method": "jetrl_held_manifest", "args": [list(names), self._version], "timeout": self.settings.sync_timeout_s}
+        answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
+        return Manifest.from_json(answer["results"][0])
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
+        """One trajectory per request, in the order of the requests.
+
+        Raises:
+          ValueError: a request that does not fit; RuntimeError: it sleeps; EngineFailed: the server failed, or sampled from other weights.
+        """
+        check_requests(requests, sampling, self.settings, self.model.vocab_size)
+        bodies = [(list(request.prompt_ids), sampling_fields(sampling, request)) for request in requests]
+        results = []
+        for request, choice in zip(requests, self._answers(bodies, "choices"), strict=True):
+            content = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = [entry["logprob"] for entry in content]
+            versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
+            if versions - {str(self._version)}:
+                raise EngineFailed(f"vLLM: request {request.id} has tokens of weights {sorted(versions)}, expected {self._version} alone.")
+            results.append(trajectory(request, choice["token_ids"], logprobs, choice.get("finish_reason"), sampling, self._version))
+        return results
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0."""
+        answers = self._answers([(list(ids), scoring_fields()) for ids in sequences], "prompt_logprobs")
+        return [
+            np.array([0.0] + [entry[str(token)]["logprob"] for entry, token in zip(answer[1:], ids[1:], strict=True)], np.float32)
+            for answer, ids in zip(answers, sequences, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends a server of ours, the connections, and removes what was written for it."""
+        self._stop()
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    # Calls
+
+    def _answers(self, bodies: Sequence[tuple[list[int], dict[str, Any]]], field: str) -> list[Any]:
+        """One field of the answer to each (token ids, sampling parameters); a list of choices gives its only one."""
+
+        def all_at_once() -> list[Any]:
+            limit = Limit.start("vllm.request_timeout_s", self.settings.request_timeout_s)
+
+            def one(body: tuple[list[int], dict[str, Any]]) -> Any:
+                data = {"token_ids": body[0], "sampling_params": body[1], "return_token_ids": True}
+                return self._post("/inference/v1/generate", data, limit)
+
+            with ThreadPoolExecutor(max_workers=max(1, min(len(bodies), self.settings.max_num_seqs))) as pool:
+                futures = [pool.submit(one, body) for body in bodies]
+                try:
+                    return [future.result() for future in futures]
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+
+        require_awake(self._asleep, "generate")
+        if not bodies:
+            return []
+        answers = self._with_restarts(all_at_once)
+        try:
+            return [answer[field][0] if field == "choices" else answer[field] for answer in answers]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineFailed(f"vLLM: an answer has no {field}: {str(answers[0])[:200]}") from error
+
+    def _push(self) -> None:
+        """Brings the staged file into the server: verified before it is applied, prefix cache emptied after."""
+        self._ensure_ready()
+        assert self._weights is not None
+        path, version = self._weights
+        limit = self._sync_limit()
+        if self._asleep:
+            self._post("/wake_up?tags=weights", {}, limit)
+        start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `vllm_transfer`
+        try:
+            self._post("/start_weight_update", start, limit)
+        except EngineFailed:  # a trainer that was killed left an update open: this update, of nothing, ends it
+            with contextlib.suppress(EngineFailed):
+                self._post("/update_weights", {"update_info": {}}, limit)
+            self._post("/start_weight_update", start, limit)
+        self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
+        self._post("/pause?mode=abort&clear_cache=true", {}, limit)  # no request may see both versions
+        try:
+            self._post("/finish_weight_update", {"weight_version": str(version)}, limit)
+            if self._asleep:
+                self._post("/wake_up?tags=kv_cache", {}, limit)
+            self._post("/reset_prefix_cache", {}, limit)
+        except EngineFailed:
+            with contextlib.suppress(EngineFailed):  # what went wrong first is what is told
+                self._resume(limit)
+            raise
+        self._resume(limit)
+        self._version, self._asleep = version, False
+
+    def _resume(self, limit: Limit) -> None:
+        """Lets the server go on; one that was late is given the time for it."""
+        self._post("/resume", {}, Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S)))
+
+    def _with_restarts(self, call: Callable[[], T]) -> T:
+        """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
+        while True:
+            try:
+                if not self._ready and self._weights is not None and call != self._push:
+                    self._push()
+                return call()
+            except EngineFailed as error:
+                if not self.owned:
+                    raise
+                self._stop()
+                if self.restarts_left == 0:
+                    raise
+                self.restarts_left -= 1
+                print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
+
+    def _sync_limit(self) -> Limit:
+        return Limit.start("vllm.sync_timeout_s", self.settings.sync_timeout_s)
+
+    def _post(self, route: str, body: dict[str, Any], limit: Limit) -> Any:
+        return self._request("POST", route, limit, body)
+
+    def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that a route answers; {} where it says nothing."""
+        if self._client is None:  # by the calling thread: those of a batch come after
+            self._client = ServerClient()
+        try:
+            return self._client.call(method, f"{self.url}{route}", body, limit)
+        except CallFailed as error:
+            raise EngineFailed(f"vLLM: {route.split('?')[0]}{error}{self._log_hint()}") from error
+
+    # The process
+
+    @property
+    def _log(self) -> Path:
+        return (self.log_directory or self._directory) / LOG_FILE
+
+    def _log_hint(self) -> str:
+        return f" Its output: {self._log}." if self.owned else ""
+
+    def _ensure_ready(self) -> None:
+        if self._ready:
+            return
+        if self.owned:
+            self._start()
+        limit = self._sync_limit()
+        self._vllm = self._request("GET", "/version", limit).get("version", "?")
+        check_version(self._vllm)
+        body = {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}
+        self._operations = self._post("/collective_rpc", body, limit)["results"][0]
+        if self.owned:
+            require_exact(self._operations, self.settings, bool(self.fp8_paths))
+        self._ready = True
+
+    def _start(self) -> None:
+        """Starts the server and waits until it answers."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        on_cpu = jax.default_backend() == "cpu"
+        flags = as_flags(self.settings.arguments(self._directory / "model", self.model, on_cpu))
+        command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
+        variables = os.environ | environment(on_cpu, self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(server_process.__file__), *command],
+                stdin=subprocess.PIPE,  # held open: its end is the server's end
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + self.settings.startup_timeout_s
+        while True:
+            status = self._process.poll()
+            if status is not None:
+                raise EngineFailed(f"vLLM: the server ended with status {status} before it was ready.{self._log_hint()}")
+            with contextlib.suppress(EngineFailed):
+                self._request("GET", "/health", Limit.start("of one question", 2.0))
+                return
+            if time.monotonic() > deadline:
+                raise EngineFailed(
+                    f"vLLM: the server is not ready after {self.settings.startup_timeout_s:g} s (vllm.startup_timeout_s).{self._log_hint()}"
+                )
+            time.sleep(POLL_S)
+
+    def _stop(self) -> None:
+        """Ends a server of ours, by force where it must be."""
+        self._ready = not self.owned and self._ready
+        self._asleep = False  # so is a new one
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

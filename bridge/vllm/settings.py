@@ -1,0 +1,275 @@
+"""What every way of running vLLM shares: its settings, its arguments, its model directory, requests and their answers.
+
+Free of torch and vLLM.  The arguments pin what the contract needs: BF16 with an FP32 head, logprobs after the
+temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's generation_config, one prefill per
+prompt (a prompt that is split may not have a seed in vLLM 0.32 on CPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from bridge.hf.tensors import quantization_config
+from jetrl_jax.config.types import VLLM_TEMPERATURES
+from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+
+SLEEP_LEVEL = 2  # weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the host
+# What may form the FP8 products in a promotion order: this project's on a CPU, vLLM's on CUDA.
+FP8_PRODUCTS = {
+    "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
+    "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
+}
+# Operations of an exact engine that are this project's; linear layers in BF16 only where the model has some.
+EXACT = ("attention", "norm", "rope", "silu", "linear", "logits", "logprobs")
+# vLLM's CUDA kernel that promotes the blocks of an FP8 product in an order (`precision.promotion_order`).
+LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
+SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
+# Read by vLLM when it is imported or started.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Hopper: DeepGEMM's power-of-two scales requantise the weights; its default and FlashInfer's kernel stand before CUTLASS.
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probabilities are a Triton kernel's, with sums in FP32
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
+    "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
+}
+COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # read by torch whenever something is to be compiled
+
+
+class EngineFailed(RunStopped):
+    """The rollout engine died, hung or answered nonsense; exit status 3, and a resumed run goes on."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
+
+    promotion_order, scale_format: of the FP8 kernel, where it is this project's own; on CUDA the order selects vLLM's.
+    exact: reductions in float64 as `numerics.exact` has them (`bridge.vllm.worker.exact`), for eager engines;
+      engine_variant: whose rounding points these have in norms, as `numerics.engine_variant`.
+    sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
+    max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
+    """
+
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    max_num_seqs: int = 64
+    promotion_order: str = "deepgemm"
+    scale_format: str = "float32"
+    exact: bool = True
+    engine_variant: str = "native"
+    gpu_memory_utilization: float = 0.4
+    sleep: bool = False
+    kv_cache_memory_mb: int | None = None
+    enforce_eager: bool = True
+    startup_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    sync_timeout_s: float = 300.0
+    restarts: int = 0
+
+    def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
+        """vLLM's engine arguments by name, all JSON values; a server gets the same as flags."""
+        longest = min(self.max_prompt_tokens + self.max_completion_tokens + 1, model.max_position_embeddings)  # + 1: scoring samples one
+        arguments: dict[str, Any] = {
+            "model": str(model_directory),
+            "load_format": "dummy",  # weights come by transfer, before the first request
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": "bfloat16",
+            "hf_overrides": {"head_dtype": "float32"},
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 1,
+            "max_model_len": longest,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": max(longest, self.max_num_seqs * longest),
+            "enable_chunked_prefill": False,
+            "seed": 0,
+            "enforce_eager": self.enforce_eager,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "weight_transfer_config": {"backend": "jetrl"},
+            "worker_extension_cls": "bridge.vllm.worker.transfer.WorkerExtension",
+            "additional_config": {
+                "jetrl": {name: getattr(self, name) for name in ("promotion_order", "scale_format", "exact", "engine_variant")}
+            },
+        }
+        if not on_cpu:
+            arguments["linear_backend"] = LINEAR_BACKENDS[self.promotion_order]
+        if self.exact and not on_cpu:
+            arguments["attention_backend"] = "FLASH_ATTN"  # which the plugin's exact attention stands for
+        if self.sleep:
+            arguments["enable_sleep_mode"] = True
+        if self.kv_cache_memory_mb is not None:
+            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_mb << 20
+        return arguments
+
+
+def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
+    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`.
+
+    Raises:
+      UserError: the user's own environment keeps torch from compiling, and vLLM is to be compiled.
+    """
+    if not eager and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        raise UserError("vllm.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, expected true, or that unset.")
+    # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
+    compiler = {COMPILER_SWITCH: "1" if eager and on_cpu else "0"}
+    return ENVIRONMENT | compiler | (CPU_ENVIRONMENT if on_cpu else {})
+
+
+def check_version(version: str) -> None:
+    """Raises UserError where this vLLM is outside the supported range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
+    if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
+        raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
+
+
+def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: bool) -> None:
+    """Raises EngineFailed where an engine that was to be exact computes with other operations.
+
+    operations: of `bridge.vllm.worker.exact.operations`; fp8: whether the model has FP8 layers.
+    """
+    if not settings.exact:
+        return
+    served = {name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"}
+    wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
+    products, product = FP8_PRODUCTS[settings.promotion_order], operations.get("fp8_product", "nothing")
+    if fp8 and product not in products:
+        wrong.append(f"fp8_product by {product}, expected {' or '.join(products)}")
+    if wrong:
+        hint = "Is this package's plugin there (entry point jetrl of vllm.general_plugins), and no VLLM_ variable set?"
+        raise EngineFailed(f"vLLM: numerics.exact: it runs operations that are not the trainer's: got {'; '.join(wrong)}. {hint}")
+
+
+def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
+    """A directory that tells vLLM the architecture and formats, without weights; returns it."""
+    config = model.to_hf(dtype="bfloat16")
+    quantization = quantization_config(model, fp8_paths)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any]:
+    """vLLM's sampling parameters of one request, each one stated: nothing is left to a default of engine or checkpoint."""
+    digest = hashlib.sha256(f"{sampling.seed} {request.seed}".encode()).digest()
+    return {
+        "n": 1,
+        "temperature": 0.0 if sampling.greedy else float(sampling.temperature),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": int.from_bytes(digest[:7], "little"),
+        "stop": [],
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens above are all there are
+        "min_tokens": 0,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": 0,  # of the sampled token
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+def scoring_fields() -> dict[str, Any]:
+    """Sampling parameters under which vLLM reports the log-probabilities of a prompt's own tokens, at temperature 1."""
+    request = Request(0, [0], 0)
+    return sampling_fields(SamplingParams(1.0, 1, (), 0), request) | {"prompt_logprobs": 0}
+
+
+def check_requests(requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int) -> None:
+    """Raises ValueError for what vLLM would refuse, or silently cut."""
+    problems = []
+    low, high = VLLM_TEMPERATURES
+    if not sampling.greedy and not low <= sampling.temperature <= high:
+        problems.append(f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are")
+    if sampling.max_tokens > settings.max_completion_tokens:
+        problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={settings.max_completion_tokens}")
+    for request in requests:
+        if not 0 < len(request.prompt_ids) <= settings.max_prompt_tokens:
+            limit = f"expected 1 to max_prompt_tokens={settings.max_prompt_tokens}"
+            problems.append(f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}")
+        elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+            problems.append(f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
+    if problems:
+        raise ValueError("generate: bad request: " + "; ".join(problems[:5]) + ".")
+
+
+def trajectory(
+    request: Request, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampling: SamplingParams, version: int
+) -> Trajectory:
+    """An answer of vLLM as a `Trajectory`.
+
+    Raises:
+      EngineFailed: it does not fit the request: an aborted or empty completion, a missing logprob, no known reason to end.
+    """
+    stopped = bool(token_ids) and token_ids[-1] in sampling.stop_token_ids
+    problems = [] if finish_reason in ("stop", "length") else [f"finish_reason={finish_reason!r}, expected 'stop' or 'length'"]
+    if not 0 < len(token_ids) <= sampling.max_tokens or len(logprobs) != len(token_ids):
+        problems.append(f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to {sampling.max_tokens} of each")
+    if finish_reason == "stop" and not stopped:
+        problems.append(f"a stop after token {list(token_ids[-1:])}, expected one of {sampling.stop_token_ids}")
+    if problems:
+        raise EngineFailed(f"vLLM: request {request.id} ended badly: got {'; '.join(problems)}.")
+    reason: Literal["stop", "length"] = "stop" if stopped else "length"
+    return Trajectory(
+        request.id,
+        np.asarray(request.prompt_ids, np.int32),
+        np.asarray(token_ids, np.int32),
+        np.asarray(logprobs, np.float32),
+        reason,
+        version,
+    )
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as flags of vLLM's server."""
+    flags = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def require_awake(asleep: bool, what: str) -> None:
+    """Raises RuntimeError where the engine has given its weights and cache back."""
+    if asleep:
+        raise RuntimeError(f"{what}: the engine sleeps and has no weights: got no load_weights(...) since sleep(), expected one before.")
+
+
+def set_environment(on_cpu: bool, eager: bool = True) -> None:
+    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported, and for each engine in it.
+
+    Whether torch compiles is the config's to say, and of each engine anew; errors as `environment`.
+    """
+    variables = environment(on_cpu, eager)
+    os.environ[COMPILER_SWITCH] = variables.pop(COMPILER_SWITCH)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,1 @@
+"""What vLLM's own processes import, with torch: the plugin and everything that it registers."""

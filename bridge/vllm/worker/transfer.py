@@ -1,0 +1,194 @@
+"""vLLM weight transfer backend ``jetrl``: staged, verified against a manifest, then applied; never half applied.
+
+    start_weight_update    forgets what an earlier, broken update staged
+    update_weights         stage and verify: every tensor of the manifest, its shape, dtype and hash, nothing besides
+    finish_weight_update   apply by vLLM's layerwise reload, into the storage that the model already has
+
+vLLM 0.24 does not tell a backend of the end: there `update_weights` applies what it has verified (started with
+`is_checkpoint_format=False`, lest vLLM takes the model apart before).  Until then the model is untouched, so whatever
+fails before leaves the old version whole.
+
+Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over in this
+process.  `held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from bridge.vllm.manifest import Manifest, TensorEntry
+from bridge.vllm.worker.exact import operations
+from pallas_kernels.formats import BLOCK
+
+BACKEND = "jetrl"
+SHOWN = 5
+APPLIES_ON_RECEIPT = not hasattr(WeightTransferEngine, "finish_weight_update")  # vLLM 0.24
+
+BF16 = SimpleNamespace(dtype=torch.bfloat16)  # all that is read of a model's config where vLLM does not give it to a backend (0.24)
+
+_handed_over: dict[str, tuple[Manifest, list[tuple[str, torch.Tensor]]]] = {}
+_tickets = itertools.count()
+
+
+def register_backend() -> None:
+    """Makes the backend known to vLLM."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, JetrlWeightTransfer)
+
+
+def hand_over(manifest: Manifest, tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Leaves tensors for the engine in this process; returns the `ticket` of the `update_info` that takes them."""
+    ticket = str(next(_tickets))
+    _handed_over[ticket] = (manifest, tensors)
+    return ticket
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing is agreed before the first update."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where one policy version is: a file with its manifest beside it (``<path>.json``), or a ticket of `hand_over`."""
+
+    path: str | None = None
+    ticket: str | None = None
+
+
+class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """The backend, in the worker."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._staged: list[tuple[str, torch.Tensor]] | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Forgets a staged version that was never applied."""
+        self._staged = None
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
+        """Stages one version; `load_weights`, vLLM 0.24's own way to apply it, is not used.
+
+        Raises:
+          ValueError: it is not what its manifest says; the model is as it was.
+        """
+        if update_info.ticket is not None:
+            manifest, tensors = _handed_over.pop(update_info.ticket)
+        elif update_info.path is not None:
+            manifest = Manifest.from_json(Path(f"{update_info.path}.json").read_text(encoding="utf-8"))
+            with safe_open(update_info.path, framework="pt") as file:
+                tensors = [(name, file.get_tensor(name)) for name in file.keys()]
+        else:
+            raise ValueError("update_weights: nothing to take: got neither path nor ticket.")
+        problems = manifest.differences(manifest_of(tensors, manifest.policy_version))
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError(f"update_weights: the weights are not those of their manifest: {'; '.join(problems[:SHOWN])}{more}.")
+        order = {name: place for place, name in enumerate(manifest.entries)}  # by layer, as vLLM's reload wants them
+        self._staged = sorted(tensors, key=lambda pair: order[pair[0]])
+        if APPLIES_ON_RECEIPT:
+            self.finish_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """Applies the staged version.
+
+        Raises:
+          RuntimeError: nothing is staged.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise RuntimeError("finish_weight_update: nothing is staged: expected update_weights(...) before.")
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(staged))
+        finalize_layerwise_reload(self.model, getattr(self, "model_config", BF16))
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """What vLLM 0.24 and 0.25 demand of a backend; here the trainer writes a file or hands tensors over."""
+        raise NotImplementedError("trainer_send_weights: weights of backend jetrl come by path or ticket.")
+
+    def shutdown(self) -> None:
+        """Drops what is staged."""
+        self._staged = None
+
+
+class WorkerExtension:
+    """What vLLM's worker class gains: methods for `collective_rpc`."""
+
+    def jetrl_held_manifest(self, names: list[str], version: int) -> str:
+        """The manifest, as JSON, of the checkpoint tensors `names` as the model holds them."""
+        with torch.no_grad():
+            return manifest_of(held_tensors(self.get_model(), names), version).to_json()  # type: ignore[attr-defined]
+
+    def jetrl_operations(self) -> dict[str, str]:
+        """What computes what in the model and its sampler, by class."""
+        return operations(self.get_model(), getattr(self.model_runner, "sampler", None))  # type: ignore[attr-defined]
+
+
+def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
+    """As `Manifest.of`, of torch tensors."""
+    entries = {}
+    for name, tensor in tensors:
+        host = tensor.detach().cpu().contiguous()
+        entries[name] = TensorEntry.of(tensor.shape, str(tensor.dtype).removeprefix("torch."), host.reshape(-1).view(torch.uint8).numpy())
+    return Manifest(version, entries)
+
+
+def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint tensors `names` as a vLLM model holds them after loading; a name that it lacks is left out."""
+    modules = dict(model.named_modules())
+    fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    for name in names:
+        path, attribute = name.rsplit(".", 1)
+        parent, last = path.rsplit(".", 1) if "." in path else ("", path)
+        if last in fused:
+            whole, parts = fused[last]
+            layer = modules.get(f"{parent}.{whole}")
+        else:
+            layer, parts = modules.get(path), [last]
+        tensor = None if layer is None else _held(layer, attribute)
+        if tensor is None:
+            continue
+        if len(parts) > 1:
+            tensor = _part(layer, tensor, parts.index(last), attribute)
+        if (vocabulary := getattr(layer, "org_vocab_size", None)) is not None:
+            tensor = tensor[:vocabulary]  # vLLM pads the vocabulary
+        yield name, tensor
+
+
+def _held(layer: Any, attribute: str) -> torch.Tensor | None:
+    """A parameter of a layer; where vLLM packed the weight for its CPU kernel, what the kernel makes of the identity."""
+    tensor = getattr(layer, attribute, None)
+    if attribute == "weight" and tensor is not None and tensor.numel() == 0:
+        identity = torch.eye(layer.input_size_per_partition, dtype=tensor.dtype)
+        return layer.quant_method.apply(layer, identity, None).t()  # exact: one product a sum is not 0
+    return tensor
+
+
+def _part(layer: Any, tensor: torch.Tensor, index: int, attribute: str) -> torch.Tensor:
+    """The rows of one projection of a fused layer."""
+    sizes = [int(size) for size in layer.output_partition_sizes]
+    if attribute.startswith("weight_scale"):
+        sizes = [-(-size // BLOCK) for size in sizes]
+    start = sum(sizes[:index])
+    return tensor[start : start + sizes[index]]

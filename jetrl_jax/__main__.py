@@ -1,0 +1,53 @@
+"""`python -m jetrl_jax COMMAND`: every command but the main one, which is `python -m jetrl_jax.train`.
+
+Only the module of the command that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from jetrl_jax.commands.entry import run_entry_point
+from jetrl_jax.errors import UserError
+
+COMMANDS = {
+    "evaluate": "held-out accuracy, pass@k and greedy accuracy of a policy",
+    "generate": "talk to a trained policy",
+    "report": "one HTML page about one run, or about several laid over one another",
+    "mismatch": "where two precision flows part on the same tokens, operator by operator",
+    "plan": "does a run fit on given devices, and what will it send; nothing is allocated",
+    "export": "a policy as a Hugging Face checkpoint directory, in BF16 or FP8",
+    "parity": "the same tokens scored by the trainer and by vLLM",
+    "check-engine": "the golden vectors of the contract against the installed vLLM",
+    "verify-resume": "does a run that is stopped and resumed equal one that is not",
+    "config": "every field of a config with its type, default and meaning",
+}
+USAGE = "usage: python -m jetrl_jax COMMAND [...]"
+
+
+def listing() -> str:
+    """What --help prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
+    end = "COMMAND --help lists its options. A run is trained by python -m jetrl_jax.train --config FILE."
+    return "\n".join([USAGE, "", *lines, "", end])
+
+
+def main(argv: list[str]) -> int | None:
+    """Runs the command that is named first; returns its exit status."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(listing())
+        return 0
+    if not argv or argv[0].replace("_", "-") not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1) if argv else []
+        hint = f" Did you mean {close[0]!r}?" if close else " A run is trained by python -m jetrl_jax.train."
+        got = repr(argv[0]) if argv else "none"
+        raise UserError(f"python -m jetrl_jax: no such command: got {got}, expected one of {', '.join(COMMANDS)}.{hint}")
+    module = import_module(f"jetrl_jax.commands.{argv[0].replace('-', '_')}")
+    status: int | None = module.main(argv[1:])
+    return status
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,1 @@
+"""From prompts to a scored batch of trajectories."""

@@ -1,0 +1,115 @@
+"""What all entry points share: the config arguments, and one way to end.
+
+    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a disk that takes no more
+                  4 another process of the run was lost · 130 interrupted · 141 the reader of our output went away
+
+No module that a config needs imports jax, so that bad input ends before any device is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from jetrl_jax.config.load import load_config
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import RunStopped, UserError
+
+INTERRUPTED = 130
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+BROKEN_PIPE = 141
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` --config and --set; `config_from_arguments` reads them."""
+    parser.add_argument(
+        "--config", type=user_path, metavar="FILE", help="YAML file of the run (fields left out have their defaults, see docs/config.md)"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="change a field of the config, such as rollout.group_size=8 or rewards.0.weight=2; repeatable, the last one counts",
+    )
+
+
+def add_step_argument(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` --step: which checkpoint of a run, as `jetrl_jax.runs.policy.load_policy` takes it."""
+    parser.add_argument(
+        "--step",
+        type=_step,
+        default="last",
+        metavar="N|best|last",
+        help="checkpoint of a run (default: last); best: the highest held-out accuracy among those kept",
+    )
+
+
+def _step(text: str) -> int | str:
+    if text not in ("last", "best") and not text.isdecimal():
+        raise UserError(f"--step: no step: got {text!r}, expected a number, best or last.")
+    return int(text) if text.isdecimal() else text
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
+    """The config that --config and --set describe; raises UserError."""
+    return load_config(arguments.config, arguments.overrides)
+
+
+def check_output_files(command: str, *files: Path | None) -> None:
+    """Raises UserError, before anything is computed, for a file that cannot be written where it is asked for; None is no file."""
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+            what = "is a directory" if file.is_dir() else "stands in no directory that can be written"
+            raise UserError(f"{command}: the output {what}: got {str(file)!r}, expected a file in a directory that is there.")
+
+
+def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run `main(sys.argv[1:])` and exit with its status; errors of the user end with a message, not with a traceback."""
+    try:
+        status = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
+    except UserError as error:
+        status = _end(f"error: {error}", error.exit_code)
+    except RunStopped as error:
+        status = _end(f"stopped: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        status = _end("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise  # another pipe broke, such as that of a worker process: a bug to be seen
+        status = BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        status = _end(f"stopped: {error}. What was saved before is whole: make room and go on with --resume.", RunStopped.exit_code)
+    if _nobody_reads():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit must not complain
+    sys.exit(status)
+
+
+def _end(message: str, status: int) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()  # what was printed comes before the message
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose other end is closed."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # replaced by something that is no file
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

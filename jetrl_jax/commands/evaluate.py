@@ -1,0 +1,61 @@
+"""`python -m jetrl_jax evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
+
+With a run directory the run's own config says task and sizes, and `--step` which checkpoint; with a Hugging Face directory
+give `--config`.
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from jetrl_jax.commands.entry import add_step_argument
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError
+from jetrl_jax.runs.policy_config import is_run, policy_config
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line, evaluates, prints the metrics."""
+    parser = argparse.ArgumentParser(prog="python -m jetrl_jax evaluate", description="Evaluate a policy on held-out prompts.")
+    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    add_step_argument(parser)
+    parser.add_argument("--config", type=user_path, metavar="FILE", help="config with the task, needed for a Hugging Face directory")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024"
+    )
+    arguments = parser.parse_args(argv)
+
+    policy_config(arguments.checkpoint, arguments.overrides, arguments.config)
+    if arguments.config is None and not is_run(arguments.checkpoint):
+        raise UserError(
+            f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE."
+        )
+
+    from jetrl_jax.runs.engines import build_engine, close_engine
+    from jetrl_jax.runs.policy import load_policy, published_weights
+    from jetrl_jax.tasks.registry import build_task
+    from jetrl_jax.training.evaluation import Evaluator
+
+    policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config, arguments.step)
+    config = policy.config
+    rollout = config.rollout
+    evaluator = Evaluator(
+        build_task(config.task, config.seed),
+        policy.tokenizer,
+        prompts=config.eval.prompts,
+        samples=config.eval.samples,
+        temperature=rollout.temperature,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
+        seed=config.seed,
+        verifier=config.eval_verifier,
+    )
+    engine = build_engine(policy, rollout)
+    engine.load_weights(published_weights(policy), 0)
+    evaluation = evaluator(engine)
+    evaluator.close()
+    close_engine(engine)
+    print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts), "step": policy.step}, indent=2))
+    return 0

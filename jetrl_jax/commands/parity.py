@@ -1,0 +1,206 @@
+"""`python -m jetrl_jax parity --model DIR`: the same tokens scored by the trainer and by vLLM.
+
+Three pairs on one set of tokens, sampled by the engine from the policy's own flow:
+
+    policy       the policy's flow on both sides: what a run's importance ratios see
+    bf16_floor   BF16 on both sides: what two implementations of one model differ by
+    bf16_fp8     BF16 training against the policy's rollout: the gap of a mixed flow
+
+of each: mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 = E[exp(d) - 1 - d] with d = trainer - engine,
+the share of tokens within 1e-5, and mean |d| by position.  Where vLLM runs in this process, also the first operator of the
+first layer whose output differs between the two sides, on the first sequences; the head is left to the log-probabilities.
+Prints a table; `--json` writes the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jetrl_jax.commands.entry import check_output_files
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError
+from jetrl_jax.runs.policy_config import policy_config
+
+if TYPE_CHECKING:
+    from bridge.vllm.certificate import VllmEngine
+    from jetrl_jax.diagnostics.operators import Difference
+    from jetrl_jax.models.decoder import Decoder
+    from jetrl_jax.runs.policy import Policy
+
+FIGURES = ("logprob_abs_mean", "logprob_abs_max", "k3")
+EQUAL = 1e-5
+BUCKETS = 4
+ORDER = "q k v gate up normed residual"  # of an operator's parts as they stand in vLLM's fused outputs
+RESIDUALS = ("input_norm", "norm")
+TRACED = 4  # sequences whose operators are compared
+Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 meaningless
+
+
+def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
+    """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last, mean |d|, tokens]."""
+    from jetrl_jax.rl.metrics import mismatch_metrics
+
+    differences = [np.asarray(ours[1:], np.float64) - theirs[1:] for ours, theirs in zip(trainer, engine, strict=True)]
+    flat = np.concatenate(differences)
+    metrics = mismatch_metrics(flat, np.zeros_like(flat), np.ones(flat.shape, bool), np.zeros(flat.shape, int))
+    where = np.concatenate([np.arange(1, len(d) + 1) for d in differences])
+    size = np.abs(flat)
+    edges = np.linspace(1, where.max() + 1, min(BUCKETS, int(where.max())) + 1).astype(int)
+    ranges = [(int(low), int(high) - 1, (where >= low) & (where < high)) for low, high in itertools.pairwise(edges)]
+    return {
+        "tokens": int(flat.size),
+        **{name: metrics[f"mismatch/{name}"] for name in FIGURES},
+        "equal_share": float((size <= EQUAL).mean()),
+        "by_position": [[low, high, float(size[inside].mean()), int(inside.sum())] for low, high, inside in ranges if inside.any()],
+    }
+
+
+def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """{pair: figures} of a policy; starts vLLM once per flow, in this process or as `vllm.mode` says.
+
+    Raises:
+      UserError: vLLM is missing, or cannot hold the model.
+    """
+    from flax import nnx
+
+    from jetrl_jax.config.load import override_config
+    from jetrl_jax.precision.parameters import jit
+    from jetrl_jax.rollout.types import Request, SamplingParams
+    from jetrl_jax.runs.engines import build_vllm_engine
+    from jetrl_jax.runs.policy import build_policy
+
+    rollout = policy.config.rollout
+    rng = np.random.default_rng(seed)
+    vocab = policy.model.config.vocab_size
+    prompts = [rng.integers(0, vocab, int(rng.integers(1, rollout.max_prompt_tokens + 1))).tolist() for _ in range(sequences)]
+    requests = [Request(i, ids, seed + i) for i, ids in enumerate(prompts)]
+    sampling = SamplingParams(1.0, rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), seed)
+    bf16 = build_policy(override_config(policy.config, ["precision.preset=bf16"]), model=policy.model, tokenizer=policy.tokenizer)
+    flows = {"policy": policy, "bf16": bf16}
+
+    tokens: list[list[int]] = []
+    engine_side, trainer_side, operators = {}, {}, {}
+    for name, flow in flows.items():
+        published = _published(flow)
+        weights = jit(flow.plan.frozen_weights)(flow.params, published)
+        engine = build_vllm_engine(flow.model, flow.plan, flow.config)
+        try:
+            engine.load_weights(published, 0)
+            if not tokens:
+                answers = engine.generate(requests, sampling)
+                tokens = [[*answer.prompt_ids.tolist(), *answer.completion_ids.tolist()] for answer in answers]
+            engine_side[name] = engine.score(tokens)
+            operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine.engine, tokens[:TRACED])
+        finally:
+            engine.close()
+        trainer_side[name] = _trainer_scores(flow, weights, tokens)
+        del engine
+        gc.collect()  # what it held of a GPU is there for the next
+    return {
+        "policy": gap(trainer_side["policy"], engine_side["policy"]) | operators["policy"],
+        "bf16_floor": gap(trainer_side["bf16"], engine_side["bf16"]) | operators["bf16"],
+        "bf16_fp8": gap(trainer_side["bf16"], engine_side["policy"]),
+    }
+
+
+def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """{"first_difference": in words, "operators": every operator's difference, in the order of the forward, if it can be had}."""
+    from jetrl_jax.commands.mismatch import first_difference
+
+    if engine.description["mode"] != "in_process":
+        return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set vllm.mode=in_process"}
+    if not engine.settings.enforce_eager:  # type: ignore[attr-defined]
+        return {"first_difference": "not known: compiled, vLLM runs no single operators; --set vllm.enforce_eager=true"}
+    differences = operator_differences(model, engine, tokens)
+    return {"first_difference": first_difference(differences), "operators": [dataclasses.asdict(d) for d in differences]}
+
+
+def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[int]]) -> list[Difference]:
+    """Trainer (A, a decoder with the weights that it multiplies) against vLLM (B, in this process), up to the final norm.
+
+    Raises:
+      RuntimeError: an operator's outputs do not have the same size on both sides.
+    """
+    from jetrl_jax.diagnostics.operators import difference, outputs
+
+    theirs = [engine.operators(ids) for ids in tokens]
+    ids, segments = (np.zeros((len(tokens), max(map(len, tokens))), np.int32) for _ in range(2))
+    for row, sequence in enumerate(tokens):
+        ids[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
+    positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+    found = []
+    for layer, name, values in outputs(model, ids, positions, segments):
+        if name == "lm_head":  # vLLM computes the positions that it needs, in FP32 sums of another order
+            continue
+        a = np.concatenate([values[part] for part in sorted(values, key=ORDER.find)], axis=-1)
+        b = np.concatenate([one[layer, name] for one in theirs])
+        if name in RESIDUALS:  # one side returns the residual too
+            a, b = a[:, : b.shape[1]], b[:, : a.shape[1]]
+        if a.shape != b.shape:
+            raise RuntimeError(f"parity: operator {name} of layer {layer}: got {b.shape} from vLLM, expected {a.shape}.")
+        found.append(difference(layer, name, a.astype(np.float64), b.astype(np.float64)))
+    return found
+
+
+def table(pairs: dict[str, dict[str, Any]]) -> str:
+    """The figures as aligned text."""
+    lines = [f"{'pair':<12}{'tokens':>8}{'mean |d|':>11}{'max |d|':>11}{'k3':>11}{'equal':>8}   mean |d| by position"]
+    for name, row in pairs.items():
+        positions = "  ".join(f"{low}-{high}: {mean:.1e}" for low, high, mean, _ in row["by_position"])
+        figures = "".join(f"{row[key]:>11.2e}" for key in FIGURES)
+        lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
+    lines += [f"{name}, operators: {row['first_difference']}" for name, row in pairs.items() if "first_difference" in row]
+    return "\n".join(lines)
+
+
+def _published(policy: Policy) -> Any:
+    from jetrl_jax.runs.policy import published_weights
+
+    return published_weights(policy)
+
+
+def _trainer_scores(policy: Policy, weights: Any, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The trainer's log-probabilities with the weights its forward multiplies; padded to one length, compiled once."""
+    from jetrl_jax.runs.engines import trainer_scorer
+
+    score, longest = trainer_scorer(policy.model), max(len(ids) for ids in tokens)
+    return [score(weights, [*ids, *[0] * (longest - len(ids))])[: len(ids)] for ids in tokens]
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line, measures, prints and writes."""
+    parser = argparse.ArgumentParser(prog="python -m jetrl_jax parity", description="Score the same tokens on trainer and vLLM.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=user_path, metavar="DIR", help="run directory (its latest checkpoint, its flow)")
+    source.add_argument(
+        "--model", type=user_path, metavar="DIR", help="Hugging Face directory; in BF16 unless --set precision.preset says otherwise"
+    )
+    parser.add_argument("--sequences", type=int, default=32, help="sequences that are sampled and scored")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the config")
+    arguments = parser.parse_args(argv)
+    if arguments.sequences < 1:
+        raise UserError(f"parity: nothing to score: got --sequences {arguments.sequences}, expected at least 1.")
+    check_output_files("parity", arguments.json)
+
+    # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
+    overrides = ["rollout.engine=vllm", "vllm.on_mismatch=warn", *arguments.overrides]
+    policy_config(arguments.run or arguments.model, overrides)
+
+    from jetrl_jax.runs.engines import require_vllm
+    from jetrl_jax.runs.policy import load_policy
+
+    require_vllm()
+    pairs = measure(load_policy(arguments.run or arguments.model, overrides), arguments.sequences)
+    print(table(pairs))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(pairs, indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,186 @@
+"""`python -m jetrl_jax plan --config C --devices 8xH100`: does a run fit, and what will it send; nothing is allocated.
+
+Prints what each phase of a step needs of a device's memory, the largest microbatch and the longest completion that fit, and
+the work and traffic of a step.  `--check` compiles the run's programs ahead of time on as many fake CPU devices, or with
+`--check-target` for a GPU that is not there, and prints XLA's own memory analysis beside the plan.
+
+Exit status: 0 it fits, 2 bad input, 3 it does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments
+from jetrl_jax.config.load import override_config
+from jetrl_jax.config.rollout import RESERVE
+from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.types import user_path
+from jetrl_jax.devices.gpu_memory import variables
+from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.planning.devices import GIB, Devices, parse_devices
+
+if TYPE_CHECKING:
+    from jetrl_jax.models.config import ModelConfig
+
+WIDTH = 132
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line and prints the plan; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    config, devices = config_from_arguments(arguments), parse_devices(arguments.devices)
+    if arguments.model is not None:  # so that nothing is judged by the sizes of a new model
+        config = override_config(config, [f"model={{path: {json.dumps(str(arguments.model))}}}"])
+    if not 0 <= arguments.reserve < 1:
+        raise UserError(f"--reserve: not a share: got {arguments.reserve}, expected 0 up to, not including, 1.")
+    if devices.count != config.sharding.devices:
+        raise UserError(
+            f"--devices: not the config's mesh: got {devices.count} devices, expected the product of the degrees in sharding, "
+            f"{config.sharding.devices}."
+        )
+    _use_fake_devices(devices.count)
+    sizes = planned_model(config, arguments.model)
+    if arguments.layers is not None:
+        sizes = dataclasses.replace(sizes, num_layers=arguments.layers)
+    console = Console(width=WIDTH, highlight=False)
+    if arguments.check or arguments.check_target:
+        _print_check(console, config, sizes, devices, arguments.check_target)
+        return 0
+    return _print_plan(console, config, sizes, devices, arguments.reserve, search=not arguments.no_search)
+
+
+def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelConfig:
+    """The sizes of a config's model: of a new one, or of a directory's `config.json`.
+
+    Args:
+      config: the run's config.
+      model: a directory with a `config.json`, in place of `model.path`.
+
+    Raises:
+      UserError: no `config.json` where it is looked for, or sequences longer than the model's positions.
+    """
+    from bridge.hf.read import read_config
+    from jetrl_jax.runs.policy import new_model_config
+    from jetrl_jax.text.tokenizer import build_tokenizer
+
+    path = model or config.model.path
+    if path is None:
+        return new_model_config(config.model, build_tokenizer(config.tokenizer))
+    path = user_path(path)
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are not needed: --model DIR gives "
+            f"a directory that holds config.json alone, such as configs/models/qwen3_8b."
+        )
+    sizes = read_config(path)
+    if config.max_sequence_tokens > sizes.max_position_embeddings:
+        raise UserError(
+            f"plan: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+        )
+    return sizes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jetrl_jax plan", description="Plan a run's memory, work and traffic without a device.")
+    add_config_arguments(parser)
+    parser.add_argument("--devices", required=True, metavar="NxKIND", help="such as 8xH100 or 8x80GiB")
+    parser.add_argument(
+        "--model", type=user_path, metavar="DIR", help="directory with a config.json, in place of model.path; weights are not read"
+    )
+    parser.add_argument(
+        "--reserve",
+        type=float,
+        default=RESERVE,
+        metavar="SHARE",
+        help=f"of a device's memory, left to the driver, NCCL and fragmentation (default {RESERVE})",
+    )
+    parser.add_argument("--no-search", action="store_true", help="leave out the largest microbatch and the longest completion")
+    parser.add_argument("--check", action="store_true", help="compile the programs for fake CPU devices and compare (minutes)")
+    parser.add_argument(
+        "--check-target", type=user_path, metavar="FILE", help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin"
+    )
+    parser.add_argument("--layers", type=int, metavar="L", help="plan the model as if it had L layers, such as for a quick check")
+    return parser
+
+
+def _use_fake_devices(count: int) -> None:
+    """Shapes are laid out on CPU devices, whatever this machine has."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    if jax.config.values["jax_num_cpu_devices"] < count:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool) -> int:
+    from jetrl_jax.planning.memory import MemoryPlan
+    from jetrl_jax.planning.traffic import traffic, work
+
+    budget = int(devices.memory_bytes * (1 - reserve))
+    plan = MemoryPlan(config, sizes, devices.memory_bytes)
+    items = list(dict.fromkeys(item for phase in plan.phases for item in phase.bytes))
+    table = Table(title=f"GiB on one of {devices.count} {devices.name}, mesh {config.sharding.model_dump()}")
+    table.add_column("")
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right")
+    for item in items:
+        table.add_row(item, *(f"{phase.bytes[item] / GIB:.2f}" if item in phase.bytes else "" for phase in plan.phases))
+    table.add_section()
+    table.add_row("total", *(f"{phase.total / GIB:.2f}" for phase in plan.phases))
+    table.add_row("left", *(f"{(budget - phase.total) / GIB:.2f}" for phase in plan.phases))
+    console.print(table)
+    console.print(f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: {budget / GIB:.2f} GiB")
+    console.print(f"attention: {plan.run.attention.name} ({plan.run.attention.reason})")
+    if shares_gpu(config):
+        console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.vllm).items()))
+    for remat in ("none", "layer"):
+        console.print(f"gradient's temporaries with batch.remat: {remat}: {plan.gradient_temporaries(remat) / GIB:.2f} GiB")
+    if search:
+        _print_largest(console, plan, budget)
+    _print_step(console, work(plan.run), "work of a step on one device, at the rates of one H100: predictions, not times of runs")
+    _print_step(console, traffic(plan.run, plan.shallow), "what one device sends in a step, over NVLink: predictions")
+    full = plan.fullest
+    if full.total > budget:
+        raise RunStopped(f"plan: it does not fit: {full.name} needs {full.total / GIB:.2f} GiB of {budget / GIB:.2f} GiB.")
+    return 0
+
+
+def _print_largest(console: Console, plan: Any, budget: int) -> None:
+    tokens, length = plan.largest_microbatch(budget), plan.longest_completion(budget)
+    console.print(f"largest batch.microbatch_tokens that fits: {tokens or 'none, not even one row'}")
+    console.print(f"longest rollout.max_completion_tokens that fits, with one row a device in a microbatch: {length or 'none'}")
+
+
+def _print_step(console: Console, rows: list[Any], title: str) -> None:
+    table = Table("", "amount", "rate", "seconds", "rate's source", title=title)
+    for row in rows:
+        table.add_row(row.name, f"{row.amount:.3g} {row.unit}", f"{row.rate:.3g} {row.unit}/s", f"{row.seconds:.3f}", row.source)
+    table.add_section()
+    table.add_row("all, one after the other", "", "", f"{sum(row.seconds for row in rows):.3f}", "")
+    console.print(table)
+
+
+def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: Path | None) -> None:
+    from jetrl_jax.planning.check import check, target_devices
+
+    where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"GPUs as {target} describes them"
+    console.print(f"XLA's memory analysis for {devices.count} {where}; GiB on one device: plan / XLA, error of the total")
+    table = Table("program", "arguments", "outputs", "temporaries", "given back", "total", "error")
+    layout_devices = None if target is None else target_devices(target, devices.count)
+    for program, plan, xla in check(config, sizes, layout_devices):
+        pairs = [(plan.arguments, xla.arguments), (plan.outputs, xla.outputs), (plan.temporaries, xla.temporaries)]
+        pairs += [(plan.alias, xla.alias), (plan.total, xla.total)]
+        table.add_row(program, *(f"{a / GIB:.3f} / {b / GIB:.3f}" for a, b in pairs), f"{plan.total / xla.total - 1:+.1%}")
+    console.print(table)

@@ -1,0 +1,61 @@
+"""`python -m jetrl_jax report RUN [RUN ...] [--out PAGE]`: one HTML page about one run, or about several laid over one another.
+
+The page holds everything it needs (the chart library is inside it) and fetches nothing: it opens from a disk
+without a network.  It reads only what `jetrl_jax.record.run_directory` writes, starts no device, and can be
+made while a run goes on.  Without --out it is RUN/report.html for one run, report.html here for several.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError
+from jetrl_jax.report.record import read_run
+
+PAGE_FILE = "report.html"
+
+
+def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the page about ``runs`` (run directories) to ``out`` and return its path.
+
+    Raises `UserError` on a path that is no run directory, a run without a row, a run named twice, a file of a run
+    that cannot be read, and a page that cannot be written.
+    """
+    from jetrl_jax.report.page import render  # plotly takes its time
+
+    paths = [user_path(run).resolve() for run in runs]
+    if len(set(paths)) < len(paths):
+        raise UserError(f"report: a run is named twice: got {', '.join(str(run) for run in runs)}")
+    records = [read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
+    target = user_path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / PAGE_FILE
+    try:
+        target.write_text(render(records), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"report: the page cannot be written: got --out {target}: {error.strerror}") from error
+    return target
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell all of them apart."""
+    longest = max(len(path.parts) for path in paths)
+    for count in range(1, longest + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def main(argv: list[str]) -> int:
+    """Reads the command line, writes the page and says where; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jetrl_jax report", description="Write an HTML page about one or several runs.")
+    parser.add_argument("runs", type=user_path, metavar="RUN", nargs="+", help="directory of a run")
+    parser.add_argument(
+        "--out", type=user_path, metavar="PAGE", help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here"
+    )
+    arguments = parser.parse_args(argv)
+    page = write_report(arguments.runs, arguments.out)
+    print(f"wrote {page}")
+    return 0

@@ -1,0 +1,1 @@
+"""What one field of the config demands of another."""

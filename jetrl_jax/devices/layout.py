@@ -1,0 +1,192 @@
+"""The mesh of a run, and where every array of it lies: which axis of which parameter is split over which devices.
+
+A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary (embedding and
+head are whole on every device of "tensor" where it does not divide the vocabulary).  What a device of "tensor" has of a
+matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block of its codes (for one that is not
+multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the slice of the whole codes.
+Norm weights are on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jetrl_jax.config.devices import ShardingSection
+from jetrl_jax.devices import processes
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
+from jetrl_jax.precision.parameters import map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+
+WHOLE = PartitionSpec()
+ROWS = PartitionSpec(ROW_AXES)  # of a batch
+HEADS = ("q_proj", "k_proj", "v_proj")  # matrices whose output features are heads
+OF_HEADS = ("q_norm", "k_norm")  # whole, but used on a device's own heads
+READERS = {"q_proj": "o_proj", "gate_proj": "down_proj", "up_proj": "down_proj"}  # of a matrix's outputs, as FP8 blocks where FP8
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+class Layout:
+    """The mesh and the split axes of every parameter.
+
+    Args:
+      section: degrees of the mesh axes; their product is the number of devices taken.
+      plan: says which matrices have block scales.
+      model: gives paths, shapes and head width; may be abstract.
+      devices: to take from, neighbours on "tensor" first; None is all of JAX's, equally many of each process.
+
+    Attributes:
+      mesh: devices [data, fsdp, tensor].
+      axes: path -> axis split over "fsdp", or None where every device of that axis holds the same.
+
+    Raises:
+      UserError: fewer devices than asked for, or matrices that cannot be split so, all listed.
+    """
+
+    def __init__(self, section: ShardingSection, plan: PrecisionPlan, model: Decoder, devices: Sequence[Any] | None = None) -> None:
+        count = section.devices
+        devices = processes.mesh_devices(count, section.tensor) if devices is None else list(devices)
+        if len(devices) < count:
+            hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
+            raise UserError(
+                f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected sharding.data * sharding.fsdp * "
+                f"sharding.tensor = {section.data} * {section.fsdp} * {section.tensor} = {count}.{hint}"
+            )
+        self.section, self.plan, self.model = section, plan, model
+        self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES)
+        fp8 = {path for path, flow in plan.formats.items() if "fp8" in flow}
+        shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
+        matrices = [path for path, shape in shapes.items() if len(shape) == 2]
+        self._unsplit = {path for path in shapes if _is_norm(path)}
+        self._unsplit |= {path for path in matrices if _kind(path) in VOCABULARY and shapes[path][0] % section.tensor}
+        blocks = {path for path in matrices if path in fp8 or _read_by(path) in fp8}
+        units = {path: _tensor_unit(path, path in blocks, model.config.head_dim) for path in matrices if path not in self._unsplit}
+        _refuse(
+            "tensor: shards would cut a head, a 128x128 block or a row",
+            section.tensor,
+            {path: (shapes[path], fitting_tensor_degrees(shapes[path][0], unit)) for path, unit in units.items()},
+        )
+        parts = {path: shape if path in self._unsplit else (shape[0] // section.tensor, *shape[1:]) for path, shape in shapes.items()}
+        self.axes: Mapping[str, int | None] = {path: shard_axis(parts[path], section.fsdp, path in fp8) for path in shapes}
+        _refuse(
+            "fsdp: shards would cut a 128x128 block or a row",
+            section.fsdp,
+            {path: (shapes[path], fitting_degrees(parts[path], path in fp8)) for path in matrices},
+        )
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Of what every device holds whole."""
+        return NamedSharding(self.mesh, WHOLE)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    def record(self) -> dict[str, Any]:
+        """What the run's record says of it."""
+        return {"mesh": dict(self.mesh.shape), "fsdp_axes": dict(self.axes), "not_split_over_tensor": sorted(self._unsplit)}
+
+    def specs(self, state: nnx.State) -> nnx.State:
+        """The partition spec of every parameter, in a state of the same paths (also that of published weights)."""
+        return map_params(lambda path, _: self._spec(path), state)
+
+    def shardings(self, state: nnx.State) -> nnx.State:
+        """As `specs`, with the mesh."""
+        return map_params(lambda path, _: NamedSharding(self.mesh, self._spec(path)), state)
+
+    def optimizer_shardings(self, optimizer: optax.GradientTransformation, params: nnx.State) -> Any:
+        """The shardings of an optimiser's state: moments lie where their masters do."""
+        return optax.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(optimizer.init, params),
+            self.shardings(params),
+            transform_non_params=lambda _: self.replicated,
+        )
+
+    def shards(self, state: nnx.State) -> nnx.State:
+        """Inside `map`: the arguments' values as `ShardedParameter`s, for a model to make whole."""
+        return map_params(lambda path, value: ShardedParameter(value, self.axes[path], _kind(path) in OF_HEADS), state)
+
+    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`jax.shard_map` of `function` over the mesh; collectives and gradients are written out by hand in it."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def copies(self) -> list[Layout]:
+        """Of each whole copy of the policy that this process has room for: its devices, split over "tensor" only."""
+        section, groups = ShardingSection(tensor=self.section.tensor), self.mesh.devices.reshape(-1, self.section.tensor)
+        return [Layout(section, self.plan, self.model, list(row)) for row in groups if row[0].process_index == processes.index()]
+
+    def replicate(self, state: nnx.State) -> list[nnx.State]:
+        """A copy of every parameter on the devices of each of `copies`, moved from device to device."""
+        shardings = map_params(lambda path, _: NamedSharding(self.mesh, self._tensor_spec(path)), state)
+        leaves, structure = jax.tree.flatten(processes.settle(jax.device_put(state, shardings)))
+        found = []
+        for copy in self.copies():
+            devices = list(copy.mesh.devices.flat)
+            arrays = []
+            for leaf in leaves:
+                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+                sharding = NamedSharding(copy.mesh, leaf.sharding.spec)
+                parts = [by_device[device] for device in devices]
+                arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts))
+            found.append(jax.tree.unflatten(structure, arrays))
+        return found
+
+    def _tensor_spec(self, path: str) -> PartitionSpec:
+        return WHOLE if path in self._unsplit else PartitionSpec(TENSOR)
+
+    def _spec(self, path: str) -> PartitionSpec:
+        axis = self.axes[path]
+        if axis is None:
+            return self._tensor_spec(path)
+        tensor = None if path in self._unsplit else TENSOR
+        return PartitionSpec((tensor, FSDP) if tensor else FSDP) if axis == 0 else PartitionSpec(tensor, FSDP)
+
+
+def placed(shardings: Any, tree: Any) -> Any:
+    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree, such as codes with their scales."""
+
+    def place(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, shardings, tree)
+
+
+def _kind(path: str) -> str:
+    """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
+    return path.split(".")[-2]
+
+
+def _read_by(path: str) -> str:
+    """The matrix whose input features are this one's output features, split like them."""
+    kind = _kind(path)
+    return path.replace(kind, READERS.get(kind, kind))
+
+
+def _is_norm(path: str) -> bool:
+    return _kind(path).endswith("norm")
+
+
+def _tensor_unit(path: str, fp8: bool, head_dim: int) -> int:
+    """Output features of a matrix that stay together."""
+    return math.lcm(head_dim if _kind(path) in HEADS else 1, FP8_BLOCK if fp8 else 1)
+
+
+def _refuse(what: str, degree: int, fitting: Mapping[str, tuple[tuple[int, ...], list[int]]]) -> None:
+    """Raises for the matrices whose fitting degrees lack the one asked for, all listed."""
+    cut = [f"  {path} {shape}: {', '.join(map(str, fits))}" for path, (shape, fits) in fitting.items() if degree not in fits]
+    if cut:
+        raise UserError("\n".join([f"sharding.{what}: got {degree}, expected a degree that fits", *cut]))

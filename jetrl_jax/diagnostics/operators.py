@@ -1,0 +1,221 @@
+"""The decoder's forward taken apart: two policies on the same tokens, operator by operator, and where they part.
+
+Each operator is run three times: by A on A's inputs, by B on B's inputs (the *accumulated* difference: all that came
+before included), and by B on A's inputs (its *own* difference: what this operator alone adds).
+
+The pieces are the modules and operations of `jetrl_jax.models.decoder` in its order; a test holds the last output against
+the decoder's own, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+
+from jetrl_jax.models import ops
+from jetrl_jax.models.decoder import Attention, Decoder, DecoderLayer
+from jetrl_jax.precision.parameters import jit
+
+Values = dict[str, jax.Array]
+FINAL = -1  # the layer number of what comes after the last layer
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an operator's outputs of B are from A's, over the tokens that are not padding.
+
+    Attributes:
+        layer: number of the layer; `FINAL` for the final norm and the head.
+        operator: its name.
+        accumulated: ||B - A|| / ||A|| (Frobenius), each on its own inputs.
+        own: the same with B on A's inputs; NaN where that was not run.
+        unequal: share of elements whose bits differ, accumulated.
+        largest: largest absolute difference, accumulated.
+    """
+
+    layer: int
+    operator: str
+    accumulated: float
+    own: float
+    unequal: float
+    largest: float
+
+
+def compare(
+    a: Decoder, b: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+) -> tuple[list[Difference], jax.Array, jax.Array]:
+    """A against B on the same tokens.
+
+    Args:
+      a, b: decoders of one architecture with their weights bound.
+      token_ids, positions, segment_ids: int32 [R, T] as `Decoder.__call__` takes them.
+
+    Returns:
+      (differences in the order of the forward, logits of A, logits of B), logits float32 [R, T, V].
+
+    Raises:
+      ValueError: decoders of different sizes.
+    """
+    if a.config != b.config:
+        raise ValueError(f"compare: the decoders differ in size: got {a.config} and {b.config}, expected one architecture")
+    used = np.asarray(segment_ids) > 0
+    inputs_a, inputs_b = (_start(model, token_ids, positions, segment_ids) for model in (a, b))
+    differences = []
+    for (layer, name, run_a), (_, _, run_b) in zip(_operators(a), _operators(b), strict=True):
+        out_a, out_b, own = run_a(inputs_a), run_b(inputs_b), run_b(inputs_a)
+        differences.append(_difference(layer, name, out_a, out_b, own, used))
+        inputs_a, inputs_b = inputs_a | out_a, inputs_b | out_b
+    return differences, inputs_a["logits"], inputs_b["logits"]
+
+
+def outputs(
+    model: Decoder, token_ids: ArrayLike, positions: ArrayLike, segment_ids: ArrayLike
+) -> Iterator[tuple[int, str, dict[str, np.ndarray]]]:
+    """(layer, operator, its values by name, each float32 [tokens, width]) of one decoder, in the order of the forward.
+
+    Arguments as `compare`; tokens are those that are not padding, row after row.
+    """
+    used = np.asarray(segment_ids) > 0
+    values = _start(model, *(jnp.asarray(part) for part in (token_ids, positions, segment_ids)))
+    for layer, name, run in _operators(model):
+        made = run(values)
+        values = values | made
+        yield layer, name, {key: np.asarray(value).astype(np.float32)[used].reshape(used.sum(), -1) for key, value in made.items()}
+
+
+def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndarray | None = None) -> Difference:
+    """How far an operator's values `b` are from `a`, float64; `own` None where nobody ran B's operator on A's inputs."""
+    size = np.linalg.norm(a) or 1.0
+    gap = np.abs(b - a)
+    return Difference(
+        layer,
+        name,
+        accumulated=float(np.linalg.norm(gap) / size),
+        own=float("nan") if own is None else float(np.linalg.norm(own - a) / size),
+        unequal=float(np.mean(gap != 0)),
+        largest=float(gap.max()),
+    )
+
+
+def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Values:
+    cos, sin = jit(ops.rope_table, static_argnums=(1, 2))(positions, model.config, model.numerics)
+    embedding = model.embed_tokens.weight.get_value()
+    mask = ops.packed_mask(segment_ids, model.config, model.numerics)
+    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": mask, "cos": cos, "sin": sin}
+
+
+def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Values]]]:
+    """(layer, name, values -> the values that the operator makes), in the order of the forward."""
+    for index, layer in enumerate(model.layers):
+        for name, operator in _LAYER.items():
+            if name == "qk_norm" and not model.config.qk_norm:
+                continue
+            yield index, name, _bound(operator, layer)
+    yield FINAL, "norm", _bound(_final_norm, model)
+    yield FINAL, "lm_head", _bound(_head, model)
+
+
+def _bound(operator: Callable[[Any, Values], Values], module: nnx.Module) -> Callable[[Values], Values]:
+    graphdef, state = nnx.split(module)
+    return lambda values: _run(operator, graphdef, state, values)
+
+
+def _apply(operator: Callable[[Any, Values], Values], graphdef: Any, state: Any, values: Values) -> Values:
+    return operator(nnx.merge(graphdef, state), values)
+
+
+_run = jit(_apply, static_argnums=(0, 1))
+
+
+def _add_norm(layer: DecoderLayer, values: Values, weight: jax.Array) -> Values:
+    if "residual" not in values:
+        return {"normed": ops.rms_norm(values["x"], weight, layer.eps, layer.numerics), "residual": values["x"]}
+    normed, residual = ops.add_rms_norm(values["x"], values["residual"], weight, layer.eps, layer.numerics)
+    return {"normed": normed, "residual": residual}
+
+
+def _input_norm(layer: DecoderLayer, values: Values) -> Values:
+    return _add_norm(layer, values, layer.input_layernorm.weight.get_value())
+
+
+def _qkv(layer: DecoderLayer, values: Values) -> Values:
+    attention: Attention = layer.self_attn
+    x = values["normed"]
+    heads = (*x.shape[:2], -1, attention.config.head_dim)
+    projections = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
+    return {name: projection(x).reshape(heads) for name, projection in projections.items()}
+
+
+def _qk_norm(layer: DecoderLayer, values: Values) -> Values:
+    attention: Attention = layer.self_attn
+    eps, numerics = attention.config.rms_norm_eps, attention.numerics
+    return {
+        "q": ops.rms_norm(values["q"], attention.q_norm.weight.get_value(), eps, numerics),
+        "k": ops.rms_norm(values["k"], attention.k_norm.weight.get_value(), eps, numerics),
+    }
+
+
+def _rope(layer: DecoderLayer, values: Values) -> Values:
+    table = (values["cos"], values["sin"])
+    return {name: ops.rope(values[name], table, layer.numerics) for name in ("q", "k")}
+
+
+def _attention(layer: DecoderLayer, values: Values) -> Values:
+    return {"attended": ops.attention(values["q"], values["k"], values["v"], values["mask"], layer.numerics)}
+
+
+def _o_proj(layer: DecoderLayer, values: Values) -> Values:
+    return {"x": layer.self_attn.o_proj(values["attended"])}
+
+
+def _post_norm(layer: DecoderLayer, values: Values) -> Values:
+    return _add_norm(layer, values, layer.post_attention_layernorm.weight.get_value())
+
+
+def _gate_up(layer: DecoderLayer, values: Values) -> Values:
+    return {"gate": layer.mlp.gate_proj(values["normed"]), "up": layer.mlp.up_proj(values["normed"])}
+
+
+def _silu(layer: DecoderLayer, values: Values) -> Values:
+    return {"activated": ops.silu_multiply(values["gate"], values["up"], layer.numerics)}
+
+
+def _down(layer: DecoderLayer, values: Values) -> Values:
+    return {"x": layer.mlp.down_proj(values["activated"])}
+
+
+_LAYER: dict[str, Callable[[DecoderLayer, Values], Values]] = {
+    "input_norm": _input_norm,
+    "qkv": _qkv,
+    "qk_norm": _qk_norm,
+    "rope": _rope,
+    "attention": _attention,
+    "o_proj": _o_proj,
+    "post_norm": _post_norm,
+    "gate_up": _gate_up,
+    "silu": _silu,
+    "down": _down,
+}
+
+
+def _final_norm(model: Decoder, values: Values) -> Values:
+    weight = model.norm.weight.get_value()
+    return {"hidden": ops.add_rms_norm(values["x"], values["residual"], weight, model.config.rms_norm_eps, model.numerics)[0]}
+
+
+def _head(model: Decoder, values: Values) -> Values:
+    return {"logits": model.logits(values["hidden"])}
+
+
+def _difference(layer: int, name: str, a: Values, b: Values, own: Values, used: np.ndarray) -> Difference:
+    flat_a, flat_b, flat_own = (
+        np.concatenate([np.asarray(value).astype(np.float64)[used].reshape(-1) for value in values.values()]) for values in (a, b, own)
+    )
+    return difference(layer, name, flat_a, flat_b, flat_own)

@@ -1,0 +1,23 @@
+"""What a weight's value may be besides an array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+from pallas_kernels import ScaledArray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainableFp8Weight:
+    """A weight in training: the FP32 master that receives the gradient and the codes that are multiplied.
+
+    master: float32 [N, K]; quantized: its published `ScaledArray` in 128x128 blocks.
+    fp8_backward: whether DGrad and WGrad run in FP8 (else in BF16 on the dequantised operands).
+    """
+
+    master: jax.Array
+    quantized: ScaledArray
+    fp8_backward: bool = field(metadata={"static": True})

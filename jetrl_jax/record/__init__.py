@@ -1,0 +1,1 @@
+"""What a run keeps: its directory, checkpoints, metrics, console; and what a resume asks of them."""

@@ -1,0 +1,77 @@
+"""What may differ between a run and its resume: little, and everything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jetrl_jax.errors import UserError
+from jetrl_jax.record.run_directory import flatten
+
+# A resumed run may change these; `compare_for_resume` refuses every other difference.
+MAY_CHANGE = (
+    "run.steps",
+    "run.directory",
+    "run.samples_per_step",
+    "run.max_skipped_steps",
+    "run.max_steps_without_signal",
+    "run.tensorboard",
+    "run.wandb_project",
+    "run.profile_steps",
+    "eval.every_steps",
+    "checkpoint.",
+    "sharding.",
+    "distributed.",
+    "batch.remat",
+)
+
+
+def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to resume a run with a config that would make it another run.
+
+    ``saved`` and ``current``: the resolved configs as nested dicts.  Raises `UserError` that lists every field
+    that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too when
+    the learning rate follows it (``optimizer.schedule`` other than constant).
+    """
+    stretches = _stretches(flatten(current))
+    differing = []
+    for name, sentence in _differences(saved, current).items():
+        if name.startswith(MAY_CHANGE) and not (name == "run.steps" and stretches):
+            continue
+        differing.append(sentence + ("; the learning-rate schedule ends there" if name == "run.steps" else ""))
+    if differing:
+        raise UserError(
+            "compare_for_resume: the config is not that of the run:\n" + "\n".join(differing) + "\n"
+            "Give these fields their saved values, or start a new run in another run.directory."
+        )
+
+
+def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to resume a run on other data, or with another tokenizer.
+
+    ``saved``: a checkpoint's metadata; ``current``: "tokenizer" (its fingerprint) and "data" (`jetrl_jax.tasks.fingerprint`).
+    Raises `UserError` that names every part that differs, with both sizes, names or hashes.
+    """
+    differing = _differences({name: saved.get(name) for name in current}, current)
+    if differing:
+        raise UserError(
+            "compare_data_for_resume: the data is not that of the run:\n" + "\n".join(differing.values()) + "\n"
+            "Give the run the data and tokenizer that it began with, or start a new run in another run.directory."
+        )
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """{dotted path: a line with both values} of what differs."""
+    before, after, absent = flatten(saved), flatten(current), "(absent)"
+    pairs = {name: (before.get(name, absent), after.get(name, absent)) for name in sorted({*before, *after})}
+    return {name: f"  {name}: saved {old!r}, now {new!r}" for name, (old, new) in pairs.items() if not _same(old, new)}
+
+
+def _stretches(config: Mapping[str, Any]) -> bool:
+    return config.get("optimizer.schedule", "constant") != "constant"
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, list | tuple | Mapping) or isinstance(new, list | tuple | Mapping):  # only empty ones reach here
+        return not old and not new and isinstance(old, Mapping) == isinstance(new, Mapping)
+    return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)

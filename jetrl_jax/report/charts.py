@@ -1,0 +1,301 @@
+"""The charts of `jetrl_jax.commands.report`'s page: one metric a chart, one colour a run, drawn by plotly.
+
+A line of many steps is drawn faint under its moving average.  Axes of quantities that span magnitudes are
+logarithmic; a step at which such a quantity is exactly 0 has no point there and is counted in the chart's note, so
+that an exact flow is not an empty chart without a word.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+
+from jetrl_jax.record.metrics import find_metric
+
+if TYPE_CHECKING:
+    from jetrl_jax.report.record import RunRecord
+
+RUN_COLOURS = ("#2f7ed8", "#e0732d", "#2f9e63", "#b04fb5", "#c29a1b", "#d1495b", "#2aa0b3", "#8a8d93")  # each legible on white and on black
+DASHES = ("solid", "dash", "dot", "dashdot")  # for the ninth run and on
+PHASES = {"rollout": "#2f7ed8", "reward": "#c29a1b", "logprob": "#2aa0b3", "train": "#e0732d", "publish": "#b04fb5"}
+MAX_POINTS = 1500  # of a line
+SMOOTH_FROM_POINTS = 40
+LEFT_OUT = "What was left out"
+
+# Draws every chart of the page: what `_card` left beside its empty box.
+DRAW_CHARTS = """
+for (const box of document.querySelectorAll(".chart")) {
+  const figure = JSON.parse(box.nextElementSibling.textContent);
+  Plotly.newPlot(box, figure.data, figure.layout, {displayModeBar: false, responsive: true});
+}
+"""
+
+Points = list[tuple[float, float]]  # (step, value)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of one metric, or of each metric of a family.
+
+    ``several``: only where the family has more than one member.  ``largest``: only its last member.
+    """
+
+    metric: str
+    title: str
+    log: bool = False
+    smooth: bool = False
+    several: bool = False
+    largest: bool = False
+    from_zero: bool = False
+
+
+SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Held-out evaluation",
+        (
+            Panel("eval/accuracy", "Accuracy at the rollout temperature"),
+            Panel("eval/greedy_accuracy", "Greedy accuracy"),
+            Panel("eval/pass_at_*", "pass@{}", largest=True),
+        ),
+    ),
+    (
+        "Reward",
+        (
+            Panel("reward/mean", "Mean reward", smooth=True),
+            Panel("reward/*_mean", "Mean reward of {}", smooth=True, several=True),
+            Panel("reward/equal_group_fraction", "Groups without an advantage", smooth=True),
+        ),
+    ),
+    (
+        "Mismatch between engine and trainer, on the same tokens",
+        (
+            Panel("mismatch/k3", "k3", log=True),
+            Panel("mismatch/logprob_abs_mean", "Mean |Δ logprob|", log=True),
+            Panel("mismatch/logprob_abs_max", "Largest |Δ logprob|", log=True),
+            Panel("mismatch/k1", "k1"),
+            Panel("mismatch/ess", "Effective sample size"),
+            Panel("mismatch/token_mult_prob_error", "Multiplicative probability error"),
+        ),
+    ),
+    (
+        "Clipping, entropy, gradient",
+        (
+            Panel("clip/positive_fraction", "Clipped tokens, A > 0", smooth=True),
+            Panel("clip/negative_fraction", "Clipped tokens, A < 0", smooth=True),
+            Panel("clip/dual_negative_fraction", "Dual-clipped tokens, A < 0", smooth=True),
+            Panel("policy/entropy", "Entropy", smooth=True),
+            Panel("policy/reference_kl", "KL to the reference", smooth=True),
+            Panel("optimizer/grad_norm", "Gradient norm", log=True),
+            Panel("optimizer/learning_rate", "Learning rate", from_zero=True),
+        ),
+    ),
+    (
+        "Lengths",
+        (
+            Panel("length/completion_tokens_mean", "Mean completion length", smooth=True),
+            Panel("length/completion_tokens_max", "Longest completion"),
+            Panel("length/truncated_fraction", "Truncated completions", smooth=True),
+        ),
+    ),
+    (
+        "Time",
+        (
+            Panel("time/step_s", "Time of a step", log=True),
+            Panel("rate/rollout_tokens_per_s", "Rollout throughput", smooth=True),
+            Panel("rate/train_tokens_per_s", "Training throughput", smooth=True),
+        ),
+    ),
+    (
+        LEFT_OUT,
+        (
+            Panel("count/masked_samples", "Masked completions"),
+            Panel("count/skipped_prompts", "Skipped prompts"),
+            Panel("count/skipped_updates", "Skipped updates"),
+            Panel("count/reward_*_exception", "Exceptions in {}"),
+            Panel("count/reward_*_timeout", "Time-outs in {}"),
+            Panel("count/reward_*_none", "No reward from {}"),
+            Panel("count/reward_*_nan", "NaN rewards of {}"),
+        ),
+    ),
+)
+
+
+def chart_sections(records: Sequence[RunRecord]) -> list[str]:
+    """The sections of charts, as HTML; a metric that no run has, and a section without a chart, is left out."""
+    sections = []
+    for title, panels in SECTIONS:
+        charts = [chart for panel in panels for chart in _panel_charts(records, panel, skip_zero=title == LEFT_OUT)]
+        if title == "Time" and (phases := _phase_chart(records)):
+            charts.insert(0, phases)
+        if charts:
+            sections.append(f'<h2>{escape(title)}</h2>\n<div class="grid">{"".join(charts)}</div>')
+    return sections
+
+
+def members(records: Sequence[RunRecord], metric: str) -> list[tuple[str, str]]:
+    """(name, what ``*`` stands for) of the metrics of a family, in the order of numbers, then of names."""
+    if "*" not in metric:
+        return [(metric, "")]
+    pattern = re.compile(re.escape(metric).replace(r"\*", "(.+)"))
+    names = {name for record in records for row in record.rows for name in row}
+    found = [(name, match.group(1)) for name in names if (match := pattern.fullmatch(name)) and _declared_as(name, metric)]
+    return sorted(found, key=lambda item: (int(item[1]) if item[1].isdecimal() else 0, item[1]))
+
+
+def points_of(rows: Iterable[dict[str, float]], name: str) -> Points:
+    """(step, value) where the value is finite."""
+    return [(row["step"], row[name]) for row in rows if "step" in row and math.isfinite(row.get(name, math.nan))]
+
+
+def escape(text: str) -> str:
+    """``text`` as HTML shows it; also for names in charts, where plotly reads a few tags."""
+    return html.escape(str(text))
+
+
+def _declared_as(name: str, metric: str) -> bool:
+    try:
+        return find_metric(name).name == metric
+    except ValueError:  # written by another version of this program
+        return False
+
+
+def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -> list[str]:
+    """The charts of a panel: one per metric that any run has; with ``skip_zero`` none for a metric that is always 0."""
+    charts: list[str] = []
+    found = members(records, panel.metric)
+    if panel.several and len(found) < 2:
+        return charts
+    for name, member in found[-1:] if panel.largest else found:
+        series = [points_of(record.rows, name) for record in records]
+        if any(y != 0 for points in series for _, y in points) or (any(series) and not skip_zero):
+            charts.append(_line_chart(records, series, panel, name, member))
+    return charts
+
+
+def _line_chart(records: Sequence[RunRecord], series: Sequence[Points], panel: Panel, name: str, member: str) -> str:
+    metric = find_metric(name)
+    log = panel.log and any(y > 0 for points in series for _, y in points)
+    notes, traces = [], []
+    for index, (record, points) in enumerate(zip(records, series, strict=True)):
+        zeros = sum(1 for _, y in points if y == 0) if panel.log else 0
+        if zeros:
+            share = "at every step" if zeros == len(points) else f"at {zeros} of {len(points)} steps"
+            notes.append(f"{record.name}: exactly 0 {share}" if len(records) > 1 else f"exactly 0 {share}")
+        traces += _lines(record.name, [(x, y) for x, y in points if y > 0] if log else points, index, smooth=panel.smooth)
+    figure = go.Figure(traces)
+    positive = [y for points in series for _, y in points if y > 0] or [1.0]
+    extent = {"smallest": min(positive), "largest": max(positive)}
+    figure.update_layout(**_layout(log=log, **extent, fraction=metric.unit == "fraction", from_zero=panel.from_zero))
+    description = metric.description + (f" — {'; '.join(notes)}" if notes else "")
+    return _card(panel.title.format(member), metric.unit, description, figure, name)
+
+
+def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatter]:
+    """The line of a run: markers where its points are few; faint under its moving average where they are many."""
+    if not points:
+        return []
+    line = {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2, "dash": DASHES[index // len(RUN_COLOURS) % len(DASHES)]}
+    if len(points) <= SMOOTH_FROM_POINTS:
+        return [_line(points, name, line, mode="lines+markers", marker={"size": 6})]
+    if not smooth:
+        return [_line(points, name, line, mode="lines")]
+    faint = _line(points, name, {**line, "width": 1}, mode="lines", opacity=0.3, hoverinfo="skip")
+    return [faint, _line(_moving_average(points, max(5, len(points) // 25)), name, line, mode="lines")]
+
+
+def _line(points: Points, name: str, line: dict[str, Any], **options: Any) -> go.Scatter:
+    points = _thin(points)
+    return go.Scatter(x=[x for x, _ in points], y=[y for _, y in points], name=escape(name), line=line, **options)
+
+
+def _thin(points: Points) -> Points:
+    """At most about `MAX_POINTS`: of each stretch of steps its lowest and its highest point, so that no peak is lost."""
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept: Points = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
+    return kept
+
+
+def _moving_average(points: Points, window: int) -> Points:
+    """The mean of the last ``window`` values at each point (fewer at the start)."""
+    values = [y for _, y in points]
+    return [(x, statistics.fmean(values[max(0, index + 1 - window) : index + 1])) for index, (x, _) in enumerate(points)]
+
+
+def _phase_chart(records: Sequence[RunRecord]) -> str:
+    """Stacked bars: mean seconds of each phase, one bar a run; the first step (it compiles) is left out where there are more."""
+    names = [escape(record.name) for record in records]
+    traces = []
+    for phase, colour in PHASES.items():
+        series = [[y for _, y in points_of(record.rows, f"time/{phase}_s")] for record in records]
+        means = [statistics.fmean(values[1:] or values) if values else 0.0 for values in series]
+        if any(means):
+            traces.append(go.Bar(y=names, x=means, name=phase, orientation="h", marker={"color": colour}, hovertemplate="%{x:.3g} s"))
+    if not traces:
+        return ""
+    figure = go.Figure(traces)
+    bars = {
+        "barmode": "stack",
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "xaxis": _axis("seconds per step"),
+        "yaxis": _axis("") | {"autorange": "reversed", "automargin": True},
+        "hovermode": "y unified",
+        "margin": {"l": 56, "r": 12, "t": 40, "b": 40},
+    }
+    figure.update_layout(_layout() | bars)
+    return _card("Time per phase", "s", "mean over the steps; the first one, which compiles, is left out", figure, "phases")
+
+
+def _card(title: str, unit: str, description: str, figure: go.Figure, name: str) -> str:
+    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid has its widths.
+
+    plotly writes ``<`` as an escape, so nothing in the JSON can end the script element.
+    """
+    heading = f"{escape(title)} <span>{escape(unit)}</span>" if unit != "1" else escape(title)
+    return (
+        f'<figure data-metric="{escape(name)}"><figcaption><h3>{heading}</h3><p class="soft">{escape(description)}</p></figcaption>'
+        f'<div class="chart"></div><script type="application/json">{figure.to_json()}</script></figure>\n'
+    )
+
+
+def _layout(
+    *, log: bool = False, smallest: float = 1.0, largest: float = 1.0, fraction: bool = False, from_zero: bool = False
+) -> dict[str, Any]:
+    """What every chart has: no ground of its own, colours that the page's style overrides for light and dark."""
+    vertical = _axis("")
+    if log:
+        small, decades = smallest < 0.01, math.log10(largest / smallest)
+        vertical |= {"type": "log", "tickformat": "~e" if small else "~g", "dtick": 1 if decades > 1.5 else "D2"}
+    elif fraction:
+        vertical |= {"tickformat": "~%", "hoverformat": ".2%", "rangemode": "tozero"}
+    elif from_zero:
+        vertical |= {"rangemode": "tozero", "exponentformat": "power"}
+    return {
+        "template": None,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": 12, "family": "system-ui, sans-serif", "color": "#7a828c"},
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 40},
+        "xaxis": _axis("step"),
+        "yaxis": vertical,
+        "showlegend": False,
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": "#f6f7f9", "font": {"color": "#1b1f24"}},
+    }
+
+
+def _axis(title: str) -> dict[str, Any]:
+    colours = dict.fromkeys(("gridcolor", "zerolinecolor", "linecolor", "tickcolor"), "#8a8d93")
+    return {"title": {"text": title, "standoff": 6}, **colours}

@@ -1,0 +1,1 @@
+"""The rollout engine on the trainer's own model and devices."""

@@ -1,0 +1,207 @@
+"""One call of `generate`: who waits, who sits in which slot, and what was sampled so far.  Host side, numpy.
+
+    queue -> prefill each distinct prompt once -> insert into free slots -> decode a chunk of all slots -> collect
+                                  ^                                                                 |
+                                  +-------------------- finished slots are free again --------------+
+
+Requests wait in the order of their prompts' buckets, so that a prefill has little padding and the requests of a prompt
+follow each other.  Nothing here loops over tokens: a chunk's reports are read at once and spread by index arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jetrl_jax.rollout.embedded.programs import EnginePrograms, Prefilled, SlotState
+from jetrl_jax.rollout.embedded.sampling import Controls
+from jetrl_jax.rollout.embedded.shapes import EngineShapes, smallest_fit
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+
+
+@dataclass
+class EngineStatistics:
+    """What the last call of `generate` ran.
+
+    prefills, inserts, decodes: program calls.
+    decode_steps: tokens' steps inside the decode calls.
+    slot_steps: the sum over steps of the slots that took part; its excess over sampled tokens is idle work.
+    """
+
+    prefills: int = 0
+    inserts: int = 0
+    decodes: int = 0
+    decode_steps: int = 0
+    slot_steps: int = 0
+
+
+class Generation:
+    """The state of one call.
+
+    Args:
+      programs, shapes: what is compiled.
+      weights: published weights in the programs' order.
+      requests: at least one, checked; prompts: their token ids as tuples.
+      sampling, controls: the call's parameters, on the host and on the device.
+      state: idle slots of an earlier call, or None; it is consumed.
+      pad_id: stands behind prompts.
+    """
+
+    def __init__(
+        self,
+        programs: EnginePrograms,
+        shapes: EngineShapes,
+        weights: list[Any],
+        requests: Sequence[Request],
+        prompts: list[tuple[int, ...]],
+        sampling: SamplingParams,
+        controls: Controls,
+        state: SlotState | None,
+        pad_id: int,
+    ) -> None:
+        self.programs, self.shapes, self.weights, self.pad_id = programs, shapes, weights, pad_id
+        self.requests, self.max_tokens, self.controls, self._state = requests, sampling.max_tokens, controls, state
+        self.statistics = EngineStatistics()
+        self.is_stop = np.asarray(controls.is_stop)
+        self.seeds = np.array([request.seed for request in requests], np.uint32)
+        self.tokens = np.zeros((len(requests), self.max_tokens), np.int32)
+        self.logprobs = np.zeros((len(requests), self.max_tokens), np.float32)
+        self.sampled = np.zeros(len(requests), np.int64)  # tokens so far
+        self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)  # request in each slot
+        self.reports: list[jax.Array] = []
+        self._plan_prefills(prompts)
+
+    @property
+    def state(self) -> SlotState:
+        """The slots; they exist from the first refill on."""
+        assert self._state is not None
+        return self._state
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._state = state
+
+    def _plan_prefills(self, prompts: list[tuple[int, ...]]) -> None:
+        """Orders the distinct prompts by bucket and first appearance, cuts them into batches, and orders the requests so."""
+        index: dict[tuple[int, ...], int] = {}
+        for prompt in prompts:
+            index.setdefault(prompt, len(index))
+        self.prompts = [np.array(prompt, np.int32) for prompt in index]
+        self.prompt_of = np.array([index[prompt] for prompt in prompts])
+        lengths, rows = np.array([len(prompt) for prompt in index]), self.shapes.prefill_rows
+        by_bucket = np.argsort(np.searchsorted(self.shapes.prompt_buckets, lengths), kind="stable")
+        rank = np.empty(len(lengths), np.int64)
+        rank[by_bucket] = np.arange(len(lengths))
+        self.batches = [by_bucket[start : start + rows] for start in range(0, len(lengths), rows)]
+        self.prompt_tokens = lengths[self.prompt_of]
+        self.batch_of, self.row_of = np.divmod(rank[self.prompt_of], rows)
+        self.queue = np.argsort(rank[self.prompt_of], kind="stable")
+        self.prefilled: tuple[int, Prefilled] | None = None
+
+    def run(self, version: int) -> list[Trajectory]:
+        """Refills, decodes and collects until every request is done; trajectories carry `version`."""
+        while True:
+            self._refill()
+            busy = self.occupant >= 0
+            if not busy.any():
+                return [self._trajectory(index, version) for index in range(len(self.requests))]
+            self._shrink(busy)
+            self._decode()
+            self._collect()
+
+    def _refill(self) -> None:
+        """Gives free slots to the next requests of the queue."""
+        free = np.flatnonzero(self.occupant < 0)
+        taken, self.queue = self.queue[: len(free)], self.queue[len(free) :]
+        if len(taken) == 0:
+            return
+        slots = free[: len(taken)]
+        self.occupant[slots] = taken
+        self._fit_cache()
+        for batch in np.unique(self.batch_of[taken]):
+            here = self.batch_of[taken] == batch
+            source = np.full(len(self.occupant), -1, np.int32)
+            source[slots[here]] = self.row_of[taken[here]]
+            seeds = np.zeros(len(self.occupant), np.uint32)
+            seeds[slots[here]] = self.seeds[taken[here]]
+            prompts = self._prefill(int(batch))
+            self.state, report = self.programs.insert(self.state, prompts, source, seeds, np.int32(self.max_tokens), self.controls)
+            self.reports.append(report)
+            self.statistics.inserts += 1
+
+    def _prefill(self, batch: int) -> Prefilled:
+        """The batch's prompts, prefilled when first needed and kept until the next batch is."""
+        if self.prefilled is None or self.prefilled[0] != batch:
+            members = [self.prompts[index] for index in self.batches[batch]]
+            width = smallest_fit(self.shapes.prompt_buckets, max(map(len, members)))
+            tokens = np.full((self.shapes.prefill_rows, width), self.pad_id, np.int32)
+            lengths = np.ones(self.shapes.prefill_rows, np.int32)
+            for row, prompt in enumerate(members):
+                tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            self.prefilled = batch, self.programs.prefill(self.weights, tokens, lengths)
+            self.statistics.prefills += 1
+        return self.prefilled[1]
+
+    def _fit_cache(self) -> None:
+        """Makes the cache long enough for what the next chunk may write."""
+        occupants, slots = self.occupant[self.occupant >= 0], len(self.occupant)
+        end = np.minimum(self.sampled[occupants] + self.shapes.chunk, self.max_tokens)
+        length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
+        if not self.sampled.any():  # nothing is in flight: any idle state of the right shape will do
+            if self._state is None or self._state.shape != (slots, length):
+                self._state = None  # gives its memory back first
+                self.state = self.programs.empty_state(slots, length)
+        elif length > self.state.shape[1]:
+            self.state = self.programs.resize(self.state, np.arange(slots, dtype=np.int32), length)
+
+    def _shrink(self, busy: np.ndarray) -> None:
+        """Moves the last sequences into a smaller batch when nobody waits."""
+        size = smallest_fit(self.shapes.batch_sizes, int(busy.sum()))
+        if len(self.queue) or size >= len(busy) or self.reports:
+            return
+        kept = np.argsort(~busy, kind="stable")[:size].astype(np.int32)
+        self.state = self.programs.resize(self.state, kept, self.state.shape[1])
+        self.occupant = self.occupant[kept]
+
+    def _decode(self) -> None:
+        """One chunk; while requests wait it is left as soon as an eighth of the slots is idle."""
+        self._fit_cache()
+        slots = len(self.occupant)
+        idle_limit = np.int32(max(1, slots // 8) if len(self.queue) else slots)
+        self.state, report = self.programs.decode(self.weights, self.state, self.controls, idle_limit)
+        self.reports.append(report)
+
+    def _collect(self) -> None:
+        """Reads the reports and frees the slots of finished requests."""
+        tokens, bits = np.concatenate([np.asarray(report) for report in self.reports], axis=1)
+        busy = np.flatnonzero(self.occupant >= 0)
+        occupants, valid = self.occupant[busy], tokens[:, busy] >= 0
+        steps = int(valid[len(self.reports) - 1 :].any(axis=1).sum())
+        self.statistics.decodes += 1
+        self.statistics.decode_steps += steps
+        self.statistics.slot_steps += steps * len(self.occupant)
+        self.reports = []
+        step, column = np.nonzero(valid)
+        request, offset = occupants[column], (np.cumsum(valid, axis=0) - 1 + self.sampled[occupants])[step, column]
+        self.tokens[request, offset] = tokens[step, busy[column]]
+        self.logprobs[request, offset] = bits.view(np.float32)[step, busy[column]]
+        self.sampled[occupants] += valid.sum(axis=0)
+        last = self.tokens[occupants, self.sampled[occupants] - 1]
+        finished = self.is_stop[last] | (self.sampled[occupants] == self.max_tokens)
+        self.occupant[busy[finished]] = -1
+
+    def _trajectory(self, index: int, version: int) -> Trajectory:
+        count = int(self.sampled[index])
+        tokens = self.tokens[index, :count].copy()
+        return Trajectory(
+            request_id=self.requests[index].id,
+            prompt_ids=self.prompts[self.prompt_of[index]],
+            completion_ids=tokens,
+            rollout_logprobs=self.logprobs[index, :count].copy(),
+            finish_reason="stop" if self.is_stop[tokens[-1]] else "length",
+            policy_version=version,
+        )

@@ -1,0 +1,310 @@
+"""The compiled programs of the embedded engine, one per shape, and the slots' state that they pass on.
+
+    prefill[T]      prompts [R, T]  ->  keys and values, logits of the last tokens
+    insert[B, S]    prefilled prompts -> the slots that ask for them, and each slot's first token
+    decode[B, S]    up to `chunk` tokens in every active slot, leaving early when enough slots are idle
+    resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
+
+B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program needs
+besides the state is an argument, so nothing is compiled twice; the state is donated.  With `run=False` a method only
+compiles.  A report is one int32 array
+[2, C, B]: token ids (-1 where nothing was sampled) and the bits of the float32 log-probabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jetrl_jax.devices.layout import WHOLE, Layout, placed
+from jetrl_jax.models import ops, tensor_parallel
+from jetrl_jax.models.decoder import Decoder, KeysValues, empty_cache
+from jetrl_jax.models.sharded import TENSOR
+from jetrl_jax.precision.parameters import jit, map_params, named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
+from jetrl_jax.rollout.embedded.shapes import EngineShapes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """Sequences in flight, one per slot.
+
+    cache: each layer's keys and values [B, K, S, H].
+    keys: uint32 [B, 2], the requests' random keys.
+    token: int32 [B], sampled last and not yet in the cache.
+    position: int32 [B], where it goes (0 in an idle slot, so that it writes inside its own row).
+    remaining: int32 [B], tokens still to sample; 0 is idle.
+    """
+
+    cache: list[KeysValues]
+    keys: jax.Array
+    token: jax.Array
+    position: jax.Array
+    remaining: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S)."""
+        return self.token.shape[0], self.cache[0][0].shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts ready to be inserted: cache rows [R, K, T, H] per layer, float32 logits [R, V], int32 lengths [R]."""
+
+    cache: list[KeysValues]
+    logits: jax.Array
+    lengths: jax.Array
+
+
+CACHE_SPEC = PartitionSpec(None, TENSOR)
+STATE_SPEC = SlotState(CACHE_SPEC, WHOLE, WHOLE, WHOLE, WHOLE)  # type: ignore[arg-type]  # of each leaf below
+PREFILLED_SPEC = Prefilled(CACHE_SPEC, WHOLE, WHOLE)  # type: ignore[arg-type]
+
+
+class EnginePrograms:
+    """Builds, compiles and keeps the programs of one model.
+
+    Args:
+      model: gives structure and numerics; its parameters are not read and may be abstract.
+      plan: says in which format the published weights come.
+      shapes: for which `compile_all` compiles; prefilled prompts are padded to its longest bucket.
+      layout: the devices that the layers are split over (axis "tensor"; caches by heads); None is one device.
+
+    Attributes:
+      compilations: programs compiled so far.
+    """
+
+    def __init__(self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes, layout: Layout | None = None) -> None:
+        self.config, self.numerics, self.shapes, self.layout = model.config, model.numerics, shapes, layout
+        self.prompt_length = shapes.prompt_buckets[-1]
+        self.graphdef, params = nnx.split(model)
+        masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+        self.published = jax.eval_shape(plan.publish, masters)
+        self.compilations = 0
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def published_spec(self) -> dict[str, Any]:
+        """Path -> abstract published weight (`jax.ShapeDtypeStruct` or a `ScaledArray` of two)."""
+        return dict(named_params(self.published))
+
+    def empty_state(self, slots: int, length: int) -> SlotState:
+        """Idle slots."""
+        return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
+
+    def abstract_state(self, slots: int, length: int) -> SlotState:
+        """As `empty_state`: shapes, dtypes and, on split layers, shardings, without any array."""
+        empty = self._mapped("empty", functools.partial(self._empty_program, slots, length))
+        state = jax.eval_shape(empty)
+        return state if self.layout is None else placed(self._shardings(STATE_SPEC), state)
+
+    def abstract_weights(self) -> nnx.State:
+        """The weights that an engine holds: shapes, dtypes and, on split layers, shardings."""
+        return self.published if self.layout is None else placed(self.layout.shardings(self.published), self.published)
+
+    def compile_all(self, controls: Controls) -> None:
+        """Compiles every program for every shape."""
+        shapes, weights = self.shapes, list(self.published_spec.values())
+        rows = shapes.prefill_rows
+        for bucket in shapes.prompt_buckets:
+            self.prefill(weights, np.zeros((rows, bucket), np.int32), np.ones(rows, np.int32), run=False)
+        cache = empty_cache(self.config, self.numerics, rows, self.prompt_length)
+        prompts = Prefilled(cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32))
+        for slots in shapes.batch_sizes:
+            source, seeds = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
+            for length in shapes.cache_buckets:
+                state = self.empty_state(slots, length)  # real, since an abstract float64 array would become float32
+                self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
+                self.decode(weights, state, controls, np.int32(0), run=False)
+                for longer in (size for size in shapes.cache_buckets if size > length):
+                    self.resize(state, source, longer, run=False)
+                for fewer in (size for size in shapes.batch_sizes if size < slots):
+                    self.resize(state, source[:fewer], length, run=False)
+
+    def prefill(self, weights: list[Any], tokens: Any, lengths: Any, *, run: bool = True) -> Any:
+        """Prefills int32 prompts [R, T], padded at the right; lengths int32 [R], at least 1.  Returns `Prefilled`."""
+        args = (weights, tokens, lengths)
+        program = self._program(("prefill", tokens.shape[1]), self._prefill_program, args)
+        return program(*args) if run else None
+
+    def insert(
+        self, state: SlotState, prompts: Prefilled, source: Any, seeds: Any, budget: Any, controls: Controls, *, run: bool = True
+    ) -> Any:
+        """Puts prompt source[b] into slot b where source[b] >= 0 and samples its first token.
+
+        source int32 [B], seeds uint32 [B]; `budget` (int32, at least 1) tokens may be sampled.  The state is consumed.
+        Returns the next state and a report with C = 1.
+        """
+        args = (state, prompts, source, seeds, budget, controls)
+        program = self._program(("insert", *state.shape), self._insert_program, args, donate=0)
+        return program(*args) if run else None
+
+    def decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any, *, run: bool = True) -> Any:
+        """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.  The state is consumed.
+
+        Returns the next state and a report.
+        """
+        args = (weights, state, controls, idle_limit)
+        program = self._program(("decode", *state.shape), self._decode_program, args, donate=1)
+        return program(*args) if run else None
+
+    def resize(self, state: SlotState, index: Any, length: int, *, run: bool = True) -> Any:
+        """The slots `index` (int32 [B']) of a state, with cache length `length`."""
+        args = (state, index)
+        resized = functools.partial(self._resize_program, length=length)
+        program = self._program(("resize", *state.shape, len(index), length), resized, args)
+        return program(*args) if run else None
+
+    def trace_prefill(self, weights: list[Any], tokens: Any, lengths: Any) -> Any:
+        """`prefill` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
+        return jit(self._mapped("prefill", self._prefill_program)).trace(weights, tokens, lengths)
+
+    def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
+        """`decode` traced; the arguments may be abstract."""
+        return jit(self._mapped("decode", self._decode_program), donate_argnums=1).trace(weights, state, controls, idle_limit)
+
+    def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
+        """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
+        if key not in self._compiled:
+            options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
+            if self.layout is not None:
+                options["in_shardings"] = self._shardings(self._specs(key[0])[0])
+            self._compiled[key] = jit(self._mapped(key[0], function), **options).lower(*args).compile()
+            self.compilations += 1
+        return self._compiled[key]
+
+    def _mapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as each device that holds a part of the layers runs it."""
+        return function if self.layout is None else self.layout.map(function, *self._specs(kind))
+
+    def _shardings(self, specs: Any) -> Any:
+        """Partition specs with the mesh."""
+        assert self.layout is not None
+        mesh = self.layout.mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def _specs(self, kind: str) -> tuple[Any, Any]:
+        """How a kind of program's arguments and results lie on the mesh."""
+        assert self.layout is not None
+        weights = [spec for _, spec in named_params(self.layout.specs(self.published))]
+        return {
+            "empty": ((), STATE_SPEC),
+            "prefill": ((weights, WHOLE, WHOLE), PREFILLED_SPEC),
+            "insert": ((STATE_SPEC, PREFILLED_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "decode": ((weights, STATE_SPEC, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "resize": ((STATE_SPEC, WHOLE), STATE_SPEC),
+        }[kind]
+
+    def _bind(self, weights: list[Any]) -> Decoder:
+        by_path = dict(zip(self.published_spec, weights, strict=True))
+        state = map_params(lambda path, _: by_path[path], self.published)
+        return nnx.merge(self.graphdef, state if self.layout is None else self.layout.shards(state))
+
+    def _logits(self, model: Decoder, hidden: jax.Array) -> jax.Array:
+        """Over the whole vocabulary, on every device."""
+        head = model.head()
+        logits = model.logits(hidden, head)
+        return tensor_parallel.gather(logits) if model.splits(head) else logits
+
+    def _empty_program(self, slots: int, length: int) -> SlotState:
+        zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
+        kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
+        return SlotState(empty_cache(self.config, self.numerics, slots, length, kv_heads), jnp.zeros((slots, 2), jnp.uint32), *zeros)
+
+    def _prefill_program(self, weights: list[Any], tokens: jax.Array, lengths: jax.Array) -> Prefilled:
+        model = self._bind(weights)
+        rows, length = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+        hidden, cache = model.prefill(tokens, positions)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        padding = ((0, 0), (0, 0), (0, self.prompt_length - length), (0, 0))
+
+        def as_stored(x: jax.Array) -> jax.Array:
+            return ops.cast_to_cache(jnp.pad(jnp.moveaxis(x, 1, 2), padding), self.numerics)
+
+        stored = [(as_stored(keys), as_stored(values)) for keys, values in cache]
+        return Prefilled(stored, self._logits(model, last), lengths)
+
+    def _insert_program(
+        self, state: SlotState, prompts: Prefilled, source: jax.Array, seeds: jax.Array, budget: jax.Array, controls: Controls
+    ) -> tuple[SlotState, jax.Array]:
+        new, row = source >= 0, jnp.maximum(source, 0)
+        first = jnp.argsort(~new, stable=True).astype(jnp.int32)  # the slots to fill, then the others
+        length = min(self.prompt_length, state.shape[1])
+
+        def fill(index: jax.Array, cache: list[KeysValues]) -> list[KeysValues]:
+            slot, zero = first[index], jnp.int32(0)
+
+            def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
+                one = jax.lax.dynamic_index_in_dim(prefilled[:, :, :length], row[slot], 0)
+                return jax.lax.dynamic_update_slice(old, one, (slot, zero, zero, zero))
+
+            return jax.tree.map(put, cache, prompts.cache)
+
+        cache = jax.lax.fori_loop(jnp.int32(0), jnp.sum(new, dtype=jnp.int32), fill, state.cache)
+        keys = jnp.where(new[:, None], request_keys(controls.seed, seeds), state.keys)
+        lengths = prompts.lengths[row]
+        token, logprob = sample(prompts.logits[row], keys, lengths, controls, self.numerics)
+        remaining = jnp.where(controls.is_stop[token], 0, budget - 1)
+        token, position, remaining = (
+            jnp.where(new, added, old) for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
+        )
+        report = _report(token[None], logprob[None], new[None])
+        return SlotState(cache, keys, token, jnp.where(remaining > 0, position, 0), remaining), report
+
+    def _decode_program(
+        self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: jax.Array
+    ) -> tuple[SlotState, jax.Array]:
+        model = self._bind(weights)
+        slots = state.shape[0]
+
+        def more(carry: tuple[jax.Array, SlotState, jax.Array]) -> jax.Array:
+            step, state, _ = carry
+            idle = jnp.sum(state.remaining == 0, dtype=jnp.int32)
+            return (step < self.shapes.chunk) & (idle < idle_limit)
+
+        def one_token(carry: tuple[jax.Array, SlotState, jax.Array]) -> tuple[jax.Array, SlotState, jax.Array]:
+            step, state, report = carry
+            active = state.remaining > 0
+            hidden, cache = model.decode(state.token, state.position, state.cache)
+            token, logprob = sample(self._logits(model, hidden), state.keys, state.position + 1, controls, self.numerics)
+            remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
+            position = jnp.where(remaining > 0, state.position + 1, 0)
+            report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))
+            return step + 1, SlotState(cache, state.keys, token, position, remaining), report
+
+        report = jnp.full((2, self.shapes.chunk, slots), -1, jnp.int32)
+        _, state, report = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, report))
+        return state, report
+
+    def _resize_program(self, state: SlotState, index: jax.Array, *, length: int) -> SlotState:
+        old_slots, old_length = state.shape
+        same = index.shape[0] == old_slots
+
+        def take(x: jax.Array) -> jax.Array:
+            return x if same else x[index]
+
+        def fit(x: jax.Array) -> jax.Array:
+            with jax.enable_x64(self.numerics.exact):
+                return jnp.pad(take(x), ((0, 0), (0, 0), (0, length - old_length), (0, 0)))
+
+        cache = [(fit(keys), fit(values)) for keys, values in state.cache]
+        return SlotState(cache, take(state.keys), take(state.token), take(state.position), take(state.remaining))
+
+
+def _report(token: jax.Array, logprob: jax.Array, sampled: jax.Array) -> jax.Array:
+    """int32 [2, C, B] of tokens, log-probabilities and whether they were sampled, each [C, B]."""
+    bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+    return jnp.stack([jnp.where(sampled, token, -1), bits])

@@ -1,0 +1,76 @@
+"""Sampling as a function of (logits, seed, position): a token does not depend on slot, batch mates or program.
+
+Token v is drawn by an exponential race, which is the Gumbel-max rule without its outer logarithm:
+
+    E_v = -log(1 - U_v),  U_v uniform        token = argmax_v p_v / E_v,   p_v = exp(logits_v / temperature)
+
+U depends on the request's key and the absolute position of the token alone (Threefry), so a refilled slot, another
+batch size or a run that was resumed draws the same token from the same logits.  `numerics.exact` races in float64.
+
+The reported log-probability is over the full vocabulary at the sampling temperature, by the very operations that
+the trainer uses (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  There is no top-k and no top-p: a truncated
+distribution is not the policy that is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.models import vocabulary
+from jetrl_jax.precision.numerics import Numerics
+
+KEY_IMPLEMENTATION = "threefry2x32"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Controls:
+    """What a call of `generate` fixes, as device values, so that changing it compiles nothing.
+
+    temperature: float32; greedy: bool; seed: uint32, of the call; is_stop: bool [V].
+    """
+
+    temperature: jax.Array
+    greedy: jax.Array
+    seed: jax.Array
+    is_stop: jax.Array
+
+
+def request_keys(call_seed: jax.Array, request_seeds: jax.Array) -> jax.Array:
+    """Key data uint32 [B, 2] of requests with these seeds (uint32 [B]) in a call with `call_seed`."""
+    key = jax.random.key(call_seed, impl=KEY_IMPLEMENTATION)
+    return jax.vmap(lambda seed: jax.random.key_data(jax.random.fold_in(key, seed)))(request_seeds)
+
+
+def _uniform_bits(key_data: jax.Array, position: jax.Array, count: int) -> jax.Array:
+    key = jax.random.wrap_key_data(key_data, impl=KEY_IMPLEMENTATION)
+    return jax.random.bits(jax.random.fold_in(key, position), (count,), jnp.uint32)
+
+
+def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """Draws one token per row.
+
+    Args:
+      logits: float32 [B, V], not yet divided by the temperature.
+      keys: uint32 [B, 2] of `request_keys`.
+      positions: int32 [B], absolute positions of the tokens to draw.
+      controls: temperature (1 when greedy) and whether to take the argmax.
+
+    Returns:
+      (token ids int32 [B], float32 log-probabilities [B]).  A row with a NaN gives the last id and NaN.
+    """
+    scaled = vocabulary.scale_logits(logits, controls.temperature, numerics)
+    bits = jax.vmap(_uniform_bits, in_axes=(0, 0, None))(keys, positions, logits.shape[-1])
+    with jax.enable_x64(numerics.exact):
+        wide = scaled.astype(jnp.float64 if numerics.exact else jnp.float32)
+        weight = jnp.exp(wide - wide.max(-1, keepdims=True))
+        uniform = (bits.astype(wide.dtype) + 0.5) * 2.0**-32  # in (0, 1]
+        race = jnp.where(controls.greedy, wide, weight / -jnp.log1p(-uniform))
+        best = race == race.max(-1, keepdims=True)
+    # The first of the best, by two plain reductions: XLA's argmax is slow on CPU.
+    ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32)[None], logits.shape)
+    tokens = jnp.where(best, ids, logits.shape[-1] - 1).min(-1)
+    return tokens, vocabulary.token_logprobs(scaled, tokens, numerics)

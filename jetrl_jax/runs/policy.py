@@ -1,0 +1,233 @@
+"""A policy as a user holds it: model, tokenizer, precision plan; made new, or read from disk.
+
+The one module of `jetrl_jax` beside the entry points that reads and writes Hugging Face directories (through
+`bridge`, which is free of torch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bridge.hf.read import read_config, read_into
+from bridge.hf.write import decoder_parameters, save_checkpoint
+from jetrl_jax.config.load import override_config
+from jetrl_jax.config.model import ModelSection
+from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.types import user_path
+from jetrl_jax.devices.gpu_memory import share_gpu
+from jetrl_jax.errors import UserError
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.flash_attention import attention_implementation
+from jetrl_jax.models.linear import product_implementation
+from jetrl_jax.precision.numerics import build_numerics
+from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.plan import PrecisionPlan, build_plan
+from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
+from jetrl_jax.record.metrics import read_metrics
+from jetrl_jax.record.run_directory import METRICS_FILE
+from jetrl_jax.runs.policy_config import is_run, policy_config
+from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
+
+ACCURACY = "eval/accuracy"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model, its tokenizer, the plan of its precision, the config that said so, and the step of the checkpoint it was read from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    plan: PrecisionPlan
+    config: RunConfig
+    step: int | None = None
+
+    @property
+    def params(self) -> nnx.State:
+        """The FP32 masters."""
+        return nnx.state(self.model, nnx.Param)
+
+    def save(self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16") -> None:
+        """Writes a Hugging Face checkpoint directory that transformers and vLLM load."""
+        model = self.model
+        if params is not None:
+            model = nnx.merge(nnx.graphdef(model), params)
+        save_checkpoint(directory, self.model.config, decoder_parameters(model), dtype=dtype, tokenizer=self.tokenizer, overwrite=True)
+
+
+def new_model_config(section: ModelSection, tokenizer: Tokenizer) -> ModelConfig:
+    """The architecture of a new model with the tokenizer's vocabulary."""
+    return ModelConfig(
+        architecture=section.architecture,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_kv_heads,
+        head_dim=section.head_dim,
+        max_position_embeddings=section.max_position_embeddings,
+        rope_theta=section.rope_theta,
+        rope_scaling=None,
+        rms_norm_eps=section.rms_norm_eps,
+        tie_word_embeddings=section.tie_word_embeddings,
+        attention_bias=section.architecture == "qwen2",
+        qk_norm=section.architecture == "qwen3",
+        eos_token_ids=tuple(tokenizer.eos_ids),
+        pad_token_id=tokenizer.pad_id,
+    )
+
+
+def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None) -> Policy:
+    """The policy that a run starts from.
+
+    Args:
+      config: the run's config.
+      model: a `Decoder`, or a Hugging Face directory in place of `config.model.path`; None takes the config's.
+      tokenizer: in place of the config's.
+
+    Raises:
+      UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
+        or a tokenizer whose ids the model does not have.
+    """
+    path = _model_path(config, model)
+    tokenizer, sizes = policy_parts(config, model, tokenizer)
+    numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
+    product_implementation(numerics, forward=True)  # both raise where they cannot run
+    attention_implementation(numerics, sizes.head_dim)
+    if isinstance(model, Decoder) or path is None:
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        if isinstance(model, Decoder):
+            nnx.update(built, nnx.state(model, nnx.Param))
+    else:
+        built = _read_model(path, sizes, numerics)
+    built.remat = config.batch.remat == "layer"
+    plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
+    return Policy(built, tokenizer, plan, config)
+
+
+def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenizer: Tokenizer | None) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the sizes that `build_policy` takes, which fit one another; no device is touched and no weight is read.
+
+    Raises:
+      UserError: as `build_policy`, but for what depends on the device.
+    """
+    path = _model_path(config, model)
+    tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
+    if isinstance(model, Decoder):
+        sizes = model.config
+    else:
+        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+    if tokenizer.vocab_size > sizes.vocab_size:
+        raise UserError(
+            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
+            f"vocab_size={sizes.vocab_size}."
+        )
+    if config.max_sequence_tokens > sizes.max_position_embeddings:
+        raise UserError(
+            f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+        )
+    return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))  # an export stops where the run did
+
+
+def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | None:
+    return config.model.path if model is None or isinstance(model, Decoder) else str(model)
+
+
+def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
+    """A decoder with the weights of a Hugging Face directory; never initialised twice."""
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
+    read_into(model, path)
+    return model
+
+
+def load_policy(
+    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, step: int | Literal["last", "best"] = "last"
+) -> Policy:
+    """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
+
+    Args:
+      directory: either of the two.
+      overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
+      config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
+      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest held-out accuracy on
+        record (the later of equals).
+
+    Raises:
+      UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
+    """
+    path = user_path(directory)
+    if is_run(path):
+        policy = _build(policy_config(path, overrides, config))
+        restored = _restore(path, step, {"params": policy.params})
+        nnx.update(policy.model, restored.state["params"])
+        return dataclasses.replace(policy, step=restored.step)
+    if step != "last":
+        raise UserError(f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory (config.yaml).")
+    if config is not None:
+        return _build(policy_config(path, overrides, config), model=path)
+    lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
+    return _build(policy_config(path, overrides, rollout=lengths))
+
+
+def _build(config: RunConfig, model: Path | None = None) -> Policy:
+    """A policy that learns nothing here: its vLLM has nobody to take turns with, and stays awake."""
+    share_gpu(config)  # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
+    if shares_gpu(config):
+        config = override_config(config, ["vllm.sleep=false"])
+    return build_policy(config, model=model)
+
+
+def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:
+    """A checkpoint of a run, in the structure of `template`."""
+    with CheckpointStore(run / "checkpoints", read_only=True) as store:
+        steps = store.steps()
+        if not steps:
+            raise UserError(f"load_policy: no checkpoint: got the run {run}, expected one in {run / 'checkpoints'}.")
+        if step == "last":
+            restored = store.restore_latest(template, subset=True)
+            assert restored is not None  # of steps it gives one, or raises
+            return restored
+        number = _best_step(run, steps) if step == "best" else step
+        if number not in steps:
+            raise UserError(f"load_policy: no checkpoint of that step: got step={number} of {run}, expected one of {steps}.")
+        try:
+            return store.restore(number, template, subset=True)
+        except CorruptCheckpoint as error:
+            raise UserError(f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There are {steps}.") from error
+
+
+def _best_step(run: Path, steps: Sequence[int]) -> int:
+    """The step among `steps` with the highest `eval/accuracy` on record, the last of equals."""
+    rows = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
+    accuracy = {int(row["step"]): row[ACCURACY] for row in rows if math.isfinite(row.get(ACCURACY, math.nan))}
+    recorded = [step for step in steps if step in accuracy]
+    if not recorded:
+        raise UserError(
+            f"load_policy: no best checkpoint: got none of the steps {list(steps)} of {run} with {ACCURACY} on record, expected one. "
+            f"It is on record for {sorted(accuracy)} (eval.every_steps); give a step."
+        )
+    return max(recorded, key=lambda step: (accuracy[step], step))
+
+
+def _lengths(config: ModelConfig) -> dict[str, int]:
+    """Prompt and completion lengths that fit the model's positions."""
+    half = min(config.max_position_embeddings // 2, 1024)
+    return {"max_prompt_tokens": half, "max_completion_tokens": half}
+
+
+def published_weights(policy: Policy) -> nnx.State:
+    """The policy's weights as an engine multiplies them."""
+    params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
+    return jit(policy.plan.publish)(params)

@@ -1,0 +1,45 @@
+"""The config of a policy on disk, read without JAX: a mistake in it, or in the directory's name, costs no device.
+
+A run directory has its own `config.yaml`.  A Hugging Face directory runs in BF16, or as a config file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl_jax.config.load import config_from_dict, load_config
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError
+
+
+def is_run(directory: str | Path) -> bool:
+    """Whether a directory is a run's."""
+    return (user_path(directory) / "config.yaml").is_file()
+
+
+def policy_config(
+    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, rollout: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The config of the policy in a directory, `overrides` (`a.b=c`) applied; commands call it before they import JAX.
+
+    Args:
+      directory: of a run, or a Hugging Face directory.
+      overrides: changes, as after ``--set``.
+      config: YAML file in place of the run's.
+      rollout: fields of `rollout` for a Hugging Face directory without a config.
+
+    Raises:
+      UserError: it is neither, or a mistake in the config or the overrides.
+    """
+    path = user_path(directory)
+    if not is_run(path) and not (path / "config.json").is_file():
+        raise UserError(
+            f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
+        )
+    if config is not None or is_run(path):
+        return load_config(config or path / "config.yaml", overrides)
+    fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
+    return config_from_dict(fields | ({} if rollout is None else {"rollout": dict(rollout)}), overrides)

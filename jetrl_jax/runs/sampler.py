@@ -1,0 +1,38 @@
+"""Completions of a prompt by a policy, for a user who talks to it."""
+
+from __future__ import annotations
+
+from jetrl_jax.collect.prompts import derived_seeds
+from jetrl_jax.errors import UserError
+from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.runs.engines import build_engine
+from jetrl_jax.runs.policy import Policy, published_weights
+
+
+class PolicySampler:
+    """Completes prompts with a policy on the embedded engine.
+
+    Args:
+      policy: as `load_policy` gives it; its config's `rollout` says lengths and temperature.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.engine = build_engine(policy, policy.config.rollout)
+        self.engine.load_weights(published_weights(policy), 0)
+
+    def __call__(self, prompt: str, samples: int = 1, *, seed: int = 0, greedy: bool = False) -> list[str]:
+        """`samples` completions of one prompt.
+
+        Raises:
+          UserError: a prompt that is empty or longer than `rollout.max_prompt_tokens`.
+        """
+        tokenizer, rollout = self.policy.tokenizer, self.policy.config.rollout
+        ids = tokenizer.encode_prompt(prompt)
+        if not 0 < len(ids) <= rollout.max_prompt_tokens:
+            raise UserError(
+                f"prompt {prompt!r}: got {len(ids)} tokens, expected 1 to rollout.max_prompt_tokens={rollout.max_prompt_tokens}."
+            )
+        requests = [Request(i, ids, one) for i, one in enumerate(derived_seeds(samples, seed))]
+        sampling = SamplingParams(rollout.temperature, rollout.max_completion_tokens, tuple(tokenizer.eos_ids), seed, greedy)
+        return [tokenizer.decode(t.completion_ids.tolist()) for t in self.engine.generate(requests, sampling)]

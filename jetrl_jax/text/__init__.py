@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, answers and numbers in completions."""

@@ -1,0 +1,439 @@
+"""Text to token ids and back: characters, bytes, or the files of a Hugging Face checkpoint.
+
+    character    id 0 pad, 1 eos, then one id per character of an alphabet
+    byte         id 0 pad, 1 eos, 2 + b for byte b of the UTF-8 text
+    huggingface  a directory or tokenizer.json, through transformers where it is installed, else through tokenizers
+
+A completion is tokenised once, by the engine that sampled it; nothing here re-tokenises.  A prompt never begins with two
+BOS tokens and never ends in a stop token; a chat template must write the user's text, and the system prompt, as they are.
+Both are checked when a template is opened, on texts of many kinds, and of every prompt.  All kinds save files that
+transformers' AutoTokenizer reads back with the same ids.  transformers is imported only where a directory is opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jetrl_jax.config.model import TokenizerSection
+from jetrl_jax.config.types import user_path
+from jetrl_jax.errors import UserError, missing_extra
+from jetrl_jax.text.answers import CLOSES, OPENS
+
+PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1 of the built-in tokenizers
+_UNKNOWN = "\ufffd"
+# The files of a Hugging Face tokenizer; copied as they are by save.
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+# User texts that a chat template is tried with when it is opened: letters in both cases, lines, signs that escaping or a
+# filter would change, other scripts, and a text longer than one that is cut.
+_PROBES = (
+    "What is 6*7?",
+    "Is \"a\" <b> & 'c'? {x} {{ y }} {% z %} \\n $5 #### 1,000",
+    "First line\n\n  second\tline:\n- éü 漢字 😀",
+    " ".join(f"word{i}" for i in range(2000)),
+)
+# What a template is given without being asked.
+_TEMPLATE_NAMES = {
+    "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "pad_token", "unk_token",
+    "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner", "namespace",
+}  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """What the trainer, the engine and the bridge need of a tokenizer."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, no special tokens added."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a prompt: within the chat template where one is configured, else with BOS where the tokenizer adds one."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out but for the marks of a thought."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids; the same across processes and machines."""
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Writes files that transformers' AutoTokenizer loads."""
+        ...
+
+
+class _BuiltIn:
+    """Shared by the two built-in tokenizers: their tokenizer.json is made by the tokenizers library."""
+
+    eos_ids: tuple[int, ...] = (1,)
+    pad_id = 0
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        raise NotImplementedError
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The same as ``encode``: there is no BOS and no template."""
+        return self.encode(text)
+
+    def backend(self) -> tokenizers.Tokenizer:
+        """The same tokenizer in the tokenizers library."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Hash of the vocabulary."""
+        vocabulary = sorted(self.backend().get_vocab().items(), key=lambda item: item[1])
+        return _digest([type(self).__name__, vocabulary])
+
+    def save(self, directory: str | Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.backend().save(str(directory / "tokenizer.json"))
+        _write_config(directory, {"eos_token": EOS, "pad_token": PAD})
+
+
+class CharacterTokenizer(_BuiltIn):
+    """One id per character; a character outside the alphabet is an error, never an unknown token."""
+
+    def __init__(self, characters: str):
+        if not characters or len(set(characters)) != len(characters):
+            raise UserError(
+                f"CharacterTokenizer: bad alphabet: got characters={characters!r}, expected at least one character and none twice."
+            )
+        self._characters = characters
+        self._ids = {character: index for index, character in enumerate(characters, start=2)}
+        self.vocab_size = 2 + len(characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; raises `UserError` naming the first character that has none."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError:
+            unknown = next(character for character in text if character not in self._ids)
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise UserError(
+            f"CharacterTokenizer: character {unknown!r} (U+{ord(unknown):04X}) is not in the alphabet: got {shown!r}, "
+            f"expected only {self._characters!r}. Add it to tokenizer.characters or take tokenizer.kind: byte."
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; pad and eos are left out, an id beyond the vocabulary becomes U+FFFD."""
+        return "".join(self._characters[i - 2] if 2 <= i < self.vocab_size else _UNKNOWN for i in ids if i not in (0, 1))
+
+    def backend(self) -> tokenizers.Tokenizer:
+        """BPE without merges: every character is a token."""
+        backend = tokenizers.Tokenizer(models.BPE(vocab={PAD: 0, EOS: 1, **self._ids}, merges=[]))
+        backend.decoder = decoders.Fuse()
+        return _with_specials(backend)
+
+
+class ByteTokenizer(_BuiltIn):
+    """One id per byte of the UTF-8 text: any text has ids, and any ids are text."""
+
+    vocab_size = 258
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; raises `UserError` for a lone surrogate, which UTF-8 cannot hold."""
+        try:
+            return [2 + byte for byte in text.encode("utf-8")]
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"ByteTokenizer: not a valid text: got U+{ord(text[error.start]):04X} at position {error.start}, a lone surrogate."
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 and ids beyond the vocabulary become U+FFFD."""
+        return b"".join(bytes((i - 2,)) if 2 <= i < 258 else _UNKNOWN.encode() for i in ids if i not in (0, 1)).decode("utf-8", "replace")
+
+    def backend(self) -> tokenizers.Tokenizer:
+        """Byte-level BPE without merges."""
+        vocabulary = {character: 2 + byte for byte, character in enumerate(_byte_characters())}
+        backend = tokenizers.Tokenizer(models.BPE(vocab={PAD: 0, EOS: 1, **vocabulary}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return _with_specials(backend)
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a Hugging Face checkpoint.
+
+    path: directory or tokenizer.json.  eos_ids: those of generation_config.json, else of config.json (beside the tokenizer,
+    else in ``model_path``), and the tokenizer's own EOS.  A template argument the template never reads is an error.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        model_path: str | Path | None = None,
+        chat_template: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ):
+        self._path = user_path(path)
+        self._kwargs, self._system_prompt = dict(chat_template_kwargs or {}), system_prompt
+        self._template: str | None = None
+        self._directory = self._path if self._path.is_dir() else self._path.parent
+        if not self._path.exists():
+            raise UserError(
+                f"HuggingFaceTokenizer: no such path: got {str(path)!r}, expected a directory with tokenizer files or a tokenizer.json."
+            )
+        self._settings = _read_json(self._path / "tokenizer_config.json") if self._path.is_dir() else {}
+        use_transformers = self._path.is_dir() and importlib.util.find_spec("transformers") is not None
+        self._transformers: Any = None
+        if use_transformers:
+            self._transformers = self._open_transformers()
+        self._backend: tokenizers.Tokenizer = self._transformers.backend_tokenizer if use_transformers else self._open_tokenizers()
+        added = self._backend.get_added_tokens_decoder().items()
+        self._silent_ids = frozenset(i for i, token in added if token.special and token.content not in (OPENS, CLOSES))
+        self._bos_id = self._special_id("bos_token")
+        self.eos_ids = self._find_eos(model_path)
+        pad_id = self._special_id("pad_token")
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        if chat_template:
+            self._template = self._find_template()
+            for probe in _PROBES:
+                self.encode_prompt(probe)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, no special tokens added."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a prompt.
+
+        With a chat template the template writes every special token.  Without one the tokenizer adds its BOS, if it has the
+        habit, but an EOS that it would put after the prompt is taken off.  A second BOS is taken off in either case.
+        """
+        if self._template is not None:
+            ids = self.encode(self.render(text))
+        else:
+            ids = list(self._backend.encode(text, add_special_tokens=True).ids)
+            plain = self.encode(text)
+            starts = [i for i in range(len(ids) - len(plain), -1, -1) if ids[i : i + len(plain)] == plain]
+            if plain and starts:
+                ids = ids[: starts[0] + len(plain)]
+            elif not plain:  # of an empty prompt only what stands before it is left
+                ids = ids[:1] if ids[:1] == [self._bos_id] and self._bos_id not in self.eos_ids else []
+        while len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
+            ids.pop(0)
+        self._check_end(text, ids)
+        return ids
+
+    def _check_end(self, text: str, ids: Sequence[int]) -> None:
+        """Raises `UserError` where a prompt's ids end in a stop token, of a template also with blanks after it: nothing would be asked."""
+        end = len(ids)
+        while (
+            self._template is not None
+            and end
+            and ids[end - 1] not in self.eos_ids
+            and not self._backend.decode([ids[end - 1]], skip_special_tokens=False).strip()
+        ):
+            end -= 1
+        if end and ids[end - 1] in self.eos_ids:
+            token, what = self._backend.id_to_token(ids[end - 1]), "the prompt" if self._template is None else "the chat template's prompt"
+            hint = "" if self._template is None else " The template must end it with the assistant's turn (add_generation_prompt)."
+            raise UserError(
+                f"HuggingFaceTokenizer: {what} ends in a stop token: got {token!r} (id {ids[end - 1]}) after {_short(text)}, in "
+                f"{str(self._path)!r}, expected none of the stop tokens {list(self.eos_ids)} at its end.{hint}"
+            )
+
+    def render(self, text: str) -> str:
+        """The prompt within the chat template, ready for the assistant's turn; only with ``chat_template``."""
+        messages = [{"role": "user", "content": text}]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        try:
+            rendered = str(self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
+        except Exception as error:
+            raise UserError(
+                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: {type(error).__name__}: {error}"
+            ) from error
+        rest = rendered
+        for message in messages:  # each in a place of its own: a text that stands in the other is none of its own
+            role, content = message["role"], message["content"].strip()  # many templates trim
+            if content not in rest:
+                field = "" if role == "user" else " (tokenizer.system_prompt)"
+                hint = "tokenizer.chat_template: false" if role == "user" else "put that text into task.prompt_template"
+                raise UserError(
+                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the {role}'s text{field} as it is: got "
+                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another template, or {hint}."
+                )
+            rest = rest.replace(content, "", 1)
+        return rendered
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out but for the marks of a thought, blanks as they are."""
+        return str(self._backend.decode([int(i) for i in ids if int(i) not in self._silent_ids], skip_special_tokens=False))
+
+    def fingerprint(self) -> str:
+        """Hash of the tokenizer's file, the template and its arguments, and the EOS ids."""
+        file = self._path if self._path.is_file() else self._path / "tokenizer.json"
+        content = file.read_text("utf-8") if file.is_file() else self._backend.to_str()
+        return _digest(
+            [hashlib.sha256(content.encode()).hexdigest(), self._template, self._kwargs, self._system_prompt, self.eos_ids, self._bos_id]
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Copies the tokenizer's files; a lone tokenizer.json gets a tokenizer_config.json."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self._path.is_file():
+            shutil.copyfile(self._path, directory / "tokenizer.json")
+            eos = self._backend.id_to_token(self.eos_ids[0])
+            _write_config(directory, {"eos_token": eos, "pad_token": self._backend.id_to_token(self.pad_id)})
+            return
+        for name in _FILES:
+            if (self._path / name).is_file() and (self._path / name).resolve() != (directory / name).resolve():
+                shutil.copyfile(self._path / name, directory / name)
+
+    def _open_transformers(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            opened = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, use_fast=True)
+        except Exception as error:
+            raise UserError(
+                f"HuggingFaceTokenizer: transformers cannot load {str(self._path)!r}: {type(error).__name__}: {error}"
+            ) from error
+        if getattr(opened, "backend_tokenizer", None) is None:
+            raise UserError(
+                f"HuggingFaceTokenizer: {str(self._path)!r} holds a {type(opened).__name__}, expected one with a tokenizer.json."
+            )
+        return opened
+
+    def _open_tokenizers(self) -> tokenizers.Tokenizer:
+        file = self._path if self._path.is_file() else self._path / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(
+                f"HuggingFaceTokenizer: no tokenizer.json in {str(self._path)!r}. Its other formats need: pip install 'jetrl-jax[hf]'"
+            )
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise UserError(f"HuggingFaceTokenizer: cannot read {str(file)!r}: {error}") from error
+
+    def _special_id(self, name: str) -> int | None:
+        token = getattr(self._transformers, name, None) if self._transformers is not None else self._settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        return None if text is None else self._backend.token_to_id(str(text))
+
+    def _find_eos(self, model_path: str | Path | None) -> tuple[int, ...]:
+        directories = [self._directory] + ([] if model_path is None else [user_path(model_path)])
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            for directory in directories:
+                ids = _read_json(directory / name).get("eos_token_id")
+                found = found or ([ids] if isinstance(ids, int) else list(ids or []))
+        own = self._special_id("eos_token")
+        ids = tuple(dict.fromkeys([*found, *([] if own is None else [own])]))
+        if not ids:
+            raise UserError(
+                f"HuggingFaceTokenizer: no end token: got {str(self._path)!r} whose generation_config.json, config.json "
+                "and tokenizer_config.json name none, expected eos_token_id or eos_token in one of them."
+            )
+        return ids
+
+    def _find_template(self) -> str:
+        """The chat template, after checking that it reads every configured argument."""
+        if self._transformers is None:
+            if self._path.is_file():
+                raise UserError(f"HuggingFaceTokenizer: a chat template needs the tokenizer's directory: got the file {str(self._path)!r}.")
+            raise missing_extra("HuggingFaceTokenizer: chat_template", "transformers", "hf")
+        if importlib.util.find_spec("jinja2") is None:
+            raise missing_extra("HuggingFaceTokenizer: chat_template", "jinja2", "hf")
+        import jinja2
+        from jinja2 import meta
+
+        try:
+            template = str(self._transformers.get_chat_template())
+            plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # tags of assistant masks, unknown to jinja2
+            names = (
+                meta.find_undeclared_variables(jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)) - _TEMPLATE_NAMES
+            )
+        except Exception as error:
+            raise UserError(
+                f"HuggingFaceTokenizer: no usable chat template in {str(self._path)!r}: {type(error).__name__}: {error}"
+            ) from error
+        for key in sorted(set(self._kwargs) - names):
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(
+                f"HuggingFaceTokenizer: the chat template never reads an argument: got tokenizer.chat_template_kwargs.{key}, "
+                f"expected one of: {', '.join(sorted(names)) or 'none'}.{hint}"
+            )
+        return template
+
+
+def build_tokenizer(section: TokenizerSection, model_path: str | None = None) -> Tokenizer:
+    """The tokenizer of a config; ``model_path`` is where a huggingface tokenizer is looked for when it names no path."""
+    if section.kind == "character":
+        return CharacterTokenizer(section.characters)
+    if section.kind == "byte":
+        return ByteTokenizer()
+    path = section.path or model_path
+    if path is None:
+        raise UserError("build_tokenizer: no tokenizer files: got tokenizer.path=None and model.path=None, expected one of them.")
+    return HuggingFaceTokenizer(
+        path,
+        model_path=model_path,
+        chat_template=section.chat_template,
+        chat_template_kwargs=section.chat_template_kwargs,
+        system_prompt=section.system_prompt,
+    )
+
+
+def _with_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    backend.add_special_tokens([tokenizers.AddedToken(PAD, special=True), tokenizers.AddedToken(EOS, special=True)])
+    return backend
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies: itself where printable, else one from U+0100 on (as in GPT-2)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _write_config(directory: Path, tokens: Mapping[str, str | None]) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": 10**9, **tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"HuggingFaceTokenizer: cannot read {str(path)!r}: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:40]!r} ... {text[-30:]!r}"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, ensure_ascii=True, sort_keys=True).encode()).hexdigest()[:32]

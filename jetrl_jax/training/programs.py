@@ -1,0 +1,297 @@
+"""The compiled programs of a training step, and the state that they carry from policy version to version.
+
+    gradient   published codes + masters + one microbatch  ->  loss share, gradient, statistics, logprobs
+    update     gradient  ->  AdamW on the FP32 masters, then the new version's codes, quantised once
+
+A step whose gradient, new masters or new scales are not finite leaves the state as it was and says which
+tensor it was; the selection happens inside the program, so buffers can be donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
+from jetrl_jax.devices.processes import fetch, jit, place
+from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.sharded import ROW_AXES
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
+from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rl.logprobs import completion_logprobs
+from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.training.loss_scale import SMALLEST, LossScale
+from jetrl_jax.training.optimizer import build_optimizer
+from pallas_kernels import ScaledArray, nonfinite_blocks
+
+Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters, FP16's loss scale."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+    published: nnx.State
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed).
+
+    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it must be.
+    """
+
+    grad_norm: float
+    nonfinite: tuple[str, ...]
+    overflow: bool = False
+
+
+class PolicyPrograms:
+    """The programs of one model, plan and optimiser; each compiles once per batch shape.
+
+    Args:
+      model: gives structure and numerics; its parameters are not kept.
+      plan: precision table.
+      optimizer: optax transformation over the masters.
+      temperature: the rollout's sampling temperature.
+      chunk_tokens: tokens whose logits exist at once.
+      loss_scale: that of the first update; None trains without.
+      layout: the mesh that state and batches are split over; None is one device.
+
+    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and keeps its shards
+    of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits of one device.  Gradients are
+    those of one device on microbatches of a device's rows, but for the order of FP32 sums over devices.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        plan: PrecisionPlan,
+        optimizer: optax.GradientTransformation,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        loss_scale: LossScale | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.graphdef, params = nnx.split(model)
+        self.paths = [path for path, _ in named_params(params)]
+        self.plan, self.optimizer = plan, optimizer
+        self.temperature, self.chunk_tokens, self.loss_scale, self.layout = temperature, chunk_tokens, loss_scale, layout
+        weights = None if layout is None else layout.specs(params)
+        self._publish_shards = self._mapped(plan.publish, (weights,), weights)
+        self._publish = jit(self._publish_shards)
+        self._freeze = jit(self._mapped(plan.frozen_weights, (weights, weights), weights))
+        self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
+        self._update = jit(self._update_program, donate_argnums=0)
+        self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
+        inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
+
+        def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
+            return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(*arrays)
+
+        self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
+        self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
+
+    def init(self, params: nnx.State) -> TrainState:
+        """The first state of a policy with these FP32 masters."""
+        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
+        shardings, scale = None, self.loss_scale
+        if self.layout is not None:
+            params = place(params, self.layout.shardings(params))
+            scale = place(scale, self.layout.replicated)
+            shardings = self.layout.optimizer_shardings(self.optimizer, params)
+        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale)
+
+    def abstract(self, params: nnx.State) -> TrainState:
+        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array; to compile ahead of time."""
+        state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params)
+        layout = self.layout
+        if layout is None:
+            return state
+        weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
+        shardings = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
+        return placed(shardings, state)
+
+    def abstract_frozen(self, state: TrainState) -> nnx.State:
+        """As `frozen` of an abstract state."""
+        weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
+        shardings = None if self.layout is None else self.layout.shardings(state.params)
+        return weights if shardings is None else placed(shardings, weights)
+
+    def trace_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
+        """`policy_gradient` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
+        return self._policy_gradient.trace(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+
+    def trace_logprobs(self, weights: nnx.State, batch: TrainBatch) -> Any:
+        """`logprobs` traced; the arguments may be abstract."""
+        return self._logprobs.trace(weights, batch.token_ids, batch.positions, batch.segment_ids)
+
+    def trace_update(self, state: TrainState) -> tuple[Any, Any]:
+        """`update`'s two programs, the check and the step, traced; the state may be abstract."""
+        finite = jax.eval_shape(self._check_program, state, state.params)[1]
+        return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
+
+    def lower_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
+        """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
+        return self.trace_gradient(state, batch, denominators, algorithm).lower()
+
+    def lower_update(self, state: TrainState) -> tuple[Any, Any]:
+        """`update`'s two programs, the check and the step, lowered, not compiled; the state may be abstract."""
+        check, step = self.trace_update(state)
+        return check.lower(), step.lower()
+
+    def frozen(self, state: TrainState) -> nnx.State:
+        """The state's policy as weights of a forward without gradient (a reference policy)."""
+        return self._freeze(state.params, state.published)
+
+    def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
+        """Log-probabilities float32 [R, T] of a microbatch under frozen weights, aligned with targets."""
+        return fetch(self._logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids))
+
+    def policy_gradient(
+        self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
+    ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
+        """One microbatch's share: (gradient, statistics with "loss", logprobs [R, T]); shares add up."""
+        return self._policy_gradient(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+
+    def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> tuple[nnx.State, jax.Array]:
+        """Gradient and share of the mean cross-entropy over `tokens` loss tokens."""
+        return self._supervised_gradient(state.params, state.published, _factor(state), batch, jnp.float32(tokens))
+
+    def add(self, total: nnx.State | None, grads: nnx.State) -> nnx.State:
+        """total + grads in FP32; None is zero."""
+        return grads if total is None else self._add(total, grads)
+
+    def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
+        """The next state (the arguments' buffers are consumed), unchanged where something is not finite."""
+        scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
+        norm, finite = self._check(state, grads)
+        state = self._update(state, grads, finite)
+        flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
+        bad = [f"{kind} {path}" for kind, flag in flags.items() for path, ok in zip(self.paths, flag, strict=True) if not ok]
+        return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
+
+    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` as each device of the mesh runs it on its part of the arguments."""
+        return function if self.layout is None else self.layout.map(function, in_specs, out_specs)
+
+    def _model(self, weights: nnx.State) -> Decoder:
+        return nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
+
+    def _sum(self, tree: Any) -> Any:
+        """The sum over the devices' shares."""
+        return tree if self.layout is None else jax.lax.psum(tree, ROW_AXES)
+
+    def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return completion_logprobs(self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+
+    def _logprobs_program(self, weights: nnx.State, *arrays: jax.Array) -> jax.Array:
+        return self._completion_logprobs(weights, *arrays)[0]
+
+    def _policy_gradient_program(
+        self,
+        algorithm: ResolvedAlgorithm,
+        params: nnx.State,
+        published: nnx.State,
+        factor: Any,
+        batch: TrainBatch,
+        denominators: Denominators,
+    ) -> Any:
+        def loss(params: nnx.State) -> Any:
+            weights = self.plan.training_weights(params, published)
+            logprobs, entropy = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
+            value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
+            return _scaled(value, factor), (stats | {"loss": value}, logprobs)
+
+        (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, self._sum(stats), logprobs
+
+    def _supervised_gradient_program(
+        self, params: nnx.State, published: nnx.State, factor: Any, batch: TrainBatch, tokens: jax.Array
+    ) -> Any:
+        def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+            weights = self.plan.training_weights(params, published)
+            logprobs, _ = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
+            value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
+            return _scaled(value, factor), value
+
+        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, self._sum(value)
+
+    def _step(self, state: TrainState, grads: nnx.State) -> tuple[nnx.State, TrainState, jax.Array]:
+        """(the gradient without loss scale, the state after it, the gradient's norm)."""
+        if (factor := _factor(state)) is not None:
+            grads = jax.tree.map(lambda value: value / factor, grads)
+        norm = optax.tree.norm(grads)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
+
+    def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The gradient's norm, and for each parameter whether gradient, next master and next scales are finite.
+
+        A program of its own: one that also chose between the states would hold both of them whole.
+        """
+        grads, new, norm = self._step(state, grads)
+        squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
+        return norm, {"gradient": _finite(squares), "parameter": _finite(new.params), "scale": _finite(new.published)}
+
+    def _update_program(self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]) -> TrainState:
+        """The next state, or, where something in it is not finite, the same."""
+        ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
+        new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
+        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
+
+
+def _factor(state: TrainState) -> Any:
+    """FP16's loss scale, None without."""
+    return None if state.loss_scale is None else state.loss_scale.factor
+
+
+def _scaled(loss: jax.Array, factor: Any) -> jax.Array:
+    """What is differentiated: the loss times FP16's loss scale."""
+    return loss if factor is None else loss * factor
+
+
+def _finite(state: nnx.State) -> jax.Array:
+    """bool [number of parameters], in the state's order."""
+
+    def one(value: Any) -> jax.Array:
+        return nonfinite_blocks(value) == 0 if isinstance(value, ScaledArray) else jnp.all(jnp.isfinite(value))
+
+    return jnp.stack([one(value) for _, value in named_params(state)])
+
+
+def build_programs(
+    config: RunConfig, model: Decoder, plan: PrecisionPlan, layout: Layout | None, optimizer: optax.GradientTransformation | None = None
+) -> PolicyPrograms:
+    """The training programs of a config; the model's parameters may be abstract.  `optimizer` None is that of the RL phase."""
+    return PolicyPrograms(
+        model,
+        plan,
+        optimizer or build_optimizer(config.optimizer, config.total_updates),
+        temperature=config.rollout.temperature if optimizer is None else 1.0,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        loss_scale=LossScale.start(config.loss_scale) if config.precision.preset == "fp16" else None,
+        layout=layout,
+    )

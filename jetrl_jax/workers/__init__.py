@@ -1,0 +1,1 @@
+"""Worker processes for code that may hang or die."""

@@ -1,0 +1,269 @@
+"""The trainer's end of a reward worker: start, ask, time out, kill, start again.
+
+A call that passes its time limit is killed with everything it has started (the worker leads a process group of its own),
+a call that ends its process is noticed at once, and the next call gets a fresh worker.  Only the sample at fault is lost.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from jetrl_jax.errors import UserError
+from jetrl_jax.workers import worker
+
+START_TIMEOUT_S = 300.0  # to import the reward's module; its calls have limits of their own
+MAX_HANGS, MAX_CRASHES = 8, 64  # of one batch, after which its other samples are given up
+_LOG_BYTES = 16 << 20  # size at which a worker's log begins anew
+_FRAME_BYTES = 1 << 30
+
+
+@dataclass
+class Scores:
+    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none", "nan")."""
+
+    values: list[float | None]
+    failed: dict[int, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+
+class _TimedOut(Exception):
+    pass
+
+
+class _Crashed(Exception):
+    pass
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    """Kills a worker and what it has started; a fork of the trainer leaves it alone."""
+    if os.getpid() != owner:
+        return
+    connection.close()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    process.wait()
+
+
+class RewardProcess:
+    """One reward function in a worker process that is started by the first call and lives until ``close``.
+
+    target: ``module:function``, or pickled: a pickled ``(completion, example) -> number``.  ``timeout_s`` limits one call.
+    """
+
+    def __init__(self, name: str, *, target: str | None, pickled: bytes | None, timeout_s: float, log_directory: str | Path | None = None):
+        self.name, self._timeout_s = name, timeout_s
+        self._start_message = {"target": target, "pickled": pickled}
+        self._log_directory = log_directory
+        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._finalizer: Any = None
+        self._ready: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Starts the worker and imports the function; raises `UserError` where that fails."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        log = self._open_log()
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}  # the accelerator is the trainer's
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        self._connection = ours
+        self._finalizer = weakref.finalize(self, _end, self._process, ours, os.getpid())
+        path = list(sys.path) if os.getcwd() in sys.path or "" in sys.path else [*sys.path, os.getcwd()]
+        try:
+            self._send({**self._start_message, "sys_path": path}, START_TIMEOUT_S)
+            self._ready = self._receive(START_TIMEOUT_S)
+        except _TimedOut:
+            self._stop()
+            raise UserError(f"reward {self.name}: not loaded within {START_TIMEOUT_S:.0f} s.") from None
+        except _Crashed as error:
+            raise UserError(f"reward {self.name}: its process ended while the function was loaded: {error}") from None
+        if "bad" in self._ready:
+            self._stop()
+            raise UserError(f"reward {self.name}: {worker.BadReward(*self._ready['bad']).sentence()}")
+
+    def close(self) -> None:
+        """Ends the worker; a later call starts another."""
+        self._stop()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> Scores:
+        """Rewards of a batch: one call for all, and one by one where that fails (or where the function is per sample)."""
+        scores = Scores([None] * count)
+        self._trim_log()
+        if self._process is not None and self._process.poll() is not None:  # died between two batches
+            self._stop()
+        self.start()
+        if not self._ready["per_sample"]:
+            outcome = self._whole_batch(columns, count)
+            if "values" in outcome:
+                scores.values = outcome["values"]
+                return scores
+            scores.messages.append(outcome["message"])
+            if count == 1:
+                scores.failed[0] = outcome["failed"]
+                return scores
+        self._one_by_one(columns, count, scores)
+        return scores
+
+    def _whole_batch(self, columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Any]:
+        try:
+            self._request(columns, range(count), step=count)
+            return self._checked(self._receive(self._timeout_s), columns, range(count))
+        except _TimedOut:
+            self._stop()
+            return {"failed": "timeout", "message": f"no answer for {count} completions within {self._timeout_s:g} s"}
+        except _Crashed as error:
+            return {"failed": "exception", "message": f"its process ended: {error}"}
+
+    def _one_by_one(self, columns: Mapping[str, Sequence[Any]], count: int, scores: Scores) -> None:
+        pending, hangs, crashes = list(range(count)), 0, 0
+        while pending:
+            if hangs >= MAX_HANGS or crashes >= MAX_CRASHES:
+                kind = "timeout" if hangs >= MAX_HANGS else "exception"
+                scores.failed.update(dict.fromkeys(pending, kind))
+                scores.messages.append(f"gave up on {len(pending)} completions after {hangs} time-outs and {crashes} crashes in one batch")
+                return
+            done = 0
+            try:
+                self.start()
+                self._request(columns, pending, step=1)
+                for index in pending:
+                    outcome = self._checked(self._receive(self._timeout_s), columns, [index])
+                    done += 1
+                    if "values" in outcome:
+                        scores.values[index] = outcome["values"][0]
+                    else:
+                        scores.failed[index] = outcome["failed"]
+                        scores.messages.append(outcome["message"])
+            except _TimedOut:
+                self._stop()
+                hangs += 1
+                scores.failed[pending[done]] = "timeout"
+                scores.messages.append(f"no answer within {self._timeout_s:g} s")
+                done += 1
+            except _Crashed as error:
+                crashes += 1
+                scores.failed[pending[done]] = "exception"
+                scores.messages.append(f"its process ended: {error}")
+                done += 1
+            pending = pending[done:]
+
+    def _request(self, columns: Mapping[str, Sequence[Any]], indices: Sequence[int], step: int) -> None:
+        chosen = {key: [columns[key][i] for i in indices] for key in self._ready["columns"]}
+        self._send({"columns": chosen, "count": len(indices), "step": step}, self._timeout_s)
+
+    def _checked(self, outcome: dict[str, Any], columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, Any]:
+        if "bad" in outcome:
+            self._stop()  # further replies to this request must not answer the next
+            raise UserError(f"reward {self.name}: {worker.BadReward(*outcome['bad']).sentence(columns, indices)}")
+        return outcome
+
+    def _send(self, message: dict[str, Any], timeout_s: float) -> None:
+        try:
+            payload = pickle.dumps(message)
+        except Exception as error:
+            raise UserError(
+                f"reward {self.name}: its arguments cannot be sent to a worker process: {type(error).__name__}: {error}"
+            ) from error
+        assert self._connection is not None
+        self._connection.settimeout(timeout_s)
+        try:
+            worker.send_frame(self._connection, payload)
+        except TimeoutError:
+            raise _TimedOut from None
+        except OSError:
+            raise _Crashed(self._death()) from None
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        length = int.from_bytes(self._read(8, deadline), "big")
+        if length > _FRAME_BYTES:
+            raise _Crashed(self._death())
+        try:
+            message = json.loads(self._read(length, deadline))
+        except ValueError:
+            raise _Crashed(self._death()) from None
+        return dict(message)
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        assert self._connection is not None and self._process is not None
+        parts = bytearray()
+        while len(parts) < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _TimedOut
+            self._connection.settimeout(min(left, 0.2))
+            try:
+                piece = self._connection.recv(count - len(parts))
+            except TimeoutError:
+                if self._process.poll() is not None:  # dead, though a child of its may hold the socket open
+                    raise _Crashed(self._death()) from None
+                continue
+            except OSError:
+                piece = b""
+            if not piece:
+                raise _Crashed(self._death())
+            parts += piece
+        return bytes(parts)
+
+    def _death(self) -> str:
+        """Ends what is left of the worker; how it died and the end of its log."""
+        process, log = self._process, self._log
+        if process is None:
+            return "gone"
+        try:
+            status: int | None = process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            status = None
+        self._stop()
+        tail = ""
+        if log is not None:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 1200))
+            tail = log.read().decode("utf-8", "replace").strip()
+        how = "it closed its connection" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        return how + (f"; its last output: {tail!r}" if tail else "")
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._connection = self._finalizer = None
+
+    def _open_log(self) -> IO[bytes]:
+        """Where the worker's output goes: a file in ``log_directory``, else one without a name."""
+        if self._log is None:
+            if self._log_directory is None:
+                self._log = tempfile.TemporaryFile("ab+")
+                fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)  # the worker writes at the end wherever we read
+            else:
+                safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
+                self._log = (Path(self._log_directory) / f"reward-{safe}.log").open("ab+")
+        return self._log
+
+    def _trim_log(self) -> None:
+        """Empties a log that has grown beyond 16 MiB."""
+        if self._log is not None and os.fstat(self._log.fileno()).st_size > _LOG_BYTES:
+            self._log.truncate(0)

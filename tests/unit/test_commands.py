@@ -1,0 +1,51 @@
+"""`python -m jetrl_jax COMMAND`: what it lists is there, what it does not know is one message."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from jetrl_jax.__main__ import COMMANDS, main
+from jetrl_jax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = {"entry", "supervise", "__init__"}
+
+
+def test_every_file_of_commands_is_one_and_has_a_main() -> None:
+    files = {path.stem for path in (ROOT / "jetrl_jax" / "commands").glob("*.py")} - SHARED
+    assert {name.replace("_", "-") for name in files} == set(COMMANDS)
+    for name in COMMANDS:
+        assert callable(import_module(f"jetrl_jax.commands.{name.replace('-', '_')}").main)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(f"  {name}" in [line[: 2 + len(name)] for line in lines] for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "got none, expected one of evaluate, "),
+        (["evalute", "--step", "1"], "got 'evalute', .* Did you mean 'evaluate'"),
+        (["train"], r"A run is trained by python -m jetrl_jax\.train"),
+    ],
+)
+def test_unknown_command_is_one_message(argv: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        main(argv)
+
+
+def test_the_command_ends_with_its_status_and_loads_no_jax() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words, status in ((["no-such"], 2), (["check_engine", "--set", "run.stepz=1"], 2), (["config"], 0)):
+        program = "import runpy, sys; sys.modules['jax'] = None; runpy.run_module('jetrl_jax', run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
