@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from bridge.hf.tensors import quantization_config
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
@@ -236,14 +234,7 @@ def trajectory(
     if problems:
         raise EngineFailed(f"vLLM: request {request.id} ended badly: got {'; '.join(problems)}.")
     reason: Literal["stop", "length"] = "stop" if stopped else "length"
-    return Trajectory(
-        request.id,
-        np.asarray(request.prompt_ids, np.int32),
-        np.asarray(token_ids, np.int32),
-        np.asarray(logprobs, np.float32),
-        reason,
-        version,
-    )
+    return Trajectory.of_completion(request.id, request.prompt_ids, token_ids, logprobs, reason, version)
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:

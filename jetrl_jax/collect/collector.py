@@ -131,7 +131,7 @@ class Collector:
 
 def nonfinite_part(batch: RolloutBatch) -> str | None:
     """The name of what is not finite in what was sampled, or None; a sample without a reward is no such thing."""
-    if not all(np.isfinite(t.rollout_logprobs).all() for t in batch.trajectories):
+    if not all(np.isfinite(t.logprobs).all() for t in batch.trajectories):
         return "rollout_logprobs"
     return None
 
@@ -142,14 +142,14 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     total = rewards.total.reshape(len(batch.prompts), -1)
     row = rl_metrics.reward_metrics(total, ~np.isnan(total)) | rl_metrics.reward_part_metrics(rewards.parts)
     row |= rl_metrics.length_metrics(
-        [len(t.completion_ids) for t in trajectories],
+        [t.sampled_tokens for t in trajectories],
         [len(t.prompt_ids) for t in trajectories],
         [t.finish_reason for t in trajectories],
     )
     for name, failures in rewards.failures.items():
         row |= {f"count/reward_{name}_{kind}": count for kind, count in failures.items()}
     row["count/prompts"], row["count/completions"] = len(batch.prompts), len(trajectories)
-    row["count/rollout_tokens"] = sum(len(t.completion_ids) for t in trajectories)
+    row["count/rollout_tokens"] = sum(t.sampled_tokens for t in trajectories)
     row["count/generation_rounds"] = batch.rounds
     return row
 

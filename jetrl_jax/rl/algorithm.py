@@ -179,7 +179,14 @@ def policy_objective(
         stats["kl_sum"] = jax.lax.stop_gradient(losses.masked_sum(kl, batch.loss_mask))
     if entropy is not None:
         stats["entropy_sum"] = jax.lax.stop_gradient(losses.masked_sum(entropy, batch.loss_mask))
-    loss = losses.aggregate(token_loss, batch.loss_mask, batch.inverse_length, aggregation=algorithm.aggregation, denominators=denominators)
+    loss = losses.aggregate(
+        token_loss,
+        batch.loss_mask,
+        batch.inverse_length,
+        aggregation=algorithm.aggregation,
+        denominators=denominators,
+        exposure=batch.exposure,
+    )
     return loss, stats
 
 

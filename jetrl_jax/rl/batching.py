@@ -1,12 +1,13 @@
 """Trajectories of unequal length packed into rows of one fixed shape: where host data (numpy) meets the device (JAX).
 
-    row:  p p p c c c | p p c c c c c | . .      p prompt, c completion, . padding
+    row:  p p p c c c | p p c c e c c | . .      p prompt, c sampled by the policy, e written by an environment, . padding
     segment_ids       1 1 1 1 1 1   2 2 2 2 2 2 2   0 0
     positions         0 1 2 3 4 5   0 1 2 3 4 5 6   0 0
-    loss_mask         . . . x x x   . . x x x x x   . .
+    loss_mask         . . . x x x   . . x x . x x   . .
 
 Everything is aligned with targets: index t speaks of token t, whose log-probability comes from the hidden state at
 t − 1 of the same segment.  A prompt has at least one token, so the first position of a segment is never trained.
+Arrays of one trajectory hold a value for each sampled token; the others are context, and no loss reads them.
 
 Every microbatch has the same shape [rows, row_tokens], rows = microbatch_tokens // row_tokens, the last one filled with
 empty rows: a training step compiles once.  Packing is first-fit decreasing with ties in the given order: a function of
@@ -20,31 +21,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.rollout.types import Trajectory
 
 PADDING_TOKEN = 0  # any valid id: padding has segment 0 and is seen by nobody
-
-
-class TrajectoryLike(Protocol):
-    """What batching reads of a trajectory (`jetrl_jax.rollout.types.Trajectory` has it)."""
-
-    @property
-    def prompt_ids(self) -> Any:
-        """int32 [prompt tokens]."""
-
-    @property
-    def completion_ids(self) -> Any:
-        """int32 [completion tokens], the stop token included."""
-
-    @property
-    def rollout_logprobs(self) -> Any:
-        """float32 [completion tokens], as the engine reported them."""
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +42,7 @@ class TrainBatch:
         token_ids: int32.
         positions: int32, from 0 in each segment.
         segment_ids: int32, from 1 in each row; 0 is padding.
-        loss_mask: bool, true at trained completion tokens.
+        loss_mask: bool, true at trained tokens.
         rollout_logprobs: float32 as the engine reported them; 0 outside ``loss_mask``.
         advantages: float32, the trajectory's advantage at its trained tokens; 0 outside ``loss_mask``.
         sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is padding.
@@ -64,6 +50,7 @@ class TrainBatch:
         old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None on-policy.
         ref_logprobs: the same of the frozen reference; None without a KL term.
         correction: float32, weight of each token's policy loss (`jetrl_jax.rl.correction`); None is 1.
+        exposure: float32, how often the trajectory counts in the loss and its denominators; None is once.
     """
 
     token_ids: Any
@@ -77,6 +64,7 @@ class TrainBatch:
     old_logprobs: Any = None
     ref_logprobs: Any = None
     correction: Any = None
+    exposure: Any = None
 
     def replace(self, **changes: Any) -> TrainBatch:
         """A copy with other values, such as ``old_logprobs``."""
@@ -125,8 +113,8 @@ def split_minibatches(num_prompts: int, group_size: int, minibatches: int, *, se
 
 
 def pack(
-    trajectories: Sequence[TrajectoryLike],
-    advantages: ArrayLike,
+    trajectories: Sequence[Trajectory],
+    advantages: ArrayLike | Sequence[ArrayLike],
     mask: ArrayLike,
     row_tokens: int,
     microbatch_tokens: int,
@@ -136,21 +124,23 @@ def pack(
     ref_logprobs: Sequence[ArrayLike] | None = None,
     correction: Sequence[ArrayLike] | None = None,
     keep: Sequence[ArrayLike] | None = None,
+    exposure: ArrayLike | None = None,
 ) -> list[TrainBatch]:
     """Packs the trained trajectories into microbatches of one shape.
 
     Args:
         trajectories: N trajectories.
-        advantages: [N].
+        advantages: [N], or N arrays with one value per sampled token.
         mask: bool [N], true for trajectories that are trained (`sample_masks`); the others are not packed.
         row_tokens: length of a row; at least the longest packed sequence.
         microbatch_tokens: tokens of a microbatch, padding included; rounded down to whole rows.
         indices: which of the N to pack (a part of `split_minibatches`); None packs all.
-        old_logprobs: N arrays, one value per completion token; None leaves the field None.
+        old_logprobs: N arrays, one value per sampled token; None leaves the field None.
         ref_logprobs: likewise.
         correction: likewise, weights of the policy loss.
-        keep: N bool arrays, false at completion tokens that are not trained; None trains all.  A trajectory without any
+        keep: N bool arrays, false at sampled tokens that are not trained; None trains all.  A trajectory without any
             trained token is not packed.
+        exposure: [N], how often each trajectory counts; 0 is not packed; None is once each.
 
     Returns:
         At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained it is all
@@ -160,38 +150,41 @@ def pack(
         ValueError: sizes or lengths that do not fit, all of them in one message.
     """
     chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices, np.int64)
-    packed, values = np.asarray(mask, bool), np.asarray(advantages, np.float64)
+    packed, weights = np.asarray(mask, bool), np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64)
+    values: Any = advantages
     extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "correction": correction}
-    per_token = {"rollout_logprobs": [t.rollout_logprobs for t in trajectories]}
+    per_token = {"rollout_logprobs": [t.sampled_logprobs for t in trajectories]}
     per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
     checked = per_token if keep is None else per_token | {"keep": [np.asarray(k, bool) for k in keep]}
-    _check_sizes(len(trajectories), values, packed, row_tokens, microbatch_tokens, checked)
+    _check_sizes(len(trajectories), {"advantages": values, "mask": packed, "exposure": weights}, row_tokens, microbatch_tokens, checked)
+    packed = packed & (weights > 0)
     if keep is not None:
-        packed = packed & np.array([np.any(k) for k in keep], bool)
+        packed &= np.array([np.any(k) for k in keep], bool)
     chosen = chosen[packed[chosen]]
-    _check_sequences(trajectories, chosen, row_tokens, values, checked)
+    _check_sequences(trajectories, chosen, row_tokens, {"advantages": values, "exposure": weights}, checked)
 
-    lengths = np.asarray([len(trajectories[i].prompt_ids) + len(trajectories[i].completion_ids) for i in chosen], np.int64)
+    lengths = np.asarray([len(trajectories[int(i)].token_ids) for i in chosen], np.int64)
     row, start, num_rows = _first_fit_decreasing(lengths, row_tokens)
     rows_each = microbatch_tokens // row_tokens
     total_rows = max(-(-num_rows // rows_each), 1) * rows_each
-    arrays = _empty_rows(total_rows, row_tokens, list(per_token))
+    arrays = _empty_rows(total_rows, row_tokens, [*per_token, *([] if exposure is None else ["exposure"])])
     segments = np.zeros(total_rows, np.int32)
     for place in np.lexsort((start, row)):
         index = int(chosen[place])
-        r = row[place]
+        trajectory, r = trajectories[index], row[place]
         segments[r] += 1
         whole = slice(start[place], start[place] + lengths[place])
-        trained = np.arange(whole.start + len(trajectories[index].prompt_ids), whole.stop)
-        kept = np.ones(len(trained), bool) if keep is None else checked["keep"][index]
-        trained = trained[kept]
-        arrays["token_ids"][r, whole] = np.concatenate([trajectories[index].prompt_ids, trajectories[index].completion_ids])
+        kept = np.ones(trajectory.sampled_tokens, bool) if keep is None else checked["keep"][index]
+        trained = whole.start + np.flatnonzero(trajectory.sampled)[kept]
+        arrays["token_ids"][r, whole] = trajectory.token_ids
         arrays["positions"][r, whole] = np.arange(lengths[place])
         arrays["segment_ids"][r, whole] = segments[r]
         arrays["sequence_index"][r, whole] = index
         arrays["loss_mask"][r, trained] = True
-        arrays["advantages"][r, trained] = values[index]
+        arrays["advantages"][r, trained] = values[index] if np.ndim(values[index]) == 0 else np.asarray(values[index])[kept]
         arrays["inverse_length"][r, trained] = 1.0 / len(trained)
+        if exposure is not None:
+            arrays["exposure"][r, trained] = weights[index]
         for name, token_values in per_token.items():
             arrays[name][r, trained] = np.asarray(token_values[index])[kept]
     return [
@@ -201,19 +194,18 @@ def pack(
 
 
 def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int) -> Denominators:
-    """Counts over all microbatches of one optimiser step, as float32 scalars.
+    """Counts over all microbatches of one optimiser step, as float32 scalars; a trajectory counts as often as its exposure says.
 
     Args:
         batches: the microbatches that share one gradient.
         max_completion_tokens: longest completion, in tokens.
     """
-    trained = [np.asarray(b.sequence_index)[np.asarray(b.loss_mask)] for b in batches]
-    sequences = len(np.unique(np.concatenate(trained)))
-    return Denominators(
-        tokens=np.float32(sum(len(t) for t in trained)),
-        sequences=np.float32(sequences),
-        constant=np.float32(sequences * max_completion_tokens),
-    )
+    masks = [np.asarray(b.loss_mask) for b in batches]
+    index = np.concatenate([np.asarray(b.sequence_index)[mask] for b, mask in zip(batches, masks, strict=True)])
+    counts = [np.ones(mask.sum()) if b.exposure is None else np.asarray(b.exposure)[mask] for b, mask in zip(batches, masks, strict=True)]
+    each = np.concatenate(counts)
+    sequences = each[np.unique(index, return_index=True)[1]].sum()
+    return Denominators(np.float32(each.sum()), np.float32(sequences), np.float32(sequences * max_completion_tokens))
 
 
 def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_trajectories: int) -> list[NDArray[Any]]:
@@ -225,7 +217,8 @@ def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_traje
         num_trajectories: N given to `pack`.
 
     Returns:
-        N arrays, one value per completion token; empty for trajectories that were not packed.
+        N arrays, one value per trained token (per sampled token, where `pack` had no ``keep``); empty for trajectories that
+        were not packed.
     """
     masks = [np.asarray(b.loss_mask) for b in batches]
     index = np.concatenate([np.asarray(b.sequence_index)[m] for b, m in zip(batches, masks, strict=True)])
@@ -255,14 +248,15 @@ def _empty_rows(rows: int, row_tokens: int, per_token: Sequence[str]) -> dict[st
 
 
 def _check_sizes(
-    count: int, advantages: NDArray[Any], mask: NDArray[Any], row_tokens: int, microbatch_tokens: int, per_token: dict[str, list[Any]]
+    count: int, per_sequence: dict[str, Any], row_tokens: int, microbatch_tokens: int, per_token: dict[str, list[Any]]
 ) -> None:
     problems = []
     if not 1 <= row_tokens <= microbatch_tokens:
         problems.append(f"row_tokens={row_tokens}, expected 1 to microbatch_tokens={microbatch_tokens}")
-    for name, array in (("advantages", advantages), ("mask", mask)):
-        if array.shape != (count,):
-            problems.append(f"{name}.shape={array.shape}, expected ({count},), one value per trajectory")
+    for name, values in per_sequence.items():
+        ragged = name == "advantages" and len(values) == count and any(np.ndim(value) for value in values)
+        if not ragged and np.shape(values) != (count,):
+            problems.append(f"{name}.shape={np.shape(values)}, expected ({count},), one value per trajectory")
     for name, arrays in per_token.items():
         if len(arrays) != count:
             problems.append(f"{len(arrays)} arrays in {name}, expected {count}, one per trajectory")
@@ -271,25 +265,28 @@ def _check_sizes(
 
 
 def _check_sequences(
-    trajectories: Sequence[TrajectoryLike],
+    trajectories: Sequence[Trajectory],
     chosen: NDArray[np.int64],
     row_tokens: int,
-    advantages: NDArray[np.float64],
+    per_sequence: dict[str, Any],
     per_token: dict[str, list[Any]],
 ) -> None:
     """Everything that is wrong with the trajectories to be packed, the first few in one message."""
     problems = []
     for i in (int(c) for c in chosen):
-        prompt, completion = len(trajectories[i].prompt_ids), len(trajectories[i].completion_ids)
-        if prompt == 0 or completion == 0:
-            problems.append(f"trajectory {i} with {prompt} prompt and {completion} completion tokens, expected at least one of each")
-        if prompt + completion > row_tokens:
-            problems.append(f"trajectory {i} with {prompt} + {completion} tokens, expected at most row_tokens={row_tokens}")
-        if not np.isfinite(advantages[i]):
-            problems.append(f"advantages[{i}]={advantages[i]}, expected a finite number")
+        total, sampled, prompt = len(trajectories[i].token_ids), trajectories[i].sampled_tokens, len(trajectories[i].prompt_ids)
+        if prompt == 0 or sampled == 0:
+            problems.append(f"trajectory {i} with {prompt} prompt and {sampled} sampled tokens, expected at least one of each")
+        if total > row_tokens:
+            problems.append(f"trajectory {i} with {total} tokens, expected at most row_tokens={row_tokens}")
+        for name, values in per_sequence.items():
+            if not np.isfinite(values[i]).all():
+                problems.append(f"{name}[{i}]={values[i]}, expected finite numbers")
+            if np.ndim(values[i]) and np.shape(values[i]) != (sampled,):
+                problems.append(f"{np.shape(values[i])} {name} of trajectory {i}, expected ({sampled},), one per sampled token")
         for name, arrays in per_token.items():
-            if len(arrays[i]) != completion:
-                problems.append(f"{len(arrays[i])} {name} of trajectory {i}, expected {completion}, one per completion token")
+            if len(arrays[i]) != sampled:
+                problems.append(f"{len(arrays[i])} {name} of trajectory {i}, expected {sampled}, one per sampled token")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ValueError("pack: trajectories do not fit: got " + "; ".join(problems[:5]) + more)

@@ -19,7 +19,8 @@ the denominators; rejection does not:
     veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole; nothing is exponentiated here
 
 Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches are.
-Samples that are not trained are not read.
+Arrays hold one value per sampled token: what a prompt or an environment wrote is in no sum.  Samples that are not trained are
+not read.
 
 Sources: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, MIS); IcePop; geometric
 criterion and veto: veRL's rollout correction.  Departure: e^lr is clamped before truncation at both levels.
@@ -41,11 +42,11 @@ Arrays = list[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Correction:
-    """What becomes of each completion token.
+    """What becomes of each sampled token.
 
     Attributes:
-        weights: N float64 arrays [completion tokens]; 1 where nothing is corrected.
-        keep: N bool arrays [completion tokens]; false where the token leaves the loss and its denominators.
+        weights: N float64 arrays [sampled tokens]; 1 where nothing is corrected.
+        keep: N bool arrays [sampled tokens]; false where the token leaves the loss and its denominators.
         metrics: the ``correction/`` values.
     """
 
@@ -61,7 +62,7 @@ def correct(
 
     Args:
         section: ``correction`` of the config.
-        old_logprobs: N arrays [completion tokens] of the trainer at the behaviour version.
+        old_logprobs: N arrays [sampled tokens] of the trainer at the behaviour version.
         rollout_logprobs: N arrays of the engine, same lengths; both are read only where ``mask`` is true.
         mask: bool [N], true for trained trajectories.
 
@@ -78,7 +79,7 @@ def correct(
     if wrong or not len(old) == len(rollout) == len(trained):
         raise ValueError(
             f"correct: lengths differ: got {len(old)} old_logprobs, {len(rollout)} rollout_logprobs, {len(trained)} masks, "
-            f"unequal trajectories {wrong[:5]}, expected one value per completion token in both"
+            f"unequal trajectories {wrong[:5]}, expected one value per sampled token in both"
         )
     difference = [o - r if t else np.zeros(r.shape) for o, r, t in zip(old, rollout, trained, strict=True)]
     log_ratio = [np.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for d in difference]

@@ -227,6 +227,7 @@ def aggregate(
     *,
     aggregation: Aggregation,
     denominators: Denominators,
+    exposure: jax.Array | None = None,
 ) -> jax.Array:
     """The share of these tokens in the loss of the global batch: shares of microbatches add up to the whole.
 
@@ -239,7 +240,9 @@ def aggregate(
         loss_mask: bool or 0/1 [R, T].
         inverse_length: [R, T], 1 / number of trained tokens of the token's sequence; read by ``sequence_mean`` only.
         aggregation: one of the names above.
-        denominators: counts of the global batch.  A count of zero (nothing to train) acts as one: the loss is 0, not NaN.
+        exposure: [R, T], how often the token's sequence counts; None is once.
+        denominators: counts of the global batch, exposures included.  A count of zero (nothing to train) acts as one: the
+            loss is 0, not NaN.
 
     Returns:
         A scalar in float32 (float64 of float64).
@@ -259,6 +262,8 @@ def aggregate(
     values = masked(token_values, mask)
     if weight is not None:
         values = values * masked(weight, mask)
+    if exposure is not None:
+        values = values * masked(exposure, mask)
     return jnp.sum(values) / jnp.maximum(jnp.asarray(denominator, values.dtype), 1.0)
 
 

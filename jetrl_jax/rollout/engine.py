@@ -1,7 +1,7 @@
 """What the trainer needs of a rollout engine: requests in, trajectories out, weights by version.
 
 An engine samples completions from a published policy version and reports, for every sampled token, its
-log-probability over the full vocabulary at the sampling temperature (`rollout_logprobs`).  Token ids travel
+log-probability over the full vocabulary at the sampling temperature.  Token ids travel
 from here to the loss as they are; nothing is tokenised a second time.
 
 `jetrl_jax.rollout.embedded.jax_engine.JaxEngine` is the embedded one.  Others need only `RolloutEngine`.

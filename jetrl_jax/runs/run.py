@@ -147,7 +147,7 @@ class Execution:
                 "answer": batch.prompts[i // group].example.answer,
                 "reward": float(batch.rewards.total[i]),
                 "finish_reason": batch.trajectories[i].finish_reason,
-                "policy_version": batch.trajectories[i].policy_version,
+                "policy_version": batch.trajectories[i].oldest_version,
             }
             for i in chosen
         ]

@@ -131,7 +131,7 @@ class Trainer:
     def _learn(self, step: int, batch: RolloutBatch, clock: StepClock) -> dict[str, float]:
         """Optimiser steps on one batch; returns their metrics."""
         group = self.config.rollout.group_size
-        lengths = np.array([len(t.completion_ids) for t in batch.trajectories])
+        lengths = np.array([t.sampled_tokens for t in batch.trajectories])
         rewards = self.algorithm.shape_rewards(batch.rewards.total, lengths).reshape(-1, group)
         counted, trained = batching.sample_masks(
             batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
@@ -144,11 +144,11 @@ class Trainer:
         arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}
         row: dict[str, float] = {}
         if self.algorithm.recompute and scores.old is not None:
-            corrected = correction.correct(self.config.correction, scores.old, [t.rollout_logprobs for t in batch.trajectories], trained)
+            corrected = correction.correct(self.config.correction, scores.old, [t.sampled_logprobs for t in batch.trajectories], trained)
             arrays |= {"correction": corrected.weights, "keep": corrected.keep}
             row |= corrected.metrics
         if self.algorithm.bypass:
-            arrays["old_logprobs"] = [t.rollout_logprobs for t in batch.trajectories]
+            arrays["old_logprobs"] = [t.sampled_logprobs for t in batch.trajectories]
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
@@ -240,8 +240,8 @@ class Trainer:
                 fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
                 arrays |= {f"{name}_{index}": value for name, value in fields.items() if value is not None}
             if not micro:
-                arrays |= {f"completion_ids_{i}": t.completion_ids for i, t in enumerate(batch.trajectories)}
-                arrays |= {f"rollout_logprobs_{i}": t.rollout_logprobs for i, t in enumerate(batch.trajectories)}
+                arrays |= {f"token_ids_{i}": t.token_ids for i, t in enumerate(batch.trajectories)}
+                arrays |= {f"logprobs_{i}": t.logprobs for i, t in enumerate(batch.trajectories)}
             where = self.run.save_bad_batch(step, tensor, arrays)
         self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
 

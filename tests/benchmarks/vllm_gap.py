@@ -61,7 +61,7 @@ def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how
     engine.close()
     del engine
     gc.collect()  # what it held of a GPU is there for the next
-    rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
+    rollout = np.concatenate([t.sampled_logprobs for t in trajectories])
     return {name: Gap.of(Scorer(side, settings)(side.published, trajectories), rollout) for name, side in trainers.items()}
 
 

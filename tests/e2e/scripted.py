@@ -38,7 +38,7 @@ class ScriptedEngine:
         text = str(sum(map(int, prompt.split("+")))) if right else "".join(map(str, rng.integers(0, 10, rng.integers(1, 8))))
         ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]][: sampling.max_tokens], np.int32)
         reason = "stop" if ids[-1] == self.tokenizer.eos_ids[0] else "length"
-        return Trajectory(
+        return Trajectory.of_completion(
             request.id, np.array(request.prompt_ids, np.int32), ids, scripted_logprobs(ids, 0) - 0.01, reason, self.policy_version
         )
 

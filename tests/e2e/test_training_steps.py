@@ -149,7 +149,7 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
 def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path, monkeypatch):
     class Broken(ScriptedEngine):
         def generate(self, requests, sampling):
-            return [dataclasses.replace(t, rollout_logprobs=t.rollout_logprobs * np.nan) for t in super().generate(requests, sampling)]
+            return [dataclasses.replace(t, logprobs=np.where(t.sampled, np.nan, t.logprobs)) for t in super().generate(requests, sampling)]
 
     run = {"steps": 6, "tensorboard": False, "max_skipped_steps": 3}
     with pytest.raises(RunStopped, match=r"3 updates in a row were not finite .*; the last: rollout_logprobs"):

@@ -57,6 +57,6 @@ def trajectories(lengths: list[tuple[int, int]], seed: int = 0) -> list[Trajecto
         return rng.integers(2, VOCAB, count).astype(np.int32)
 
     return [
-        Trajectory(i, tokens(prompt), tokens(completion), np.full(completion, -3, np.float32), "stop", 0)
+        Trajectory.of_completion(i, tokens(prompt), tokens(completion), np.full(completion, -3, np.float32), "stop", 0)
         for i, (prompt, completion) in enumerate(lengths)
     ]

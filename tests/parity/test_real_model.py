@@ -98,7 +98,7 @@ def completions(policy: Policy, *, greedy: bool = False) -> list[Trajectory]:
 def gap(policy: Policy, trajectories: list[Trajectory]) -> np.ndarray:
     """|trainer - engine| of every completion token."""
     trainer = trainer_logprobs(policy, trajectories)
-    return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate([t.rollout_logprobs for t in trajectories]))
+    return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate([t.sampled_logprobs for t in trajectories]))
 
 
 # -------------------------------------------------------------------------------------------------------- from the file

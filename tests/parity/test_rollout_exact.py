@@ -104,7 +104,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return (
         a.request_id == b.request_id
         and np.array_equal(a.completion_ids, b.completion_ids)
-        and np.array_equal(a.rollout_logprobs.view(np.int32), b.rollout_logprobs.view(np.int32))
+        and np.array_equal(a.sampled_logprobs.view(np.int32), b.sampled_logprobs.view(np.int32))
     )
 
 
@@ -208,4 +208,4 @@ def test_rollout_only_fp8_differs_from_a_bf16_trainer() -> None:
     other = setup("bf16", False)
     ours, engines = other.compare(trajectories)
     assert np.abs(ours - engines).mean() > 1e-2
-    assert fp8.engine.policy_version == {t.policy_version for t in trajectories}.pop() == 3
+    assert fp8.engine.policy_version == {t.oldest_version for t in trajectories}.pop() == 3

@@ -59,7 +59,7 @@ def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
         expected = output.sequences[0, len(prompt) :].numpy()
         np.testing.assert_array_equal(trajectory.completion_ids, expected)
         log_softmax = torch.log_softmax(torch.stack(output.logits)[:, 0].double(), -1).numpy()
-        np.testing.assert_allclose(trajectory.rollout_logprobs, log_softmax[np.arange(len(expected)), expected], rtol=0, atol=5e-5)
+        np.testing.assert_allclose(trajectory.sampled_logprobs, log_softmax[np.arange(len(expected)), expected], rtol=0, atol=5e-5)
         finish_reasons.add(trajectory.finish_reason)
         assert trajectory.finish_reason == ("stop" if expected[-1] in stops else "length")
     if finish_reasons != {"stop", "length"}:

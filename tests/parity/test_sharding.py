@@ -285,8 +285,8 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
     for a, b in zip(ours, sampled_by_one, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
-        np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
-        assert (a.finish_reason, a.policy_version) == (b.finish_reason, 5)
+        np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
+        assert (a.finish_reason, a.oldest_version) == (b.finish_reason, 5)
     assert engines.generate([], SAMPLING) == []
     engines.close()
 

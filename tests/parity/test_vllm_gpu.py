@@ -100,7 +100,7 @@ def take_turns(mode: str) -> dict[str, Any]:
         for version in range(3):
             engine.load_weights(published, version)
             sampled = engine.generate([Request(i, [5, 6, 7], i) for i in range(8)], SamplingParams(1.0, 8, (1,), 0))
-            assert {t.policy_version for t in sampled} == {version}
+            assert {t.oldest_version for t in sampled} == {version}
             engine.sleep()
             ballast = jnp.ones(int(SHARE * total) // 4, jnp.float32)
             assert float(ballast[-1]) == 1.0

@@ -131,7 +131,7 @@ FAULTS: dict[str, Callable[[nnx.State], nnx.State]] = {
 
 def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool = True, faults: Any = FAULTS) -> None:
     trajectories = engine.generate(requests(count), SAMPLING)
-    rollout = np.concatenate([t.rollout_logprobs for t in trajectories])
+    rollout = np.concatenate([t.sampled_logprobs for t in trajectories])
     score = Scorer(policy)
     bf16 = sampled_policy("bf16", policy.model.config)
     ours = Gap.of(score(policy.published, trajectories), rollout)
@@ -188,7 +188,7 @@ def test_trainer_and_vllm_agree_where_layers_are_bf16(architecture: ModelConfig,
     scored, parted = engine.score(prompts), where_they_part(policy.rollout_model(), engine, prompts[:2])
     engine.close()
     score = Scorer(policy)
-    gap = Gap.of(score(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    gap = Gap.of(score(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     print(f"\n{gap}")
     assert gap.exact and parted["first_difference"] == NEVER
     again = [score.whole(policy.published, t) for t in trajectories[:4]]
@@ -251,7 +251,7 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     engine = make_engine(policy)
     trajectories = engine.generate(requests(16), SAMPLING)
     engine.close()
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     print(f"\n{ingredient.__name__}: {gap}")
     assert not gap.exact
 
@@ -272,7 +272,7 @@ def test_syncs_with_optimiser_steps_between_them(syncs: int, qwen3: tuple[SmallP
         assert report.nonfinite == ()
         certified.load_weights(state.published, version)
         trajectories = certified.generate(requests(4, version), SAMPLING)
-        assert {t.policy_version for t in trajectories} == {version}
+        assert {t.oldest_version for t in trajectories} == {version}
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     assert [row["policy_version"] for row in rows] == list(range(1, syncs + 1)) and all(
         row["holds"] and not row["differences"] for row in rows
@@ -289,7 +289,7 @@ def test_syncs_with_optimiser_steps_between_them(syncs: int, qwen3: tuple[SmallP
     after = fresh.generate(requests(8, 99), SAMPLING)
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
-        np.testing.assert_array_equal(a.rollout_logprobs, b.rollout_logprobs)
+        np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
 
 
 class Stale:
@@ -349,7 +349,7 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
             ask()
     manifest = engine.load_weights(policy.published, 1)
     assert stub.calls[4:] == ["sleep 2", "wake weights", "start", "update", "finish", "wake kv_cache", "reset"]
-    assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].policy_version == 1
+    assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].oldest_version == 1
 
 
 def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
@@ -364,7 +364,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     engine.load_weights(policy.published, 1)
     assert not engine.llm.llm_engine.is_sleeping()
     for one, other in zip(before, engine.generate(requests(8), SAMPLING), strict=True):
-        np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
+        np.testing.assert_array_equal(one.sampled_logprobs, other.sampled_logprobs)
     with pytest.raises(EngineFailed, match="Sleep mode is not supported on current platform"):
         make_engine(policy, sleep=True)  # last: it ends the shared engine
 

@@ -45,10 +45,10 @@ def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, Serv
     manifest = engine.load_weights(policy.published, 7)
     assert manifest.differences(engine.held(list(manifest.entries))) == []
     trajectories = engine.generate(requests(24), SAMPLING)
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     print(f"\nserver: {gap}")
     assert gap.exact and engine.policy_version == 7
-    assert {t.policy_version for t in trajectories} == {7}
+    assert {t.oldest_version for t in trajectories} == {7}
 
 
 def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[SmallPolicy, ServerEngine]) -> None:
@@ -58,8 +58,8 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[Smal
     manifest = other.load_weights(policy.published, 11)
     assert manifest.differences(other.held(list(manifest.entries))) == [] and other.description["mode"] == "external"
     trajectories = other.generate(requests(8), SAMPLING)
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
-    assert gap.exact and {t.policy_version for t in trajectories} == {11}
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
+    assert gap.exact and {t.oldest_version for t in trajectories} == {11}
     other.close()
     assert alive(server_processes(engine)), "it is not ours to end"
     with pytest.raises(EngineFailed, match=r"tokens of weights \['11'\], expected 7 alone"):
@@ -78,8 +78,8 @@ def test_the_real_server_takes_the_calls_of_sleep(served: tuple[SmallPolicy, Ser
     engine.load_weights(policy.published, 8)
     assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": False}
     trajectories = engine.generate(requests(8), SAMPLING)
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
-    assert gap.exact and {t.policy_version for t in trajectories} == {8}
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
+    assert gap.exact and {t.oldest_version for t in trajectories} == {8}
     engine.load_weights(policy.published, 7)
 
 
@@ -92,7 +92,7 @@ def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(serve
         os.kill(pid, signal.SIGKILL)
     trajectories = engine.generate(requests(8), SAMPLING)
     assert engine.restarts_left == 0 and len(trajectories) == 8 and not alive(before)
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.rollout_logprobs for t in trajectories]))
+    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     assert gap.exact
 
 

@@ -134,7 +134,7 @@ def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
             "sleep 2", "wake weights", "start", "update", "pause", "finish", "wake kv_cache", "reset", "resume",
         ]  # fmt: skip
         assert engine.held(list(manifest.entries)) == manifest
-        assert engine.generate(REQUESTS, SAMPLING)[0].policy_version == 1 and engine.description["sleep"]
+        assert engine.generate(REQUESTS, SAMPLING)[0].oldest_version == 1 and engine.description["sleep"]
         engine.close()
 
 

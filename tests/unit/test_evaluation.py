@@ -67,7 +67,7 @@ class StubEngine:
             place = counts[prompt] = counts.get(prompt, -1) + 1
             text = self.greedy[prompt] if sampling.greedy else self.sampled[prompt][place]
             ids = np.array([*TOKENIZER.encode(text), TOKENIZER.eos_ids[0]], np.int32)
-            found.append(Trajectory(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "stop", 0))
+            found.append(Trajectory.of_completion(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "stop", 0))
         return found
 
 
@@ -165,7 +165,9 @@ class Same:
         tokenizer, found = ByteTokenizer(), []
         for request in requests:
             ids = np.array(tokenizer.encode(self.answers[tokenizer.decode(request.prompt_ids)]), np.int32)
-            found.append(Trajectory(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "length", 0))
+            found.append(
+                Trajectory.of_completion(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "length", 0)
+            )
         return found
 
 
@@ -190,7 +192,7 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
         def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
             ids = [np.array(tokenizer.encode(texts[i % len(texts)]), np.int32) for i in range(len(requests))]
             return [
-                Trajectory(r.id, np.array(r.prompt_ids), one, np.zeros(len(one), np.float32), "length", 0)
+                Trajectory.of_completion(r.id, np.array(r.prompt_ids), one, np.zeros(len(one), np.float32), "length", 0)
                 for r, one in zip(requests, ids, strict=True)
             ]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 
 from jetrl_jax.rl import losses, metrics
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
+from jetrl_jax.rollout.types import Trajectory, Turn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -20,11 +20,8 @@ VOCABULARY = 7
 MAX_COMPLETION = 9
 
 
-@dataclass(frozen=True)
-class Sequence:
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
-    rollout_logprobs: np.ndarray
+def sampled(prompt, completion, logprobs):
+    return Trajectory.of_completion(0, prompt, completion, logprobs, "stop", 0)
 
 
 def draw(count=17, seed=0):
@@ -33,7 +30,7 @@ def draw(count=17, seed=0):
     for _ in range(count):
         n = int(rng.integers(1, MAX_COMPLETION + 1))
         ids = rng.integers(0, VOCABULARY, int(rng.integers(1, 6)) + n).astype(np.int32)
-        sequences.append(Sequence(ids[:-n], ids[-n:], -rng.exponential(1.5, n).astype(np.float32)))
+        sequences.append(sampled(ids[:-n], ids[-n:], -rng.exponential(1.5, n).astype(np.float32)))
     return sequences, rng.normal(size=count).astype(np.float32)
 
 
@@ -50,7 +47,7 @@ def padded(sequences, advantages):
             rows["positions"][i, t], rows["segment_ids"][i, t], rows["sequence_index"][i, t] = t, 1, i
         for t in range(n):
             rows["loss_mask"][i, p + t] = True
-            rows["rollout_logprobs"][i, p + t] = s.rollout_logprobs[t]
+            rows["rollout_logprobs"][i, p + t] = s.sampled_logprobs[t]
             rows["advantages"][i, p + t] = advantages[i]
             rows["inverse_length"][i, p + t] = 1 / n
     return TrainBatch(**rows)
@@ -162,7 +159,7 @@ def test_minibatches_with_global_denominators_add_up_to_the_batch():
 def test_masked_trajectories_are_as_if_absent():
     sequences, advantages = draw()
     mask = np.arange(17) % 3 > 0
-    impossible = SimpleNamespace(prompt_ids=[], completion_ids=[1] * 99, rollout_logprobs=[np.nan] * 99)
+    impossible = sampled([], [1] * 99, [np.nan] * 99)
     spoiled = [s if kept else impossible for s, kept in zip(sequences, mask, strict=True)]
     batches = pack(spoiled, np.where(mask, advantages, np.nan), mask, 20, 60)
     absent = pack([s for s, kept in zip(sequences, mask, strict=True) if kept], advantages[mask], np.ones(mask.sum(), bool), 20, 60)
@@ -230,7 +227,7 @@ def test_denominators_count_the_batch():
 def test_unpack_inverts_pack():
     sequences, advantages = draw()
     mask = np.arange(17) != 4
-    logprobs = [s.rollout_logprobs for s in sequences]
+    logprobs = [s.sampled_logprobs for s in sequences]
     batches = pack(sequences, advantages, mask, 20, 60)
     recovered = unpack(batches, [b.rollout_logprobs for b in batches], 17)
     assert len(recovered) == 17 and len(recovered[4]) == 0
@@ -293,18 +290,21 @@ def test_sample_masks_of_failed_and_truncated_samples():
     assert counted.tolist() == [True, False, True, False] and trained.tolist() == [True, False, False, False]
 
 
-def one(prompt=2, completion=3, logprobs=3):
-    return [Sequence(np.ones(prompt, np.int32), np.ones(completion, np.int32), np.zeros(logprobs, np.float32))]
+def one(prompt=2, completion=3):
+    return [sampled(np.ones(prompt, np.int32), np.ones(completion, np.int32), np.zeros(completion, np.float32))]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trajectories": one(prompt=0)}, "trajectory 0 with 0 prompt and 3 completion tokens"),
-        ({"trajectories": one(completion=0, logprobs=0)}, "trajectory 0 with 2 prompt and 0 completion tokens"),
-        ({"trajectories": one(prompt=9)}, r"9 \+ 3 tokens, expected at most row_tokens=8"),
-        ({"trajectories": one(logprobs=2)}, "2 rollout_logprobs of trajectory 0, expected 3"),
+        ({"trajectories": one(prompt=0)}, "trajectory 0 with 0 prompt and 3 sampled tokens"),
+        ({"trajectories": one(completion=0)}, "trajectory 0 with 2 prompt and 0 sampled tokens"),
+        ({"trajectories": one(prompt=9)}, "12 tokens, expected at most row_tokens=8"),
         ({"advantages": [np.nan]}, r"advantages\[0\]=nan"),
+        ({"advantages": [[1.0, np.inf, 0.0]]}, r"advantages\[0\]=.*inf"),
+        ({"advantages": [[1.0, 2.0]]}, r"\(2,\) advantages of trajectory 0, expected \(3,\)"),
+        ({"exposure": [np.inf]}, r"exposure\[0\]=inf"),
+        ({"exposure": [1.0, 1.0]}, r"exposure.shape=\(2,\), expected \(1,\)"),
         ({"advantages": [1.0, 2.0]}, r"advantages.shape=\(2,\), expected \(1,\)"),
         ({"mask": [[True]]}, r"mask.shape=\(1, 1\)"),
         ({"microbatch_tokens": 7}, "row_tokens=8, expected 1 to microbatch_tokens=7"),
@@ -322,3 +322,82 @@ def test_pack_raises_on_what_does_not_fit(changes, message):
 def test_pack_names_every_problem_at_once():
     with pytest.raises(ValueError, match=r"(?s)trajectory 0.*trajectory 1.*\(and 2 more\)"):
         pack(one(prompt=9) * 7, np.zeros(7), np.ones(7, bool), 8, 8)
+
+
+def episode():
+    """Two turns of the policy with an observation between: prompt 7, sampled 1 2, observed 8 9, sampled 3 4."""
+    turns = (Turn(0, 1, "prompt"), Turn(1, 3, "policy", "stop"), Turn(3, 5, "environment"), Turn(5, 7, "policy", "length"))
+    logprobs = np.array([0, -0.1, -0.2, 0, 0, -0.3, -0.4], np.float32)
+    mask = np.array([0, 1, 1, 0, 0, 1, 1], bool)
+    return Trajectory(3, np.array([7, 1, 2, 8, 9, 3, 4], np.int32), mask, logprobs, turns, ((1, 3, 4), (5, 7, 6)))
+
+
+def test_a_trajectory_of_turns_tells_its_parts():
+    t = episode()
+    assert t.prompt_ids.tolist() == [7] and t.completion_ids.tolist() == [1, 2, 8, 9, 3, 4]
+    assert t.sampled_tokens == 4 and t.finish_reason == "length" and t.oldest_version == 4
+    np.testing.assert_array_equal(t.sampled_logprobs, np.float32([-0.1, -0.2, -0.3, -0.4]))
+
+
+def test_only_sampled_tokens_are_trained():
+    """What the environment wrote is context: in no mask, no length and no denominator."""
+    micro = pack([episode()], [2.0], [True], 9, 9, old_logprobs=[[-1.0, -2.0, -3.0, -4.0]])
+    (batch,) = micro
+    assert batch.token_ids[0, :7].tolist() == [7, 1, 2, 8, 9, 3, 4] and batch.loss_mask[0].tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert batch.old_logprobs[0].tolist() == [0, -1, -2, 0, 0, -3, -4, 0, 0] and batch.inverse_length[0, 1] == 0.25
+    assert count_denominators(micro, 9).tokens == 4
+    np.testing.assert_array_equal(unpack(micro, [batch.old_logprobs], 1)[0], [-1, -2, -3, -4])
+    kept = pack([episode()], [2.0], [True], 9, 9, keep=[[True, False, True, True]])[0]
+    assert np.flatnonzero(kept.loss_mask[0]).tolist() == [1, 5, 6]
+
+
+def test_advantages_may_differ_within_a_trajectory():
+    (batch,) = pack([episode()], [[0.5, -1.0, 2.0, 3.0]], [True], 9, 9, keep=[[True, True, False, True]])
+    assert batch.advantages[0].tolist() == [0, 0.5, -1, 0, 0, 0, 3, 0, 0]
+
+
+@pytest.mark.parametrize("microbatch_tokens", [4, 12])
+def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
+    """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7, sequence mean (2*2 + 2) / 3."""
+    values = [[1.0, 3.0], [2.0], [5.0, 1.0, 0.0]]
+    drawn = [sampled([1], np.ones(len(v)), v) for v in values]
+    micro = pack(drawn, np.ones(3), np.ones(3, bool), 4, microbatch_tokens, exposure=[2, 0, 1])
+    assert 1 not in np.concatenate([b.sequence_index.ravel() for b in micro])
+    counts = count_denominators(micro, 5)
+    assert (counts.tokens, counts.sequences, counts.constant) == (7, 3, 15)
+    for aggregation, expected in (("token_mean", 2.0), ("sequence_mean", 2.0), ("constant", 14 / 15)):
+        share = sum(
+            float(
+                losses.aggregate(
+                    b.rollout_logprobs, b.loss_mask, b.inverse_length, aggregation=aggregation, denominators=counts, exposure=b.exposure
+                )
+            )
+            for b in micro
+        )
+        assert share == pytest.approx(expected, rel=1e-6), aggregation
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampled": np.ones(3, bool)}, "3 sampled, expected 7"),
+        ({"logprobs": np.zeros(2)}, "2 logprobs, expected 7"),
+        ({"turns": (Turn(0, 1, "prompt"), Turn(2, 7, "policy", "stop"))}, r"turns .*, expected them to divide 0 to 7"),
+        ({"turns": (Turn(0, 7, "policy", "stop"),)}, "a first turn that is no prompt"),
+        ({"versions": ((1, 3, 4),)}, "that leave out sampled tokens"),
+        ({"sampled": np.ones(7, bool), "versions": ((0, 7, 0),)}, "sampled tokens in the prompt"),
+    ],
+)
+def test_a_trajectory_whose_parts_do_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(episode(), **changes)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jetrl_jax.config.learning import CorrectionSection
+from jetrl_jax.rl.batching import pack, unpack
 from jetrl_jax.rl.correction import correct
+from jetrl_jax.rollout.types import Trajectory, Turn
 from tests.oracles import rl_oracle
 
 WEIGHTS = ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
@@ -125,3 +127,19 @@ def test_veto_sees_beyond_the_clamp():
 def test_lengths_that_differ_raise():
     with pytest.raises(ValueError, match=r"unequal trajectories \[1\]"):
         correct(section(), [np.zeros(2), np.zeros(3)], [np.zeros(2), np.zeros(2)], np.ones(2, bool))
+
+
+def test_a_sequence_of_turns_is_summed_over_what_was_sampled():
+    """Old 9, 9 against 0, 0 at two observed tokens would make the sum 18; over the sampled tokens it is 0."""
+    turns = (Turn(0, 1, "prompt"), Turn(1, 3, "policy", "stop"), Turn(3, 5, "environment"), Turn(5, 7, "policy", "stop"))
+    sampled = np.array([0, 1, 1, 0, 0, 1, 1], bool)
+    logprobs = np.array([0, -0.1, -0.2, 0, 0, -0.3, -0.4], np.float32)
+    trajectory = Trajectory(0, np.arange(7, dtype=np.int32), sampled, logprobs, turns, ((1, 7, 0),))
+    old = np.array([0, -0.1, -0.2, 9, 9, -0.3, -0.4], np.float32)
+    micro = pack([trajectory], [1.0], [True], 8, 8)
+    scored = unpack(micro, [np.pad(old, (0, 1))[None]], 1)
+    settings = section(
+        weight="sequence_truncate", high=100.0, reject="k1", reject_level="sequence_sum", reject_low=0.5, reject_high=2.0, veto=0.5
+    )
+    got = correct(settings, scored, [trajectory.sampled_logprobs], np.ones(1, bool))
+    assert got.weights[0].tolist() == [1, 1, 1, 1] and got.keep[0].all()

@@ -37,7 +37,7 @@ def draw() -> tuple[list[Trajectory], np.ndarray, dict[str, np.ndarray]]:
     values["mask"] = np.arange(LONGEST) < np.array(lengths)[:, None]
     values["weight"] = rng.uniform(0.5, 1.5, now.shape)
     trajectories = [
-        Trajectory(i, np.ones(rng.integers(1, 6), np.int32), np.ones(n, np.int32), np.zeros(n, np.float32), "length", 0)
+        Trajectory.of_completion(i, np.ones(rng.integers(1, 6), np.int32), np.ones(n, np.int32), np.zeros(n, np.float32), "length", 0)
         for i, n in enumerate(lengths)
     ]
     advantages = rng.normal(size=COUNT)

@@ -115,11 +115,11 @@ def check(trajectories: list[Trajectory], requests: list[Request], max_tokens: i
         assert trajectory.completion_ids.tolist() == expected
         assert trajectory.prompt_ids.tolist() == one.prompt_ids
         assert trajectory.finish_reason == ("stop" if expected[-1] == STOP else "length")
-        assert trajectory.policy_version == 7
+        assert trajectory.oldest_version == 7
         assert trajectory.completion_ids.dtype == trajectory.prompt_ids.dtype == np.int32
-        assert trajectory.rollout_logprobs.dtype == np.float32
-        assert trajectory.rollout_logprobs.shape == trajectory.completion_ids.shape
-        assert (trajectory.rollout_logprobs > -1e-6).all()
+        assert trajectory.sampled_logprobs.dtype == np.float32
+        assert trajectory.sampled_logprobs.shape == trajectory.completion_ids.shape
+        assert (trajectory.sampled_logprobs > -1e-6).all()
 
 
 def test_engine_follows_the_protocol(shared: JaxEngine) -> None:
@@ -222,7 +222,7 @@ def test_non_finite_weights_do_not_reach_the_next_call() -> None:
     good = countdown_weights()
     fresh.load_weights(map_params(lambda path, value: value * jnp.nan if "v_proj" in path else value, good), 7)
     bad = fresh.generate(requests, dataclasses.replace(GREEDY, max_tokens=20))
-    assert all(np.isnan(t.rollout_logprobs).all() for t in bad)
+    assert all(np.isnan(t.sampled_logprobs).all() for t in bad)
     fresh.load_weights(good, 7)
     check(fresh.generate(requests, GREEDY), requests)
 
@@ -234,7 +234,7 @@ def test_load_weights_takes_them_by_reference() -> None:
     assert fresh.policy_version == 11
     held = {id(leaf) for leaf in jax.tree.leaves(fresh._weights)}
     assert held == {id(leaf) for leaf in jax.tree.leaves(weights)}
-    assert fresh.generate([request(5)], GREEDY)[0].policy_version == 11
+    assert fresh.generate([request(5)], GREEDY)[0].oldest_version == 11
 
 
 def test_load_weights_raises_on_weights_of_another_plan_or_model(shared: JaxEngine) -> None:

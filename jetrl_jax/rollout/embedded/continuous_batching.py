@@ -196,12 +196,12 @@ class Generation:
 
     def _trajectory(self, index: int, version: int) -> Trajectory:
         count = int(self.sampled[index])
-        tokens = self.tokens[index, :count].copy()
-        return Trajectory(
-            request_id=self.requests[index].id,
-            prompt_ids=self.prompts[self.prompt_of[index]],
-            completion_ids=tokens,
-            rollout_logprobs=self.logprobs[index, :count].copy(),
-            finish_reason="stop" if self.is_stop[tokens[-1]] else "length",
-            policy_version=version,
+        tokens = self.tokens[index, :count]
+        return Trajectory.of_completion(
+            self.requests[index].id,
+            self.prompts[self.prompt_of[index]],
+            tokens,
+            self.logprobs[index, :count],
+            "stop" if self.is_stop[tokens[-1]] else "length",
+            version,
         )

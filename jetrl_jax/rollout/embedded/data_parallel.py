@@ -96,16 +96,16 @@ def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: i
     own = {
         "lengths": np.array([len(t.completion_ids) for t in sampled], np.int64),
         "ids": np.concatenate([np.zeros(0, np.int32), *(t.completion_ids for t in sampled)]),
-        "logprobs": np.concatenate([np.zeros(0, np.float32), *(t.rollout_logprobs for t in sampled)]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(t.sampled_logprobs for t in sampled)]),
         "stopped": np.array([t.finish_reason == "stop" for t in sampled], bool),
     }
     everywhere = processes.exchange(own)
     lengths, ids, logprobs, stopped = (np.concatenate([given[name] for given in everywhere]) for name in own)
     ends = np.cumsum(lengths)
     return [
-        Trajectory(
+        Trajectory.of_completion(
             request.id,
-            np.array(request.prompt_ids, np.int32),
+            request.prompt_ids,
             ids[end - length : end],
             logprobs[end - length : end],
             "stop" if by_token else "length",

@@ -105,7 +105,7 @@ def with_vllm(options: argparse.Namespace) -> Iterator[Row]:
             if sampling not in sampled:
                 sampled[sampling] = held_out_completions(policies[sampling], options.prompts)
             trajectories = sampled[sampling]
-            row = figures(trainer_logprobs(policies[scoring], trajectories), [t.rollout_logprobs for t in trajectories])
+            row = figures(trainer_logprobs(policies[scoring], trajectories), [t.sampled_logprobs for t in trajectories])
             yield {"flow": name, "exact": exact} | row
             del policies
             gc.collect()
