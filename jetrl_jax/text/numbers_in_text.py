@@ -67,7 +67,7 @@ _COMPOUND = re.compile(  # 5 feet 6 inches
     r"degrees?|euros?|gallons?|cups?),?\s+(?:and\s+)?[$€£]?[0-9]"
 )
 _CONNECTED = re.compile(
-    rf"(?:plus|minus|times|over|divided by|multiplied by|by|and|or|to|through|point)\s+"
+    rf"(?:plus|minus|times|over|divided by|multiplied by|by|and|or|to|through|point|(?:(?:per ?cent|pct)\s+)?of)\s+"
     rf"(?:[{_MINUS}+]?(?:\\?[{_MONEY}])?[0-9.]|(?:a |one )?(?:half|third|quarter)|\\)|to the "
 )
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
