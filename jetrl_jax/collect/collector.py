@@ -6,39 +6,26 @@ one, for a bounded number of rounds.  Shaping of rewards (overlong penalty) come
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from jetrl_jax.collect.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
+from jetrl_jax.collect.batch import Group, RolloutBatch, add_failures
+from jetrl_jax.collect.prompts import SEED_ROLLOUT, PromptStream, derived_seeds
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.console import Console
-from jetrl_jax.rewards.functions import RewardFunctions, RewardResult
+from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rewards.scoring import score
-from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.advantages import informative_groups
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.text.tokenizer import Tokenizer
 
 MOST_MESSAGES = 20  # distinct failures of reward functions that a run tells; the metrics count all
-
-
-@dataclass
-class RolloutBatch:
-    """P prompts with G completions each, prompt-major, and their rewards."""
-
-    prompts: list[Prompt]
-    trajectories: list[Trajectory]
-    texts: list[str]
-    rewards: RewardResult
-    rounds: int = 1
 
 
 @dataclass
@@ -80,19 +67,13 @@ class Collector:
         batch = self._sample(step, 0, wanted, clock)
         if not self.algorithm.dynamic_sampling:
             return batch
-        kept = self._informative(batch)
-        rounds = 1
-        while len(kept.prompts) < wanted and rounds < self.algorithm.max_generation_rounds:
-            more = self._informative(self._sample(step, rounds, wanted, clock))
-            kept = _concatenate(kept, more)
-            rounds += 1
-        if len(kept.prompts) < wanted:
-            self.console.warn(
-                f"step {step}: {len(kept.prompts)} of {wanted} groups are informative after {rounds} rounds; going on with them"
-            )
-        batch = _select(kept, range(min(wanted, len(kept.prompts)))) if kept.prompts else batch
-        batch.rounds = rounds
-        return batch
+        kept, failures, rounds = _informative(batch), batch.failures, 1
+        while len(kept) < wanted and rounds < self.algorithm.max_generation_rounds:
+            more = self._sample(step, rounds, wanted, clock)
+            kept, failures, rounds = kept + _informative(more), add_failures(failures, more.failures), rounds + 1
+        if len(kept) < wanted:
+            self.console.warn(f"step {step}: {len(kept)} of {wanted} groups are informative after {rounds} rounds; going on with them")
+        return RolloutBatch(kept[:wanted] or batch.groups, failures if kept else batch.failures, rounds)
 
     def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
         rollout, group = self.config.rollout, self.config.rollout.group_size
@@ -122,68 +103,17 @@ class Collector:
             if message not in self._said and len(self._said) < MOST_MESSAGES:
                 self._said.add(message)
                 self.console.warn(f"step {step}: {message}")
-        return RolloutBatch(prompts, trajectories, texts, rewards)
-
-    def _informative(self, batch: RolloutBatch) -> RolloutBatch:
-        rewards = batch.rewards.total.reshape(len(batch.prompts), -1)
-        return _select(batch, np.flatnonzero(informative_groups(rewards, ~np.isnan(rewards))))
-
-
-def nonfinite_part(batch: RolloutBatch) -> str | None:
-    """The name of what is not finite in what was sampled, or None; a sample without a reward is no such thing."""
-    if not all(np.isfinite(t.logprobs).all() for t in batch.trajectories):
-        return "rollout_logprobs"
-    return None
+        members = [slice(first, first + group) for first in range(0, len(requests), group)]
+        return RolloutBatch(
+            [
+                Group(prompt, trajectories[m], texts[m], rewards.total[m], {name: part[m] for name, part in rewards.parts.items()})
+                for prompt, m in zip(prompts, members, strict=True)
+            ],
+            rewards.failures,
+        )
 
 
-def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Rewards (before shaping), lengths and counts of a batch."""
-    trajectories, rewards = batch.trajectories, batch.rewards
-    total = rewards.total.reshape(len(batch.prompts), -1)
-    row = rl_metrics.reward_metrics(total, ~np.isnan(total)) | rl_metrics.reward_part_metrics(rewards.parts)
-    row |= rl_metrics.length_metrics(
-        [t.sampled_tokens for t in trajectories],
-        [len(t.prompt_ids) for t in trajectories],
-        [t.finish_reason for t in trajectories],
-    )
-    for name, failures in rewards.failures.items():
-        row |= {f"count/reward_{name}_{kind}": count for kind, count in failures.items()}
-    row["count/prompts"], row["count/completions"] = len(batch.prompts), len(trajectories)
-    row["count/rollout_tokens"] = sum(t.sampled_tokens for t in trajectories)
-    row["count/generation_rounds"] = batch.rounds
-    return row
-
-
-def _select(batch: RolloutBatch, prompts: Any) -> RolloutBatch:
-    """The groups with these indices."""
-    group = len(batch.trajectories) // len(batch.prompts)
-    samples = [p * group + g for p in prompts for g in range(group)]
-    rewards = dataclasses.replace(
-        batch.rewards,
-        total=batch.rewards.total[samples],
-        parts={name: values[samples] for name, values in batch.rewards.parts.items()},
-    )
-    return RolloutBatch(
-        [batch.prompts[p] for p in prompts],
-        [batch.trajectories[s] for s in samples],
-        [batch.texts[s] for s in samples],
-        rewards,
-        batch.rounds,
-    )
-
-
-def _concatenate(a: RolloutBatch, b: RolloutBatch) -> RolloutBatch:
-    """Both batches' groups; failures of reward functions add up."""
-    failures = {
-        name: {
-            kind: a.rewards.failures[name].get(kind, 0) + b.rewards.failures[name].get(kind, 0) for kind in kinds | a.rewards.failures[name]
-        }
-        for name, kinds in b.rewards.failures.items()
-    }
-    rewards = dataclasses.replace(
-        a.rewards,
-        total=np.concatenate([a.rewards.total, b.rewards.total]),
-        parts={name: np.concatenate([values, b.rewards.parts[name]]) for name, values in a.rewards.parts.items()},
-        failures=failures,
-    )
-    return RolloutBatch(a.prompts + b.prompts, a.trajectories + b.trajectories, a.texts + b.texts, rewards)
+def _informative(batch: RolloutBatch) -> list[Group]:
+    """The groups whose rewards are not all equal."""
+    rewards = [group.rewards[None] for group in batch.groups]
+    return [group for group, row in zip(batch.groups, rewards, strict=True) if informative_groups(row, ~np.isnan(row))[0]]

@@ -12,10 +12,14 @@ completions is better.  G = 1 is refused rather than turned into NaN or 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 STD_EPSILON = 1e-6
+AdvantageFunction = Callable[[Any, Any], NDArray[np.float64]]
 
 
 def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
@@ -68,6 +72,36 @@ def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[n
     """
     values, counted = _checked("reinforce_pp", rewards, mask)
     return grpo(values.reshape(1, -1), counted.reshape(1, -1)).reshape(values.shape)
+
+
+def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> NDArray[Any]:
+    """Values [N] of groups one after the other as [P, G], shorter groups filled up.
+
+    Raises:
+        ValueError: sizes that do not add up to N.
+    """
+    flat = np.asarray(values)
+    if sum(sizes) != len(flat):
+        raise ValueError(f"in_rows: sizes do not fit: got sizes that add up to {sum(sizes)}, expected {len(flat)}, the number of values")
+    rows = np.full((len(sizes), max(sizes)), fill, flat.dtype)
+    rows[np.arange(max(sizes)) < np.asarray(sizes)[:, None]] = flat
+    return rows
+
+
+def of_groups(advantage: AdvantageFunction, rewards: ArrayLike, counted: ArrayLike, sizes: Sequence[int]) -> NDArray[np.float64]:
+    """One of the functions above on groups of any sizes.
+
+    Args:
+        advantage: (rewards [P, G], mask [P, G]) -> advantages [P, G].
+        rewards: [N], groups one after the other.
+        counted: bool [N].
+        sizes: completions of each group, at least two in the largest.
+
+    Returns:
+        float64 [N].
+    """
+    given = in_rows(np.ones(np.shape(rewards), bool), sizes, False)
+    return advantage(in_rows(rewards, sizes, 0.0), in_rows(np.asarray(counted, bool), sizes, False))[given]
 
 
 def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.bool_]:

@@ -16,7 +16,6 @@ A field that the config sets overrides its column.  Everything downstream reads 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,6 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages, losses
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.losses import Denominators, KLEstimator
-
-AdvantageFunction = Callable[[Any, Any], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class ResolvedAlgorithm:
     """
 
     name: str
-    advantage: AdvantageFunction
+    advantage: advantages.AdvantageFunction
     aggregation: Aggregation
     clip_low: float
     clip_high: float
@@ -190,7 +187,7 @@ def policy_objective(
     return loss, stats
 
 
-_ADVANTAGES: dict[str, AdvantageFunction] = {  # the others have GRPO's
+_ADVANTAGES: dict[str, advantages.AdvantageFunction] = {  # the others have GRPO's
     "dr_grpo": advantages.dr_grpo,
     "rloo": advantages.rloo,
     "reinforce_pp": advantages.reinforce_pp,

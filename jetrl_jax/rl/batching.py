@@ -88,28 +88,26 @@ def sample_masks(rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_trun
     return counted, counted & ~(truncated & mask_truncated)
 
 
-def split_minibatches(num_prompts: int, group_size: int, minibatches: int, *, seed: int | Sequence[int]) -> list[NDArray[np.int64]]:
-    """Divides the prompts of a rollout batch, groups whole, among the optimiser steps of one pass.
+def split_minibatches(sizes: Sequence[int], minibatches: int, *, seed: int | Sequence[int]) -> list[NDArray[np.int64]]:
+    """Divides a rollout batch, groups whole, among the optimiser steps of one pass.
 
     Args:
-        num_prompts: P.
-        group_size: G; trajectory p·G + g is completion g of prompt p.
-        minibatches: number of parts, whose sizes differ by at most one prompt; fewer prompts make one part each.
+        sizes: trajectories of each of P groups, which lie one after the other.
+        minibatches: number of parts, whose sizes differ by at most one group; fewer groups make one part each.
         seed: of the shuffle; a tuple such as (run seed, step, epoch) gives every pass its own.
 
     Returns:
-        min(minibatches, P) ascending index arrays into the P·G trajectories, disjoint, together all.  Within a part the order
+        min(minibatches, P) ascending index arrays into the trajectories, disjoint, together all.  Within a part the order
         is not shuffled, so a single part is the same for every seed.
 
     Raises:
-        ValueError: no prompts, or fewer than one part.
+        ValueError: no groups, or fewer than one part.
     """
-    if num_prompts < 1 or minibatches < 1:
-        raise ValueError(f"split_minibatches: nothing to split: got num_prompts={num_prompts}, minibatches={minibatches}, expected >= 1")
-    minibatches = min(minibatches, num_prompts)
-    order = np.random.default_rng(seed).permutation(num_prompts)
-    completions = np.arange(group_size)
-    return [(np.sort(part)[:, None] * group_size + completions).reshape(-1) for part in np.array_split(order, minibatches)]
+    if not sizes or minibatches < 1:
+        raise ValueError(f"split_minibatches: nothing to split: got {len(sizes)} groups, minibatches={minibatches}, expected >= 1")
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    members = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return [np.concatenate([members[group] for group in np.sort(part)]) for part in np.array_split(order, min(minibatches, len(sizes)))]
 
 
 def pack(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from jetrl_jax.collect.collector import RolloutBatch
+from jetrl_jax.collect.batch import RolloutBatch
 from jetrl_jax.devices import processes
 from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.record.metrics import MetricsWriter
@@ -137,19 +137,17 @@ class Execution:
 
     def _samples(self, batch: RolloutBatch) -> list[dict[str, Any]]:
         """The first completions of the step, one of each of the first groups."""
-        group = self.config.rollout.group_size
-        chosen = range(0, min(len(batch.trajectories), self.config.run.samples_per_step * group), group)
         return [
             {
                 "split": "train",
-                "prompt": batch.prompts[i // group].example.prompt,
-                "completion": batch.texts[i],
-                "answer": batch.prompts[i // group].example.answer,
-                "reward": float(batch.rewards.total[i]),
-                "finish_reason": batch.trajectories[i].finish_reason,
-                "policy_version": batch.trajectories[i].oldest_version,
+                "prompt": group.prompt.example.prompt,
+                "completion": group.texts[0],
+                "answer": group.prompt.example.answer,
+                "reward": float(group.rewards[0]),
+                "finish_reason": group.trajectories[0].finish_reason,
+                "policy_version": group.trajectories[0].oldest_version,
             }
-            for i in chosen
+            for group in batch.groups[: self.config.run.samples_per_step]
         ]
 
     @contextlib.contextmanager

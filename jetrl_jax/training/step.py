@@ -16,14 +16,15 @@ which no completion was left to train on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from jetrl_jax.collect.collector import Collector, RolloutBatch, StepClock, nonfinite_part, rollout_metrics
+from jetrl_jax.collect.batch import RolloutBatch, nonfinite_part, rollout_metrics
+from jetrl_jax.collect.collector import Collector, StepClock
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.processes import fetch
@@ -31,23 +32,15 @@ from jetrl_jax.errors import RunStopped
 from jetrl_jax.record.console import Console
 from jetrl_jax.record.run_directory import RunDirectory
 from jetrl_jax.rewards.functions import RewardFunctions
-from jetrl_jax.rl import batching, correction
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rl.assemble import Minibatch, assemble
+from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.text.tokenizer import Tokenizer
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
 WARN_WITHOUT_SIGNAL = 10  # steps in a row
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """What was computed of a batch before the loss: per trajectory, or None; and (microbatch, old logprobs) for the metrics."""
-
-    old: list[np.ndarray] | None
-    reference: list[np.ndarray] | None
-    pairs: list[tuple[batching.TrainBatch, np.ndarray]]
 
 
 class Trainer:
@@ -130,77 +123,59 @@ class Trainer:
 
     def _learn(self, step: int, batch: RolloutBatch, clock: StepClock) -> dict[str, float]:
         """Optimiser steps on one batch; returns their metrics."""
-        group = self.config.rollout.group_size
-        lengths = np.array([t.sampled_tokens for t in batch.trajectories])
-        rewards = self.algorithm.shape_rewards(batch.rewards.total, lengths).reshape(-1, group)
-        counted, trained = batching.sample_masks(
-            batch.rewards.total, [t.finish_reason for t in batch.trajectories], mask_truncated=self.algorithm.mask_truncated
+        assembly = assemble(
+            [group.trajectories for group in batch.groups],
+            [group.rewards for group in batch.groups],
+            self.algorithm,
+            self.config.correction,
+            functools.partial(self._score, clock),
+            row_tokens=self.config.row_tokens,
+            microbatch_tokens=self.config.microbatch_tokens,
+            seed=(self.config.seed, step),
         )
-        advantages = self.algorithm.advantage(rewards, counted.reshape(-1, group)).reshape(-1)
-        if trained.any():
-            self.without_signal = 0 if advantages[trained].any() else self.without_signal + 1
-        shape = (self.config.row_tokens, self.config.microbatch_tokens)
-        scores = self._score(batch, advantages, trained, shape, clock)
-        arrays: dict[str, Any] = {"old_logprobs": scores.old, "ref_logprobs": scores.reference}
-        row: dict[str, float] = {}
-        if self.algorithm.recompute and scores.old is not None:
-            corrected = correction.correct(self.config.correction, scores.old, [t.sampled_logprobs for t in batch.trajectories], trained)
-            arrays |= {"correction": corrected.weights, "keep": corrected.keep}
-            row |= corrected.metrics
-        if self.algorithm.bypass:
-            arrays["old_logprobs"] = [t.sampled_logprobs for t in batch.trajectories]
+        if assembly.trained.any():
+            self.without_signal = 0 if assembly.advantages[assembly.trained].any() else self.without_signal + 1
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
         tokens = places = 0
-        pairs = scores.pairs
-        for epoch in range(self.algorithm.epochs):
-            seed = (self.config.seed, step, epoch)
-            for indices in batching.split_minibatches(len(batch.prompts), group, self.algorithm.minibatches, seed=seed):
-                micro = batching.pack(batch.trajectories, advantages, trained, *shape, indices=indices, **arrays)
-                with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
-                    loss, norm, logprobs = self._optimise(step, micro, batch, sums, progress)
-                if scores.old is None and not norms:  # the first update's forward is that of the behaviour version
-                    pairs = list(zip(micro, logprobs, strict=True))
-                losses.append(loss)
-                norms.append(norm)
-                tokens += int(sum(np.count_nonzero(b.segment_ids) for b in micro))
-                places += int(sum(np.size(b.segment_ids) for b in micro))
+        pairs = assembly.scored
+        for minibatch in assembly.minibatches():
+            micro = minibatch.microbatches
+            with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
+                loss, norm, logprobs = self._optimise(step, minibatch, batch, sums, progress)
+            if not assembly.scored and not norms:  # the first update's forward is that of the behaviour version
+                pairs = list(zip(micro, logprobs, strict=True))
+            losses.append(loss)
+            norms.append(norm)
+            tokens += int(sum(np.count_nonzero(b.segment_ids) for b in micro))
+            places += int(sum(np.size(b.segment_ids) for b in micro))
         finite = [norm for norm in norms if norm is not None]
         if finite:
             self.policy_version += 1
-        row |= rl_metrics.loss_metrics(sums) | _mismatch(pairs)
+        row = assembly.metrics | rl_metrics.loss_metrics(sums) | _mismatch(pairs)
         row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
         if self.state.loss_scale is not None:
             row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.overflows}
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
-        row |= {"advantage/abs_mean": float(np.abs(advantages[trained]).mean()) if trained.any() else 0.0}
-        row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places, "count/masked_samples": int((~trained).sum())}
+        row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
 
-    def _score(self, batch: RolloutBatch, advantages: Any, trained: Any, shape: tuple[int, int], clock: StepClock) -> _Scores:
-        """Log-probabilities of the batch under the trainer's policy and the reference, where the loss needs them."""
-        needs_old, reference = self.algorithm.needs_old, self.reference
-        if not needs_old and reference is None:
-            return _Scores(None, None, [])
-        micro = batching.pack(batch.trajectories, advantages, trained, *shape)
+    def _score(self, clock: StepClock, micro: list[TrainBatch]) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
+        """Log-probabilities under the trainer's policy and the reference, where the loss reads them."""
 
         def score(weights: nnx.State) -> list[np.ndarray]:
             return [self.programs.logprobs(weights, b) for b in micro]
 
-        def unpacked(values: list[np.ndarray]) -> list[np.ndarray]:
-            return batching.unpack(micro, values, len(batch.trajectories))
-
         with self.console.phase("logprob", len(micro), "microbatches"), clock.phase("logprob"):
-            old = score(self.programs.frozen(self.state)) if needs_old else None
-            pairs = [] if old is None else list(zip(micro, old, strict=True))
-            return _Scores(old and unpacked(old), None if reference is None else unpacked(score(reference)), pairs)
+            old = score(self.programs.frozen(self.state)) if self.algorithm.needs_old else None
+            return old, None if self.reference is None else score(self.reference)
 
     def _optimise(
-        self, step: int, micro: list[batching.TrainBatch], batch: RolloutBatch, sums: dict[str, float], progress: Any
+        self, step: int, minibatch: Minibatch, batch: RolloutBatch, sums: dict[str, float], progress: Any
     ) -> tuple[float, float | None, list[np.ndarray]]:
         """One optimiser step: (loss, gradient norm or None where it was skipped, logprobs of each microbatch)."""
-        denominators = batching.count_denominators(micro, self.config.rollout.max_completion_tokens)
+        micro, denominators = minibatch.microbatches, minibatch.denominators
         grads, loss, logprobs = None, 0.0, []
         for part in micro:
             share, stats, values = self.programs.policy_gradient(self.state, part, denominators, self.algorithm)
@@ -229,13 +204,13 @@ class Trainer:
         self.skipped_in_a_row = 0
         return loss, report.grad_norm, logprobs
 
-    def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[batching.TrainBatch]) -> None:
+    def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[TrainBatch]) -> None:
         """Names the tensor, saves the batch, counts the step."""
         self.skipped_in_a_row += 1
         where = None
         if self.run is not None:
-            arrays: dict[str, Any] = {"rewards": batch.rewards.total}
-            arrays |= {f"reward_{name}": values for name, values in batch.rewards.parts.items()}
+            arrays: dict[str, Any] = {"rewards": batch.rewards}
+            arrays |= {f"reward_{name}": values for name, values in batch.parts.items()}
             for index, part in enumerate(micro):
                 fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
                 arrays |= {f"{name}_{index}": value for name, value in fields.items() if value is not None}
@@ -246,7 +221,7 @@ class Trainer:
         self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
 
 
-def _mismatch(pairs: list[tuple[batching.TrainBatch, np.ndarray]]) -> dict[str, float]:
+def _mismatch(pairs: list[tuple[TrainBatch, np.ndarray]]) -> dict[str, float]:
     """Mismatch metrics of (microbatch, trainer's logprobs at the behaviour version) pairs."""
     columns = [(np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index) for b, logprobs in pairs if np.any(b.loss_mask)]
     if not columns:

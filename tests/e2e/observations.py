@@ -62,7 +62,7 @@ def step(config: RunConfig) -> Seen:
         trainer = owner.new_trainer(programs, state, owner.reference(programs, state), rewards, None)
         row, batch = trainer.step(1)
     weights = jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
-    prompts = [prompt.example.prompt for prompt in batch.prompts]
+    prompts = [group.prompt.example.prompt for group in batch.groups]
     return Seen(without_clocks(row), prompts, trainer.engine.asked, programs.shapes, programs.losses, weights)
 
 

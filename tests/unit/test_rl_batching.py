@@ -151,7 +151,7 @@ def test_minibatches_with_global_denominators_add_up_to_the_batch():
     whole = pack(sequences, advantages, mask, 20, 60)
     denominators = count_denominators(whole, MAX_COMPLETION)
     reference, _ = everything(whole, denominators)
-    parts = [b for indices in split_minibatches(4, 4, 3, seed=5) for b in pack(sequences, advantages, mask, 20, 60, indices=indices)]
+    parts = [b for indices in split_minibatches([4] * 4, 3, seed=5) for b in pack(sequences, advantages, mask, 20, 60, indices=indices)]
     total, _ = everything(parts, denominators)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
 
@@ -257,29 +257,37 @@ def test_train_batch_is_a_pytree_that_compiles_once():
 
 @pytest.mark.parametrize(("num_prompts", "minibatches"), [(8, 1), (8, 4), (7, 3), (5, 5)])
 def test_split_minibatches_keeps_groups_whole(num_prompts, minibatches):
-    parts = split_minibatches(num_prompts, 3, minibatches, seed=(1, 2, 3))
+    parts = split_minibatches([3] * num_prompts, minibatches, seed=(1, 2, 3))
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(3 * num_prompts))
     prompts = [np.unique(part // 3) for part in parts]
     assert [3 * len(p) for p in prompts] == [len(part) for part in parts]
     assert max(map(len, prompts)) - min(map(len, prompts)) <= 1
-    for part, again in zip(parts, split_minibatches(num_prompts, 3, minibatches, seed=(1, 2, 3)), strict=True):
+    for part, again in zip(parts, split_minibatches([3] * num_prompts, minibatches, seed=(1, 2, 3)), strict=True):
         np.testing.assert_array_equal(part, again)
 
 
+def test_split_minibatches_of_groups_of_any_size():
+    sizes = [2, 5, 1, 3]
+    parts = split_minibatches(sizes, 2, seed=4)
+    owner = np.repeat(np.arange(4), sizes)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(11))
+    assert all(np.count_nonzero(owner[part] == group) in (0, size) for part in parts for group, size in enumerate(sizes))
+
+
 def test_split_minibatches_shuffles_by_seed():
-    parts = [split_minibatches(32, 2, 4, seed=seed)[0].tolist() for seed in range(3)]
+    parts = [split_minibatches([2] * 32, 4, seed=seed)[0].tolist() for seed in range(3)]
     assert parts[0] != parts[1] != parts[2]
-    assert split_minibatches(4, 2, 1, seed=0)[0].tolist() == split_minibatches(4, 2, 1, seed=1)[0].tolist()
+    assert split_minibatches([2] * 4, 1, seed=0)[0].tolist() == split_minibatches([2] * 4, 1, seed=1)[0].tolist()
 
 
 def test_split_minibatches_of_few_prompts_has_one_part_each():
-    assert sorted(part.tolist() for part in split_minibatches(2, 2, 5, seed=0)) == [[0, 1], [2, 3]]
+    assert sorted(part.tolist() for part in split_minibatches([2] * 2, 5, seed=0)) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(("num_prompts", "minibatches"), [(0, 1), (4, 0)])
 def test_split_minibatches_raises_on_nothing(num_prompts, minibatches):
-    with pytest.raises(ValueError, match=f"num_prompts={num_prompts}, minibatches={minibatches}"):
-        split_minibatches(num_prompts, 2, minibatches, seed=0)
+    with pytest.raises(ValueError, match=f"{num_prompts} groups, minibatches={minibatches}"):
+        split_minibatches([2] * num_prompts, minibatches, seed=0)
 
 
 def test_sample_masks_of_failed_and_truncated_samples():

@@ -1,0 +1,111 @@
+"""From groups of scored trajectories to the minibatches of a training step: what a step calls of this folder before the loss.
+
+    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, where the loss reads them
+    -> rollout correction -> minibatches of whole groups, packed into microbatches of one shape
+
+Pure but for `score`, which the caller gives: the trainer's log-probabilities of packed microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jetrl_jax.config.learning import CorrectionSection
+from jetrl_jax.rl import advantages
+from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
+from jetrl_jax.rl.correction import correct
+from jetrl_jax.rl.losses import Denominators
+from jetrl_jax.rollout.types import Trajectory
+
+Arrays = list[NDArray[Any]]
+Score = Callable[[list[TrainBatch]], tuple[Arrays | None, Arrays | None]]
+"""Microbatches -> float32 [R, T] of each under the behaviour version and under the reference; None where the loss reads none."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimiser step learns from: microbatches that share one gradient, and the counts of them all."""
+
+    microbatches: list[TrainBatch]
+    denominators: Denominators
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """A batch that is ready to be learned from.
+
+    Attributes:
+        advantages: float64 [N].
+        trained: bool [N].
+        scored: (microbatch, log-probabilities under the behaviour version), where the loss reads these; else empty.
+        metrics: ``correction/``, ``advantage/`` and the number of samples that are not trained.
+        minibatches: makes the minibatches of all epochs, in order, each packed when it is asked for.
+    """
+
+    advantages: NDArray[np.float64]
+    trained: NDArray[np.bool_]
+    scored: list[tuple[TrainBatch, NDArray[Any]]]
+    metrics: dict[str, float]
+    minibatches: Callable[[], Iterator[Minibatch]]
+
+
+def assemble(
+    groups: Sequence[Sequence[Trajectory]],
+    rewards: Sequence[NDArray[np.float64]],
+    algorithm: ResolvedAlgorithm,
+    correction: CorrectionSection,
+    score: Score,
+    *,
+    row_tokens: int,
+    microbatch_tokens: int,
+    seed: Sequence[int],
+) -> Assembly:
+    """Advantages, scores, correction and minibatches of one rollout batch of N trajectories.
+
+    Args:
+        groups: trajectories that are compared with each other; at least two in the longest.
+        rewards: of each group float64 [its size], NaN where a reward failed.
+        algorithm: resolved.
+        correction: ``correction`` of the config.
+        score: called once with the trained trajectories packed, where the loss reads old or reference log-probabilities.
+        row_tokens, microbatch_tokens: as `pack`.
+        seed: of the order of groups; the epoch is appended.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group]
+    sizes, total = [len(group) for group in groups], np.concatenate(list(rewards))
+    counted, trained = sample_masks(total, [t.finish_reason for t in trajectories], mask_truncated=algorithm.mask_truncated)
+    shaped = algorithm.shape_rewards(total, np.array([t.sampled_tokens for t in trajectories]))
+    values = advantages.of_groups(algorithm.advantage, shaped, counted, sizes)
+    arrays: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": None}
+    scored: list[tuple[TrainBatch, NDArray[Any]]] = []
+    metrics = {"advantage/abs_mean": float(np.abs(values[trained]).mean()) if trained.any() else 0.0}
+    metrics["count/masked_samples"] = int((~trained).sum())
+    if algorithm.needs_old or algorithm.needs_reference:
+        micro = pack(trajectories, values, trained, row_tokens, microbatch_tokens)
+        old, reference = score(micro)
+        if old is not None:
+            scored = list(zip(micro, old, strict=True))
+            arrays["old_logprobs"] = unpack(micro, old, len(trajectories))
+        if reference is not None:
+            arrays["ref_logprobs"] = unpack(micro, reference, len(trajectories))
+    engine = [t.sampled_logprobs for t in trajectories]
+    if algorithm.recompute and arrays["old_logprobs"] is not None:
+        corrected = correct(correction, arrays["old_logprobs"], engine, trained)
+        arrays |= {"correction": corrected.weights, "keep": corrected.keep}
+        metrics |= corrected.metrics
+    if algorithm.bypass:
+        arrays["old_logprobs"] = engine
+
+    def minibatches() -> Iterator[Minibatch]:
+        for epoch in range(algorithm.epochs):
+            for indices in split_minibatches(sizes, algorithm.minibatches, seed=(*seed, epoch)):
+                micro = pack(trajectories, values, trained, row_tokens, microbatch_tokens, indices=indices, **arrays)
+                yield Minibatch(micro, count_denominators(micro, algorithm.max_completion_tokens))
+
+    return Assembly(values, trained, scored, metrics, minibatches)
