@@ -7,8 +7,8 @@ The kernel is the function `_w8a8_triton_block_scaled_mm` of the vLLM that is in
 last, vLLM's signature has them third: a wrapper of one call turns them. Sizes and strides are constants of the program,
 because run-time numbers would not tell the compiler what divides them. Tiles are vLLM's defaults.
 
-Needs a Hopper GPU, triton, jax_triton and vLLM (its source was read in 0.32); compiled ahead of time for compute
-capability 9.0 and interpreted on a CPU in tests/kernels/test_gemm_triton.py, never run on a GPU yet.
+Needs a Hopper GPU, triton, jax_triton 0.3 and vLLM (its source was read in 0.32); compiled ahead of time for compute
+capability 9.0 in tests/kernels/test_gemm_triton.py and interpreted on a CPU in test_gemm.py, never run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 
+import chex
 import numpy as np
 import pytest
 from scripted import ScriptedEngine, ScriptedPrograms, ScriptedTrainer
@@ -14,7 +15,9 @@ from tiny import TINY, rows, shorter, tiny_config
 
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.rollout.embedded.programs import EnginePrograms
 from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.training.programs import PolicyPrograms
 from tests.unit.test_tokenizer import write_files
 
 LONG = pytest.mark.long
@@ -25,6 +28,19 @@ def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(sho
     monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
+
+
+def trace_once(monkeypatch, **others):
+    """From now on a program's second trace is an error; `others`: programs that may be traced more often, and how often."""
+    programs = {
+        PolicyPrograms: ("logprobs", "policy_gradient", "supervised_gradient", "check", "update"),
+        EnginePrograms: ("prefill", "insert", "decode"),
+    }
+    chex.clear_trace_counter()
+    for owner, names in programs.items():
+        for name in names:
+            limited = chex.assert_max_traces(getattr(owner, f"_{name}_program"), n=others.get(name, 1))
+            monkeypatch.setattr(owner, f"_{name}_program", limited)
 
 
 @pytest.mark.parametrize("preset", [pytest.param("fp32", marks=LONG), "fp8_rollout_only"])
@@ -117,7 +133,18 @@ def test_correction_of_an_exact_flow_changes_nothing(tmp_path):
     assert corrected["correction/rejected_token_fraction"] == 0
 
 
-def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path):
+@LONG
+def test_programs_of_warm_start_and_updates_are_traced_once(tmp_path, monkeypatch):
+    """The two have an optimiser each, and so a check and an update each. Evaluations, a reference and two minibatches add no program."""
+    trace_once(monkeypatch, check=2, update=2)
+    fields = {"algorithm": {"kl_coef": 0.1, "minibatches": 2}, "precision": {"preset": "fp8_rollout_only"}, "numerics": {"exact": False}}
+    config = tiny_config(tmp_path / "run", **fields, run={"steps": 3, "tensorboard": False}, eval={"every_steps": 1})
+    assert GRPOTrainer(config, reward_functions=[shorter]).train()["steps"] == 3
+
+
+def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path, monkeypatch):
+    """No program is traced twice meanwhile, neither for a state that was restored nor for the engine that samples from it."""
+    trace_once(monkeypatch)
     directory = tmp_path / "run"
     fields = {"precision": {"preset": "fp16"}, "loss_scale": {"initial": 2.0**20, "growth_interval": 2}, "warm_start": None}
     length = {"tensorboard": False, "samples_per_step": 0}
@@ -129,6 +156,7 @@ def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path):
     assert set(np.diff(np.log2(scales))) == {-1, 0, 1}, "halved, kept and doubled"
     shutil.copytree(tmp_path / "whole", directory)
     shutil.rmtree(directory / "checkpoints" / "4")  # as if it had been stopped after its third step
+    chex.clear_trace_counter()
     GRPOTrainer(tiny_config(directory, **fields, run={"steps": 4, **length}), reward_functions=[shorter], resume=True).train()
     resumed = rows(directory)[1:]
     keys = ("step", "optimizer/loss_scale", "count/loss_scale_overflows", "loss/total")
@@ -229,12 +257,10 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     import jax
     from flax import nnx
 
-    from jetrl_jax.precision.parameters import named_params
-
     trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
     programs = trainer.new_programs()
     state = programs.init(trainer.policy.params)
-    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    before = jax.tree.map(np.array, (state.params, state.opt_state))
     bad = "layers.0.mlp.up_proj.weight"
     grads = nnx.from_flat_state(
         [
@@ -244,9 +270,8 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     )
     state, report = programs.update(state, grads)
     assert f"gradient {bad}" in report.nonfinite and all(bad in name or "parameter" in name or "scale" in name for name in report.nonfinite)
-    after = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
-    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(np.isfinite(np.asarray(value, np.float32)).all() for _, value in named_params(state.params))
+    chex.assert_trees_all_equal(before, (state.params, state.opt_state))
+    chex.assert_tree_all_finite(state.params)
 
 
 def test_a_tiny_config_has_the_lists_that_it_is_given(tmp_path):

@@ -50,7 +50,12 @@ class KernelReport:
 
     def float_operations(self) -> dict[str, int]:
         """How often FP32 is multiplied, added and both at once ("fma") in the program text; the blocks of K are a loop."""
-        return {name: len(re.findall(rf"\b{name}(?:\.rn)?\.f32\b", self.ptx)) for name in ("mul", "add", "fma")}
+        return float_operations(self.ptx)
+
+
+def float_operations(ptx: str) -> dict[str, int]:
+    """`KernelReport.float_operations` of a program text."""
+    return {name: len(re.findall(rf"\b{name}(?:\.rn)?\.f32\b", ptx)) for name in ("mul", "add", "fma")}
 
 
 def missing() -> str | None:

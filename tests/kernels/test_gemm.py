@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ScaledArray, dgrad, fprop, matmul, quantize, wgrad
-from pallas_kernels.gemm import reference
+from pallas_kernels import implementations as kernel_implementations
+from pallas_kernels.gemm import reference, vllm_triton
 from pallas_kernels.gemm.api import PROMOTION_ORDERS
 from pallas_kernels.scaled_array import grid_shape
+from tests.kernels import vllm_interpreter
 from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle, tolerances
 
@@ -33,6 +35,14 @@ MANY_BLOCKS = (reference.UNROLLED_BLOCKS + 3) * 128 - 50
 def orders(implementation: str) -> tuple[str, ...]:
     """The orders that an implementation has."""
     return ("triton",) if implementation == "triton" else PROMOTION_ORDERS
+
+
+@pytest.fixture(autouse=True)
+def _triton_interpreted_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernel runs on a CPU too: interpreted, which the package itself does not offer."""
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(kernel_implementations, "triton_problem", lambda: None)
+        monkeypatch.setattr(vllm_triton, "matmul", vllm_interpreter.matmul)
 
 
 IN_EVERY_ORDER = [
@@ -141,15 +151,17 @@ def test_gemm_takes_any_number_of_rows(site: str, rows: int, implementation: str
 def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype: Any, order: str, implementation: str) -> None:
     """Every element of the product lies as close to float64 as the implementation's roundings allow."""
     value, block_sum, product_sum, blocks = float64_reference(*oracle_operands(site, left, right))
+    interpreted = implementation == "triton" and jax.default_backend() == "cpu"
     bound = {
         "xla": lambda: tolerances.exact_dot_gemm(blocks, block_sum),
         "mosaic_gpu": lambda: tolerances.hopper_gemm(blocks, product_sum),
-        "triton": lambda: tolerances.hopper_gemm(blocks, product_sum),
+        "triton": lambda: (tolerances.fp32_dot_gemm if interpreted else tolerances.hopper_gemm)(blocks, product_sum),
     }.get(implementation, lambda: tolerances.fp32_dot_gemm(blocks, product_sum))()
+    unit = tolerances.U_BF16 * (2 if interpreted else 1)  # Triton's interpreter cuts bits off where its compiler rounds
     out = GEMMS[site](left, right, out_dtype=dtype, promotion_order=order, implementation=implementation)
     assert out.dtype == dtype and out.shape == value.shape
     error = np.abs(np.asarray(out.astype(jnp.float32)).astype(np.float64) - value)
-    limit = tolerances.output_rounding(value, bound, tolerances.U_BF16 if dtype == jnp.bfloat16 else 0.0)
+    limit = tolerances.output_rounding(value, bound, unit if dtype == jnp.bfloat16 else 0.0)
     assert np.all(error <= limit), f"{dtype}: worst ratio {np.max(error / np.maximum(limit, 1e-300))}"
 
 

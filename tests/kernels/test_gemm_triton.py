@@ -1,11 +1,8 @@
-"""vLLM's Triton kernel behind JAX, as far as no GPU is needed: its source, its call, its interpretation, its compilation."""
+"""vLLM's Triton kernel behind JAX: its source, its call, its compilation. What it computes is a case of `test_gemm.py`."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,32 +13,10 @@ import pytest
 from pallas_kernels import ScaledArray, matmul, quantize, vllm_source
 from pallas_kernels.gemm import vllm_triton
 from pallas_kernels.implementations import packages_problem
-from tests.kernels import aot
-from tests.oracles import fp8_oracle, tolerances
+from tests.kernels import aot, vllm_interpreter
 
 ROWS, SQUARE = (1, 128), (128, 128)
-INTERPRETED = """
-import sys
-import numpy as np
-import torch
-import triton.language as tl
-from pallas_kernels.gemm import vllm_triton
-arrays = np.load(sys.argv[1])
-a, b, sa, sb = (torch.from_numpy(arrays[name]) for name in ("a", "b", "sa", "sb"))
-a, b = (codes.view(torch.float8_e4m3fn) for codes in (a, b))
-(m, k), n = a.shape, b.shape[0]
-out = torch.full((m, n), torch.nan)
-grid = (-(-m // vllm_triton.TILE_M) * -(-n // vllm_triton.TILE_N),)
-constants = {name: tl.constexpr(value) for name, value in vllm_triton.constants(m, n, k, int(sys.argv[2])).items()}
-vllm_triton.outputs_last()[grid](a, b, sa, sb, out, **constants)
-np.save(sys.argv[1], out.numpy())
-"""
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips a test, with the reason, where one of these is not installed."""
-    problem = packages_problem(*packages)
-    return pytest.mark.skipif(problem is not None, reason=f"triton: {problem}")
+MISSING = vllm_interpreter.missing("jax_triton") or aot.missing()
 
 
 def operands(m: int, n: int, k: int, block: tuple[int, int]) -> tuple[ScaledArray, ScaledArray]:
@@ -51,7 +26,7 @@ def operands(m: int, n: int, k: int, block: tuple[int, int]) -> tuple[ScaledArra
     return quantize(jnp.asarray(a, jnp.float32), ROWS), quantize(jnp.asarray(b, jnp.float32), block)
 
 
-@needs("vllm")
+@pytest.mark.skipif(packages_problem("vllm") is not None, reason=f"triton: {packages_problem('vllm')}")
 def test_installed_vllm_has_the_kernel_with_the_parameters_that_it_is_called_with() -> None:
     assert vllm_source.find_kernel(vllm_source.vllm_source()).name == vllm_source.KERNEL
 
@@ -75,31 +50,24 @@ def test_the_other_order_and_sizes_beyond_int32_are_refused() -> None:
     assert "expected at most 2147483647 elements" in str(vllm_triton.call_problem(huge, b, "triton"))
 
 
-@needs("triton", "torch", "vllm")
+@pytest.mark.skipif(MISSING is not None, reason=f"triton: {MISSING}")
 @pytest.mark.parametrize("block", [SQUARE, ROWS])
-def test_interpreted_kernel_matches_float64(block: tuple[int, int], tmp_path: Path) -> None:
-    """Triton's interpreter on the CPU: every pointer, stride and mask is the one that vLLM's kernel wants. Edges on all sides."""
-    a, b = operands(70, 200, 300, block)
-    path = tmp_path / "product.npy"
-    codes = {name: np.asarray(x.qvalue).view(np.uint8) for name, x in (("a", a), ("b", b))}
-    with path.open("wb") as file:
-        np.savez(file, **codes, sa=np.asarray(a.scale), sb=np.asarray(b.scale))
-    command = [sys.executable, "-c", INTERPRETED, str(path), str(block[0])]
-    subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
-    values = [fp8_oracle.dequantize(codes[name], np.asarray(x.scale), x.block_shape) for name, x in (("a", a), ("b", b))]
-    bound = tolerances.fp32_dot_gemm(3, np.abs(values[0]) @ np.abs(values[1]).T)
-    assert np.all(np.abs(np.load(path) - values[0] @ values[1].T) <= bound)
+@pytest.mark.parametrize(("m", "n", "k"), [(1024, 4096, 4096), (70, 200, 300)])
+def test_kernel_compiles_for_an_h100(
+    m: int, n: int, k: int, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whole and ragged sizes; the program holds the kernel and nothing that copies its operands.
 
-
-@needs("triton", "jax_triton", "vllm")
-@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-@pytest.mark.parametrize("block", [SQUARE, ROWS])
-def test_kernel_compiles_for_an_h100(block: tuple[int, int]) -> None:
-    """Whole and ragged sizes; the program holds the kernel and nothing that copies its operands."""
-    for m, n, k in ((1024, 4096, 4096), (70, 200, 300)):
-        shapes = [
-            jax.eval_shape(lambda x, block=b: quantize(x, block), jax.ShapeDtypeStruct((rows, k), jnp.float32))
-            for rows, b in ((m, ROWS), (n, block))
-        ]
-        text = aot.program_for_h100(lambda a, b: vllm_triton.matmul(a, b, jnp.dtype("bfloat16")), *shapes)
-        assert "triton_kernel_call" in text and not re.search(r"= \S+ (copy|transpose|fusion)\(", text), text
+    A thread holds 64 sums: four tensor core products give one FP32 sum of 128, which a scale multiplies before a fused
+    multiply-add takes the other scale. That is the order "triton", and the rounding to BF16 is to the nearest.
+    """
+    monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
+    monkeypatch.setattr(vllm_triton, "vllm_source", vllm_interpreter.kernel_file)
+    shapes = aot.scaled(m, k, ROWS), aot.scaled(n, k, block)
+    text = aot.program_for_h100(lambda a, b: vllm_triton.matmul(a, b, jnp.dtype("bfloat16")), *shapes)
+    assert "triton_kernel_call" in text and not re.search(r"= \S+ (copy|transpose|fusion)\(", text), text
+    (path,) = tmp_path.glob("*/*.ptx")
+    ptx = path.read_text(encoding="utf-8")
+    assert aot.float_operations(ptx) == {"mul": 64, "add": 0, "fma": 64}
+    assert len(re.findall(r"wgmma\.mma_async\S*\.m64n128k32\.f32\.e4m3\.e4m3", ptx)) == 4
+    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", ptx)) == 32

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,9 +98,7 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
         exact, magnitude = exact + wide_b, magnitude + np.abs(wide_b)
     bound = tolerances.output_rounding(exact, tolerances.fp32_dot(k + 1, magnitude), tolerances.U_FP16 if out_dtype == "float16" else 0.0)
     assert out.dtype == out_dtype and np.all(np.abs(np.asarray(out, np.float64) - exact) <= bound)
-    assert jax.tree.structure(gradients) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    chex.assert_trees_all_equal(gradients, expected)
 
 
 @pytest.mark.parametrize(

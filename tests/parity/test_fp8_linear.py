@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -176,9 +177,7 @@ def test_master_does_not_enter_the_forward() -> None:
     """The codes are what is multiplied: another master changes no bit of y, dx or dw."""
     case = Case(SIZES[1], Numerics())
     other = dataclasses.replace(case.trainable(), master=jnp.zeros_like(case.master))
-    for a, b in zip(case.run(case.trainable()), case.run(other), strict=True):
-        for one, two in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    chex.assert_trees_all_equal(case.run(case.trainable()), case.run(other))
 
 
 @pytest.mark.parametrize("kind", ["codes", "trainable"])

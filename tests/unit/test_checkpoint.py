@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +58,9 @@ def as_bytes(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def assert_bit_equal(left: Any, right: Any) -> None:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert type(a) is type(b)
-        assert as_bytes(a) == as_bytes(b)
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: type(a) is type(b) and as_bytes(a) == as_bytes(b), lambda a, b: f"{type(a)} {a} is not {type(b)} {b}", left, right
+    )
 
 
 @pytest.fixture

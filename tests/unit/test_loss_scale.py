@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,12 +63,10 @@ def test_update_divides_by_the_scale_exactly() -> None:
 
 def test_overflow_changes_nothing_but_the_scale() -> None:
     small, programs, state = made(4.0)
-    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves((state.params, state.opt_state, state.published))]
+    before = jax.tree.map(np.array, (state.params, state.opt_state, state.published))
     bad = map_params(lambda path, value: jnp.full_like(value, np.inf if path == "norm.weight" else 1.0), small.params)
     for expected, overflow in ((2.0, True), (1.0, True), (1.0, False)):
         state, report = programs.update(state, bad)
         assert float(state.loss_scale.factor) == expected and report.nonfinite[0] == "gradient norm.weight"
         assert report.overflow == overflow, "an overflow of the unscaled loss is a fault"
-    after = jax.tree.leaves((state.params, state.opt_state, state.published))
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one, np.asarray(other))
+    chex.assert_trees_all_equal(before, (state.params, state.opt_state, state.published))

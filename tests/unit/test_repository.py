@@ -284,7 +284,8 @@ def test_test_files_have_unique_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("python", "without"), [("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt"}), ("312", {"torch", "gguf", "accelerate"})]
+    ("python", "without"),
+    [("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"}), ("312", {"torch", "gguf", "accelerate"})],
 )
 def test_constraints_pin_everything_that_is_installed(python: str, without: set[str]) -> None:
     """Each requirement of the extras that CI installs has one exact version for each Python that CI runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,7 +142,7 @@ def test_packed_equals_unpacked_for_every_split_and_aggregation():
         batches = pack(sequences, advantages, np.ones(17, bool), row_tokens, microbatch_tokens)
         total, packed_mismatch = everything(batches, count_denominators(batches, MAX_COMPLETION))
         # FP32 sums of ~80 terms in another order
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+        chex.assert_trees_all_close(total, reference, rtol=1e-5, atol=1e-6)
         assert packed_mismatch == pytest.approx(mismatch, rel=1e-4, abs=1e-6)
 
 
@@ -153,7 +154,7 @@ def test_minibatches_with_global_denominators_add_up_to_the_batch():
     reference, _ = everything(whole, denominators)
     parts = [b for indices in split_minibatches([4] * 4, 3, seed=5) for b in pack(sequences, advantages, mask, 20, 60, indices=indices)]
     total, _ = everything(parts, denominators)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+    chex.assert_trees_all_close(total, reference, rtol=1e-5, atol=1e-6)
 
 
 def test_masked_trajectories_are_as_if_absent():
@@ -166,7 +167,7 @@ def test_masked_trajectories_are_as_if_absent():
     assert len(batches) == len(absent)
     for b, a in zip(batches, absent, strict=True):
         renumbered = b.replace(sequence_index=np.where(b.sequence_index >= 0, np.cumsum(mask)[b.sequence_index] - 1, -1))
-        jax.tree.map(np.testing.assert_array_equal, renumbered, a)
+        chex.assert_trees_all_equal(renumbered, a)
     assert count_denominators(batches, MAX_COMPLETION) == count_denominators(absent, MAX_COMPLETION)
 
 
@@ -189,7 +190,7 @@ def test_rejected_tokens_leave_loss_and_denominators():
     assert denominators.tokens == counts.sum() and denominators.sequences == (counts > 0).sum() < 17
     total, _ = everything(batches, denominators)
     reference, _ = everything([by_hand], denominators)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), total, reference)
+    chex.assert_trees_all_close(total, reference, rtol=1e-5, atol=1e-6)
     found = unpack(batches, [b.correction for b in batches], 17)
     for got, weight, kept in zip(found, weights, keep, strict=True):
         np.testing.assert_array_equal(got, weight[kept])
@@ -208,7 +209,7 @@ def test_pack_of_nothing_is_one_batch_of_padding():
 def test_pack_is_deterministic_and_tight():
     sequences, advantages = draw(200, seed=3)
     first, second = (pack(sequences, advantages, np.ones(200, bool), 32, 320) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    chex.assert_trees_all_equal(first, second)
     tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in sequences)
     rows = sum(int(b.segment_ids.any(axis=1).sum()) for b in first)
     assert rows <= 11 / 9 * -(-tokens // 32) + 1
@@ -241,18 +242,17 @@ def test_unpack_inverts_pack():
 
 def test_train_batch_is_a_pytree_that_compiles_once():
     sequences, advantages = draw()
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def count(batch, denominators):
-        traces.append(1)
         return batch.loss_mask.sum(dtype=jnp.float32) / denominators.tokens
 
     batches = pack(sequences, advantages, np.ones(17, bool), 20, 40) + pack(sequences[:3], advantages[:3], np.ones(3, bool), 20, 40)
     assert len(batches) > 3
     for b in batches:
         count(b, count_denominators([b], MAX_COMPLETION))
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(("num_prompts", "minibatches"), [(8, 1), (8, 4), (7, 3), (5, 5)])
