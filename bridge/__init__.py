@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories in and out, without torch.
+"""To other systems: Hugging Face checkpoint directories in and out without torch (`bridge.hf`), vLLM (`bridge.vllm`).
 
 ``load_checkpoint`` and ``read_into`` read one, ``save_checkpoint`` writes one that
 ``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM read, ``name_map`` is the bijection of names between.

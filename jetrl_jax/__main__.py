@@ -36,14 +36,13 @@ def listing() -> str:
 
 def main(argv: list[str]) -> int | None:
     """Runs the command that is named first; returns its exit status."""
-    if argv[:1] in (["-h"], ["--help"]):
+    if argv[:1] in ([], ["-h"], ["--help"]):
         print(listing())
-        return 0
-    if not argv or argv[0].replace("_", "-") not in COMMANDS:
-        close = difflib.get_close_matches(argv[0], COMMANDS, n=1) if argv else []
+        return 0 if argv else 2
+    if argv[0].replace("_", "-") not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else " A run is trained by python -m jetrl_jax.train."
-        got = repr(argv[0]) if argv else "none"
-        raise UserError(f"python -m jetrl_jax: no such command: got {got}, expected one of {', '.join(COMMANDS)}.{hint}")
+        raise UserError(f"python -m jetrl_jax: no such command: got {argv[0]!r}, expected one of {', '.join(COMMANDS)}.{hint}")
     module = import_module(f"jetrl_jax.commands.{argv[0].replace('-', '_')}")
     status: int | None = module.main(argv[1:])
     return status

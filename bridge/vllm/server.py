@@ -6,7 +6,7 @@
     generate  token ids in, token ids and logprobs out, one request a completion; every answer names its weights' version
     end       with the trainer, however that ends (`server_process`)
 
-Every call has a time limit, on all of it (`server_client`).  A server that died, hangs or answers nonsense ends the call
+Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the call
 with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the
 call is repeated.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
@@ -215,7 +215,7 @@ class ServerEngine:
         limit = self._sync_limit()
         if self._asleep:
             self._post("/wake_up?tags=weights", {}, limit)
-        start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `vllm_transfer`
+        start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `worker.transfer`
         try:
             self._post("/start_weight_update", start, limit)
         except EngineFailed:  # a trainer that was killed left an update open: this update, of nothing, ends it

@@ -62,7 +62,7 @@ def add_failures(one: Failures, other: Failures) -> Failures:
 
 def nonfinite_part(batch: RolloutBatch) -> str | None:
     """The name of what is not finite in what was sampled, or None; a sample without a reward is no such thing."""
-    if not all(np.isfinite(t.logprobs).all() for t in batch.trajectories):
+    if not all(np.isfinite(t.sampled_logprobs).all() for t in batch.trajectories):
         return "rollout_logprobs"
     return None
 

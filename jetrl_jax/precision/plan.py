@@ -60,7 +60,7 @@ class PrecisionPlan:
     """The resolved table of a model.
 
     Args:
-      paths: every parameter path of the model ('.'-joined, as `parameter_paths` gives them).
+      paths: every parameter path of the model ('.'-joined, as `named_params` gives them).
       preset: a key of `PRESETS`.
       overrides: (glob, "bf16" | "fp8") pairs, the last match wins.
       wgrad_operand, scale_format: see `Numerics`.

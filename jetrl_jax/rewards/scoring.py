@@ -1,4 +1,4 @@
-"""Reward functions called where their completions are: each process scores its share of the groups, the rewards are exchanged."""
+"""Shares the scoring of a batch among processes: each scores its groups, the rewards are exchanged."""
 
 from __future__ import annotations
 

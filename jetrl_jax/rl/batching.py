@@ -44,7 +44,7 @@ class TrainBatch:
         segment_ids: int32, from 1 in each row; 0 is padding.
         loss_mask: bool, true at trained tokens.
         rollout_logprobs: float32 as the engine reported them; 0 outside ``loss_mask``.
-        advantages: float32, the trajectory's advantage at its trained tokens; 0 outside ``loss_mask``.
+        advantages: float32, at trained tokens; 0 outside ``loss_mask``.
         sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is padding.
         inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside ``loss_mask``.
         old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None on-policy.
@@ -132,13 +132,13 @@ def pack(
         mask: bool [N], true for trajectories that are trained (`sample_masks`); the others are not packed.
         row_tokens: length of a row; at least the longest packed sequence.
         microbatch_tokens: tokens of a microbatch, padding included; rounded down to whole rows.
-        indices: which of the N to pack (a part of `split_minibatches`); None packs all.
+        indices: which of the N to pack, each once (a part of `split_minibatches`); None packs all.
         old_logprobs: N arrays, one value per sampled token; None leaves the field None.
         ref_logprobs: likewise.
         correction: likewise, weights of the policy loss.
         keep: N bool arrays, false at sampled tokens that are not trained; None trains all.  A trajectory without any
             trained token is not packed.
-        exposure: [N], how often each trajectory counts; 0 is not packed; None is once each.
+        exposure: [N] whole numbers, how often each trajectory counts; 0 is not packed; None is once each.
 
     Returns:
         At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained it is all
@@ -147,7 +147,7 @@ def pack(
     Raises:
         ValueError: sizes or lengths that do not fit, all of them in one message.
     """
-    chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices, np.int64)
+    chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices)
     packed, weights = np.asarray(mask, bool), np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64)
     values: Any = advantages
     extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "correction": correction}
@@ -155,11 +155,11 @@ def pack(
     per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
     checked = per_token if keep is None else per_token | {"keep": [np.asarray(k, bool) for k in keep]}
     _check_sizes(len(trajectories), {"advantages": values, "mask": packed, "exposure": weights}, row_tokens, microbatch_tokens, checked)
-    packed = packed & (weights > 0)
-    if keep is not None:
-        packed &= np.array([np.any(k) for k in keep], bool)
+    _check_indices(chosen, weights)
     chosen = chosen[packed[chosen]]
-    _check_sequences(trajectories, chosen, row_tokens, {"advantages": values, "exposure": weights}, checked)
+    _check_sequences(trajectories, chosen, row_tokens, values, checked)
+    seen = weights > 0 if keep is None else (weights > 0) & np.array([np.any(k) for k in keep], bool)
+    chosen = chosen[seen[chosen]]
 
     lengths = np.asarray([len(trajectories[int(i)].token_ids) for i in chosen], np.int64)
     row, start, num_rows = _first_fit_decreasing(lengths, row_tokens)
@@ -262,11 +262,22 @@ def _check_sizes(
         raise ValueError("pack: sizes do not fit: got " + "; ".join(problems))
 
 
+def _check_indices(chosen: NDArray[Any], exposure: NDArray[np.float64]) -> None:
+    problems, count = [], len(exposure)
+    whole = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size)
+    if not whole or len(np.unique(chosen)) != len(chosen) or not ((chosen >= 0) & (chosen < count)).all():
+        problems.append(f"indices {chosen.dtype} {chosen[:8]}, expected whole numbers from 0 to {count - 1}, each once")
+    bad = np.flatnonzero(~np.isfinite(exposure) | (exposure < 0) | (exposure != np.round(exposure)))
+    problems += [f"exposure[{i}]={exposure[i]}, expected a whole number from 0 on" for i in bad[:5]]
+    if problems:
+        raise ValueError("pack: trajectories cannot be chosen: got " + "; ".join(problems))
+
+
 def _check_sequences(
     trajectories: Sequence[Trajectory],
     chosen: NDArray[np.int64],
     row_tokens: int,
-    per_sequence: dict[str, Any],
+    advantages: Any,
     per_token: dict[str, list[Any]],
 ) -> None:
     """Everything that is wrong with the trajectories to be packed, the first few in one message."""
@@ -277,14 +288,13 @@ def _check_sequences(
             problems.append(f"trajectory {i} with {prompt} prompt and {sampled} sampled tokens, expected at least one of each")
         if total > row_tokens:
             problems.append(f"trajectory {i} with {total} tokens, expected at most row_tokens={row_tokens}")
-        for name, values in per_sequence.items():
-            if not np.isfinite(values[i]).all():
-                problems.append(f"{name}[{i}]={values[i]}, expected finite numbers")
-            if np.ndim(values[i]) and np.shape(values[i]) != (sampled,):
-                problems.append(f"{np.shape(values[i])} {name} of trajectory {i}, expected ({sampled},), one per sampled token")
+        if not np.isfinite(advantages[i]).all():
+            problems.append(f"advantages[{i}]={advantages[i]}, expected finite numbers")
+        if np.ndim(advantages[i]) and np.shape(advantages[i]) != (sampled,):
+            problems.append(f"{np.shape(advantages[i])} advantages of trajectory {i}, expected ({sampled},), one per sampled token")
         for name, arrays in per_token.items():
-            if len(arrays[i]) != sampled:
-                problems.append(f"{len(arrays[i])} {name} of trajectory {i}, expected {sampled}, one per sampled token")
+            if np.shape(arrays[i]) != (sampled,):
+                problems.append(f"{np.shape(arrays[i])} {name} of trajectory {i}, expected ({sampled},), one per sampled token")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ValueError("pack: trajectories do not fit: got " + "; ".join(problems[:5]) + more)

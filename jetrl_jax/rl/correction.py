@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jetrl_jax.config.learning import CorrectionSection
-from jetrl_jax.rl.losses import LOG_RATIO_LIMIT
+from jetrl_jax.rl import LOG_RATIO_LIMIT
 
 Arrays = list[NDArray[np.float64]]
 
@@ -75,8 +75,9 @@ def correct(
     """
     trained = np.asarray(mask, bool)
     old, rollout = ([np.asarray(a, np.float64) for a in arrays] for arrays in (old_logprobs, rollout_logprobs))
-    wrong = [int(i) for i in np.flatnonzero(trained) if old[i].shape != rollout[i].shape]
-    if wrong or not len(old) == len(rollout) == len(trained):
+    fits = len(old) == len(rollout) == len(trained)
+    wrong = [int(i) for i in np.flatnonzero(trained) if old[i].shape != rollout[i].shape] if fits else []
+    if wrong or not fits:
         raise ValueError(
             f"correct: lengths differ: got {len(old)} old_logprobs, {len(rollout)} rollout_logprobs, {len(trained)} masks, "
             f"unequal trajectories {wrong[:5]}, expected one value per sampled token in both"

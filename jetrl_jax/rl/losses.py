@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jetrl_jax.config.learning import Aggregation
+from jetrl_jax.rl import LOG_RATIO_LIMIT
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-LOG_RATIO_LIMIT = 20.0  # of a log ratio, before any exp
 K3_LIMIT = 10.0  # of the value of k3
 
 
@@ -87,7 +87,7 @@ def policy_loss(
         logprobs: [R, T] of the policy now; the only argument that receives a gradient.
         old_logprobs: [R, T] of the policy that the ratio compares with; None takes ``logprobs`` itself without gradient
             (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
-        advantages: [R, T], one value for all tokens of a sequence.
+        advantages: [R, T].
         loss_mask: bool or 0/1 [R, T].
         clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
         clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jetrl_jax.rl import LOG_RATIO_LIMIT
 from jetrl_jax.rl.advantages import informative_groups
-from jetrl_jax.rl.losses import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True)

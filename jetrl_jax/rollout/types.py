@@ -103,34 +103,57 @@ class Trajectory:
     versions: tuple[tuple[int, int, int], ...]
 
     def __post_init__(self) -> None:
-        total = len(self.token_ids)
-        problems = [
-            f"{len(array)} {name}, expected {total}, one per token"
-            for name, array in (("sampled", self.sampled), ("logprobs", self.logprobs))
-            if len(array) != total
-        ]
-        edges = [0, *(turn.stop for turn in self.turns)]
-        if [turn.start for turn in self.turns] != edges[:-1] or edges[-1] != total:
-            problems.append(f"turns {[(t.start, t.stop) for t in self.turns]}, expected them to divide 0 to {total}")
-        if not self.turns or self.turns[0].role != "prompt":
-            problems.append("a first turn that is no prompt")
-        if not problems:
-            covered = np.zeros(total, bool)
-            for start, stop, _ in self.versions:
-                covered[start:stop] = True
-            if not covered[self.sampled].all():
-                problems.append(f"versions {self.versions} that leave out sampled tokens")
-            if self.sampled[: self.turns[0].stop].any():
-                problems.append("sampled tokens in the prompt")
+        problems = self._problems_of_arrays() or self._problems_of_parts()
         if problems:
             raise ValueError(f"Trajectory: request {self.request_id}: got {'; '.join(problems)}.")
+
+    def _problems_of_arrays(self) -> list[str]:
+        total = np.size(self.token_ids)
+        return [
+            f"{name} {getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}, expected {np.dtype(dtype)} ({total},)"
+            for name, array, dtype in (
+                ("token_ids", self.token_ids, np.int32),
+                ("sampled", self.sampled, bool),
+                ("logprobs", self.logprobs, np.float32),
+            )
+            if getattr(array, "dtype", None) != dtype or np.shape(array) != (total,)
+        ]
+
+    def _problems_of_parts(self) -> list[str]:
+        """What does not fit of turns and versions."""
+        total, problems = len(self.token_ids), []
+        edges = [0, *(turn.stop for turn in self.turns)]
+        if [turn.start for turn in self.turns] != edges[:-1] or edges != sorted(edges) or edges[-1] != total:
+            return [f"turns {[(t.start, t.stop) for t in self.turns]}, expected them to divide 0 to {total}"]
+        roles = [turn.role for turn in self.turns]
+        if roles[0] != "prompt" or "policy" not in roles:
+            problems.append(f"turns of {', '.join(roles)}, expected a prompt first and at least one of the policy")
+        if [turn.finish_reason is not None for turn in self.turns] != [role == "policy" for role in roles]:
+            problems.append("finish reasons that are not those of the policy's turns")
+        if any(self.sampled[turn.start : turn.stop].any() for turn in self.turns if turn.role != "policy"):
+            problems.append("sampled tokens outside the policy's turns")
+        if np.any(self.logprobs[~self.sampled]):
+            problems.append("logprobs of tokens that were not sampled, expected 0")
+        places = [place for start, stop, _ in self.versions for place in (start, stop)]
+        if places != sorted(places) or not all(0 <= place <= total for place in places):
+            problems.append(f"versions {self.versions}, expected stretches within 0 to {total}, in order")
+        covered = [range(start, stop) for start, stop, _ in self.versions]
+        if not set(np.flatnonzero(self.sampled).tolist()) <= {place for stretch in covered for place in stretch}:
+            problems.append(f"versions {self.versions} that leave out sampled tokens")
+        return problems
 
     @classmethod
     def of_completion(
         cls, request_id: int, prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike, reason: FinishReason, version: int
     ) -> Trajectory:
-        """One prompt and one completion, sampled from one version of the weights."""
-        prompt, completion = np.asarray(prompt_ids, np.int32), np.asarray(completion_ids, np.int32)
+        """One prompt and one completion, sampled from one version of the weights.
+
+        Raises:
+          ValueError: token ids that are no int32, or not one log-probability for each of the completion.
+        """
+        prompt, completion = _token_ids(prompt_ids), _token_ids(completion_ids)
+        if np.shape(logprobs) != completion.shape:
+            raise ValueError(f"Trajectory: request {request_id}: got logprobs {np.shape(logprobs)}, expected {completion.shape}.")
         start, stop = len(prompt), len(prompt) + len(completion)
         return cls(
             request_id,
@@ -170,3 +193,11 @@ class Trajectory:
     def oldest_version(self) -> int:
         """Of the weights that sampled it."""
         return min(version for *_, version in self.versions)
+
+
+def _token_ids(values: ArrayLike) -> np.ndarray:
+    array = np.asarray(values)
+    ids = array.astype(np.int32)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or (ids != array).any())):
+        raise ValueError(f"Trajectory: got token ids {array.dtype} {array.shape}, expected int32 [tokens].")
+    return ids

@@ -61,7 +61,7 @@ from jetrl_jax.training.warm_start import SolutionSampler
 
 
 class GRPOTrainer:
-    """A GRPO (DAPO, Dr.GRPO, RLOO) run.
+    """A run of the algorithm that `algorithm.name` names.
 
     Args:
       config: a `RunConfig`, or the path of a YAML file.

@@ -36,9 +36,7 @@ def policy_config(
     """
     path = user_path(directory)
     if not is_run(path) and not (path / "config.json").is_file():
-        raise UserError(
-            f"load_policy: no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json)."
-        )
+        raise UserError(f"no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json).")
     if config is not None or is_run(path):
         return load_config(config or path / "config.yaml", overrides)
     fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}

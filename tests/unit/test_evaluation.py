@@ -209,4 +209,4 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
             PromptStream(task, tokenizer, max_prompt_tokens=40, seed=0),
         )
         parts: Any = SimpleNamespace(dynamic_sampling=False), Engine(), rewards, tokenizer, prompts, Console(1, stream=io.StringIO())
-        assert Collector(config, *parts).collect(1, StepClock()).rewards.total.mean() == pytest.approx(accuracy)
+        assert Collector(config, *parts).collect(1, StepClock()).rewards.mean() == pytest.approx(accuracy)

@@ -312,12 +312,19 @@ def one(prompt=2, completion=3):
         ({"advantages": [[1.0, np.inf, 0.0]]}, r"advantages\[0\]=.*inf"),
         ({"advantages": [[1.0, 2.0]]}, r"\(2,\) advantages of trajectory 0, expected \(3,\)"),
         ({"exposure": [np.inf]}, r"exposure\[0\]=inf"),
+        ({"exposure": [np.nan]}, r"exposure\[0\]=nan"),
+        ({"exposure": [0.5]}, r"exposure\[0\]=0.5, expected a whole number"),
+        ({"exposure": [-1]}, r"exposure\[0\]=-1"),
+        ({"indices": [0, 0]}, r"indices int64 \[0 0\], expected whole numbers from 0 to 0, each once"),
+        ({"indices": [-1]}, r"indices int64 \[-1\]"),
+        ({"indices": [True]}, "indices bool"),
+        ({"keep": [[False, False]]}, r"\(2,\) keep of trajectory 0, expected \(3,\)"),
         ({"exposure": [1.0, 1.0]}, r"exposure.shape=\(2,\), expected \(1,\)"),
         ({"advantages": [1.0, 2.0]}, r"advantages.shape=\(2,\), expected \(1,\)"),
         ({"mask": [[True]]}, r"mask.shape=\(1, 1\)"),
         ({"microbatch_tokens": 7}, "row_tokens=8, expected 1 to microbatch_tokens=7"),
         ({"old_logprobs": []}, "0 arrays in old_logprobs, expected 1"),
-        ({"ref_logprobs": [[0.0]]}, "1 ref_logprobs of trajectory 0, expected 3"),
+        ({"ref_logprobs": [[0.0]]}, r"\(1,\) ref_logprobs of trajectory 0, expected \(3,\)"),
     ],
 )
 def test_pack_raises_on_what_does_not_fit(changes, message):
@@ -378,7 +385,7 @@ def test_advantages_may_differ_within_a_trajectory():
 def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
     """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7, sequence mean (2*2 + 2) / 3."""
     values = [[1.0, 3.0], [2.0], [5.0, 1.0, 0.0]]
-    drawn = [sampled([1], np.ones(len(v)), v) for v in values]
+    drawn = [sampled([1], np.ones(len(v), np.int32), v) for v in values]
     micro = pack(drawn, np.ones(3), np.ones(3, bool), 4, microbatch_tokens, exposure=[2, 0, 1])
     assert 1 not in np.concatenate([b.sequence_index.ravel() for b in micro])
     counts = count_denominators(micro, 5)
@@ -398,14 +405,30 @@ def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampled": np.ones(3, bool)}, "3 sampled, expected 7"),
-        ({"logprobs": np.zeros(2)}, "2 logprobs, expected 7"),
+        ({"sampled": np.ones(3, bool)}, r"sampled bool \(3,\), expected bool \(7,\)"),
+        ({"sampled": np.ones(7, np.int64)}, r"sampled int64 \(7,\), expected bool"),
+        ({"logprobs": np.zeros(2, np.float32)}, r"logprobs float32 \(2,\), expected float32 \(7,\)"),
+        ({"logprobs": np.full(7, -0.5, np.float32)}, "logprobs of tokens that were not sampled"),
+        ({"token_ids": np.arange(7.0)}, "token_ids float64"),
         ({"turns": (Turn(0, 1, "prompt"), Turn(2, 7, "policy", "stop"))}, r"turns .*, expected them to divide 0 to 7"),
-        ({"turns": (Turn(0, 7, "policy", "stop"),)}, "a first turn that is no prompt"),
+        ({"turns": (Turn(0, 6, "prompt"), Turn(6, 3, "policy", "stop"), Turn(3, 7, "policy", "stop"))}, "expected them to divide"),
+        ({"turns": (Turn(0, 7, "policy", "stop"),)}, "turns of policy, expected a prompt first"),
+        ({"turns": (Turn(0, 7, "prompt"),)}, "turns of prompt, expected a prompt first and at least one of the policy"),
+        ({"turns": (Turn(0, 1, "prompt"), Turn(1, 7, "policy"))}, "finish reasons that are not those"),
         ({"versions": ((1, 3, 4),)}, "that leave out sampled tokens"),
-        ({"sampled": np.ones(7, bool), "versions": ((0, 7, 0),)}, "sampled tokens in the prompt"),
+        ({"versions": ((-6, 7, 1),)}, "expected stretches within 0 to 7"),
+        ({"versions": ((5, 7, 1), (1, 3, 2))}, "expected stretches within 0 to 7, in order"),
+        ({"sampled": np.ones(7, bool), "versions": ((0, 7, 0),)}, "sampled tokens outside the policy's turns"),
     ],
 )
 def test_a_trajectory_whose_parts_do_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(episode(), **changes)
+
+
+def test_a_completion_with_other_token_ids_or_logprobs_is_refused():
+    for ids in ([7.9], [2**33], [[1]]):
+        with pytest.raises(ValueError, match="got token ids"):
+            sampled([1], ids, [0.0])
+    with pytest.raises(ValueError, match=r"got logprobs \(2,\), expected \(3,\)"):
+        sampled([1, 2], [3, 4, 5], [0.0, 0.0])

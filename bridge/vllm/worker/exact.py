@@ -5,7 +5,7 @@ AVX2 library truncates RoPE to BF16 where its AVX-512 libraries round, oneDNN's 
 exact engine takes nothing that rounds from vLLM, oneDNN or torch.  These compute in float64 and round where
 `jetrl_jax.models.ops` rounds (`bridge.vllm.worker.exact_torch`); both sides get the same bits whatever the order of a sum:
 
-    attention over the paged cache     in the place of CPU_ATTN (`vllm_exact_cpu`) and of FLASH_ATTN (`vllm_exact_cuda`)
+    attention over the paged cache     in the place of CPU_ATTN (`exact_cpu`) and of FLASH_ATTN (`exact_cuda`)
     RMSNorm                            both rounding variants (`numerics.engine_variant`)
     RoPE                               the table with each scaling of `RopeScaling`, and the rotation
     SiLU times gate

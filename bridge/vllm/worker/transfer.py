@@ -9,7 +9,7 @@ vLLM 0.24 does not tell a backend of the end: there `update_weights` applies wha
 fails before leaves the old version whole.
 
 Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over in this
-process.  `held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
+process.  `jetrl_held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class DataParallelEngine:
 def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:
     """The trajectories of all processes, in the order of the requests, of those that this one sampled."""
     own = {
-        "lengths": np.array([len(t.completion_ids) for t in sampled], np.int64),
-        "ids": np.concatenate([np.zeros(0, np.int32), *(t.completion_ids for t in sampled)]),
+        "lengths": np.array([t.sampled_tokens for t in sampled], np.int64),
+        "ids": np.concatenate([np.zeros(0, np.int32), *(t.token_ids[t.sampled] for t in sampled)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(t.sampled_logprobs for t in sampled)]),
         "stopped": np.array([t.finish_reason == "stop" for t in sampled], bool),
     }
