@@ -29,14 +29,14 @@ from bridge.hf.safetensors_file import StoredTensor, parse_json, read_header
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.precision.formats import WEIGHT_BLOCK
+from jetrl_jax.precision.formats import FP8_BLOCKS
 from pallas_kernels import ScaledArray
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MASTER_DTYPES = ("BF16", "F16", "F32")
 SCALE_SUFFIX = "_scale_inv"
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(WEIGHT_BLOCK)}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCKS.weight)}
 _FIELDS_THAT_MAY_DIFFER = ("max_position_embeddings", "eos_token_ids", "bos_token_id", "pad_token_id")
 
 
@@ -70,7 +70,7 @@ class Checkpoint:
         codes, scale = self.tensors[path].read(), self._scale(path)
         if not (np.isfinite(codes.astype(np.float32)).all() and np.isfinite(scale).all()):
             raise UserError(f"Checkpoint.quantized: non-finite weights: got {self.tensors[path].name} in {self.directory}")
-        return ScaledArray(jnp.asarray(codes), jnp.asarray(scale), WEIGHT_BLOCK)
+        return ScaledArray(jnp.asarray(codes), jnp.asarray(scale), FP8_BLOCKS.weight)
 
     def _scale(self, path: str) -> np.ndarray:
         scale = self.scales[path].read().astype(np.float32)
@@ -120,9 +120,9 @@ def _dtype_problem(name: str, tensor: StoredTensor, scale: StoredTensor | None, 
         return None if tensor.dtype in _MASTER_DTYPES else f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_MASTER_DTYPES)}"
     if not quantized:
         return f"wrong dtype {name}: got F8_E4M3, but config.json has no quantization_config"
-    if len(tensor.shape) != len(WEIGHT_BLOCK):
-        return f"wrong dtype {name}: got F8_E4M3 of shape {list(tensor.shape)}, expected a matrix: blocks are {list(WEIGHT_BLOCK)}"
-    grid = tuple(-(-size // block) for size, block in zip(tensor.shape, WEIGHT_BLOCK, strict=False))
+    if len(tensor.shape) != len(FP8_BLOCKS.weight):
+        return f"wrong dtype {name}: got F8_E4M3 of shape {list(tensor.shape)}, expected a matrix: blocks are {list(FP8_BLOCKS.weight)}"
+    grid = tuple(-(-size // block) for size, block in zip(tensor.shape, FP8_BLOCKS.weight, strict=False))
     if scale is None:
         return f"missing {name}{SCALE_SUFFIX}: expected shape {list(grid)}"
     if scale.shape != grid or scale.dtype not in ("F32", "BF16"):
@@ -132,7 +132,7 @@ def _dtype_problem(name: str, tensor: StoredTensor, scale: StoredTensor | None, 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """One scale for each element of a weight of this shape."""
-    rows, columns = (np.arange(size) // block for size, block in zip(shape, WEIGHT_BLOCK, strict=True))
+    rows, columns = (np.arange(size) // block for size, block in zip(shape, FP8_BLOCKS.weight, strict=True))
     return scale[rows[:, None], columns[None, :]]
 
 

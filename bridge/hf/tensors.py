@@ -19,7 +19,7 @@ from flax import nnx
 from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.precision.formats import WEIGHT_BLOCK
+from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.parameters import named_params
 from pallas_kernels import ScaledArray
 
@@ -65,9 +65,10 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
             if any(inside) and not all(inside):
                 problems.append(f"layers.{layer}.{block}: {', '.join(names)} share one format in vLLM, got a mixture")
             if all(inside):
-                edges = [name for name in names[:-1] if rows[name] % WEIGHT_BLOCK[0]]
+                edges = [name for name in names[:-1] if rows[name] % FP8_BLOCKS.weight[0]]
                 problems += [
-                    f"layers.{layer}.{block}.{name}: got {rows[name]} rows, expected a multiple of {WEIGHT_BLOCK[0]} before the next part"
+                    f"layers.{layer}.{block}.{name}: got {rows[name]} rows, "
+                    f"expected a multiple of {FP8_BLOCKS.weight[0]} before the next part"
                     for name in edges
                 ]
             else:
@@ -80,6 +81,6 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": list(WEIGHT_BLOCK),
+        "weight_block_size": list(FP8_BLOCKS.weight),
         "modules_to_not_convert": ["lm_head", *left_out],
     }

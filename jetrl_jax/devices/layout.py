@@ -64,7 +64,7 @@ class Layout:
             )
         self.section, self.plan, self.model = section, plan, model
         self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES)
-        fp8 = {path for path, flow in plan.formats.items() if "fp8" in flow}
+        fp8 = {path for path in plan.paths if plan.flow(path).quantized}
         shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
         matrices = [path for path, shape in shapes.items() if len(shape) == 2]
         self._unsplit = {path for path in shapes if _is_norm(path)}

@@ -34,7 +34,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.ops import round_parameter, round_to
-from jetrl_jax.precision.formats import ACTIVATION_BLOCK, TOKEN_BLOCK, WEIGHT_BLOCK
+from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
@@ -103,7 +103,7 @@ def quantize_input(x: jax.Array, readers: Iterable[Weight], numerics: Numerics) 
     flat = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1])
     block = wgrad_block(readers, numerics)
     if block is None:
-        return InputCodes(_quantize(flat, ACTIVATION_BLOCK, numerics), None)
+        return InputCodes(_quantize(flat, FP8_BLOCKS.activation, numerics), None)
     return InputCodes(*_quantize_dual(flat, block, numerics))
 
 
@@ -111,7 +111,7 @@ def wgrad_block(readers: Iterable[Weight], numerics: Numerics) -> tuple[int, int
     """Blocks of the copy that WGrad of one of these weights reads; None: it reads the rows' codes, or there is no FP8 WGrad."""
     if not any(isinstance(weight, TrainableFp8Weight) and weight.fp8_backward for weight in readers):
         return None
-    return {"requantize": None, "dual": TOKEN_BLOCK, "block": WEIGHT_BLOCK}[numerics.wgrad_operand]
+    return {"requantize": None, "dual": FP8_BLOCKS.token, "block": FP8_BLOCKS.weight}[numerics.wgrad_operand]
 
 
 def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
@@ -214,7 +214,7 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
             "promotion_order": numerics.promotion_order,
             "implementation": product_implementation(numerics, forward=False).name,
         }
-        rows, tokens = _quantize_dual(dy, TOKEN_BLOCK, numerics)
+        rows, tokens = _quantize_dual(dy, FP8_BLOCKS.token, numerics)
         dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
         operand = saved
         if numerics.wgrad_operand == "requantize":

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import PLANNED, attention_implementation
-from jetrl_jax.precision.numerics import build_numerics
 from jetrl_jax.precision.parameters import named_params
-from jetrl_jax.precision.plan import build_plan
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.losses import Denominators

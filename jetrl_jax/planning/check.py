@@ -109,6 +109,6 @@ def _temporary(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str)
 
 def _read(run: AbstractRun) -> int:
     """Bytes of what the gradient's forward multiplies: codes where it is FP8, else masters; the rest is not passed to it."""
-    codes = {path for path, flow in run.plan.formats.items() if flow[1] == "fp8"}
+    codes = {path for path in run.plan.paths if run.plan.flow(path).fprop.quantized}
     masters, published = dict(named_params(run.state.params)), dict(named_params(run.state.published))
     return sum(on_one_device(published[path] if path in codes else masters[path]) for path in masters)

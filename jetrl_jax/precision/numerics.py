@@ -7,8 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jetrl_jax.precision.formats import COMPUTE_DTYPES
-
 
 @dataclass(frozen=True)
 class Numerics:
@@ -41,18 +39,3 @@ class Numerics:
     def dtype(self) -> Any:
         """The JAX dtype that activations have between operations."""
         return jnp.dtype(self.compute_dtype)
-
-
-def build_numerics(precision: Any, numerics: Any, engine: str) -> Numerics:
-    """The `Numerics` of the config sections `precision` and `numerics` and of `rollout.engine`."""
-    return Numerics(
-        compute_dtype=COMPUTE_DTYPES.get(precision.preset, "bfloat16"),
-        engine_variant=numerics.engine_variant,
-        exact=numerics.exact,
-        promotion_order=precision.promotion_order,
-        wgrad_operand=precision.wgrad_operand,
-        scale_format=precision.scale_format,
-        kernels=numerics.kernels,
-        attention=numerics.attention,
-        dense="float64" if numerics.exact and engine == "vllm" else "auto",
-    )

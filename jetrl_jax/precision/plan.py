@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision.formats import ACTIVATION_BLOCK, COMPUTE_DTYPES, FP8_LAYERS, PRESETS, SITES, TOKEN_BLOCK, WEIGHT_BLOCK
+from jetrl_jax.precision.formats import FORMATS, FP8_LAYERS, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from pallas_kernels import quantize
@@ -43,17 +43,13 @@ class PlanRow:
     blocks: str
 
 
-def _blocks(site: str, fmt: str, wgrad_operand: str) -> str:
-    if fmt != "fp8":
+def _blocks(site: str, fmt: Format, wgrad_operand: str) -> str:
+    if fmt.blocks is None:
         return "-"
+    activation, weight, token = fmt.blocks
     if site == "wgrad":
-        second = WEIGHT_BLOCK if wgrad_operand == "block" else TOKEN_BLOCK
-        return f"dY {TOKEN_BLOCK} X {second}"
-    return f"{'dY' if site == 'dgrad' else 'X'} {ACTIVATION_BLOCK} W {WEIGHT_BLOCK}"
-
-
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        return f"dY {token} X {weight if wgrad_operand == 'block' else token}"
+    return f"{'dY' if site == 'dgrad' else 'X'} {activation} W {weight}"
 
 
 class PrecisionPlan:
@@ -62,8 +58,12 @@ class PrecisionPlan:
     Args:
       paths: every parameter path of the model ('.'-joined, as `named_params` gives them).
       preset: a key of `PRESETS`.
-      overrides: (glob, "bf16" | "fp8") pairs, the last match wins.
+      overrides: (glob, name of a format) pairs, the last match wins: the preset's flow where that is its rollout's format, else
+        every product in it.
       wgrad_operand, scale_format: see `Numerics`.
+
+    Attributes:
+      value: the format of everything between the products, see `Flow`.
 
     Raises:
       UserError: an override that matches no linear layer, or puts into FP8 what the contract keeps out of it.
@@ -79,42 +79,38 @@ class PrecisionPlan:
         scale_format: str = "float32",
     ) -> None:
         self.preset, self.scale_format, self.wgrad_operand = preset, scale_format, wgrad_operand
-        paths = list(paths)
-        layers = [path for path in paths if _matches(path, FP8_LAYERS)]
-        self.formats = dict.fromkeys(layers, PRESETS[preset])
-        self.base_format = preset if preset in COMPUTE_DTYPES else "bf16"
-        for pattern, fmt in overrides:
-            hit = [path for path in layers if fnmatch.fnmatchcase(path, pattern)]
-            outside = [
-                path for path in paths if fnmatch.fnmatchcase(path, pattern) and path not in self.formats and path.endswith("_proj.weight")
-            ]
+        self.paths, default = list(paths), PRESETS[preset]
+        self.value = default.value
+        layers = [path for path in self.paths if any(fnmatch.fnmatchcase(path, pattern) for pattern in FP8_LAYERS)]
+        self._linear = dict.fromkeys(layers, default)
+        for pattern, name in overrides:
+            matched = [path for path in self.paths if fnmatch.fnmatchcase(path, pattern)]
+            hit = [path for path in matched if path in self._linear]
+            outside = [path for path in matched if path not in self._linear and path.endswith("_proj.weight")]
             if not hit or outside:
                 raise UserError(
                     f"precision.overrides: pattern {pattern!r} matches {'no' if not hit else 'more than the'} linear layer"
                     f"{'' if not hit else 's: ' + ', '.join(outside)}. Linear layers are: {', '.join(layers[:7])}, ..."
                 )
-            flow = PRESETS[preset] if PRESETS[preset][0] == "fp8" else PRESETS["fp8_unified"]
-            self.formats.update(dict.fromkeys(hit, flow if fmt == "fp8" else PRESETS["bf16"]))
-        self.paths = paths
+            fmt = FORMATS[name]
+            self._linear.update(dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt)))
+        self._other = default.uniform(default.value)
 
-    @property
-    def compute_dtype(self) -> str:
-        """Dtype of activations between operations: float32 for the preset fp32, float16 for fp16, else bfloat16."""
-        return COMPUTE_DTYPES.get(self.preset, "bfloat16")
+    def flow(self, path: str) -> Flow:
+        """The formats of a parameter's products; of a parameter that no linear layer multiplies, the values' format everywhere."""
+        return self._linear.get(path, self._other)
 
     @property
     def rows(self) -> list[PlanRow]:
         """The whole table; a parameter that no GEMM multiplies has the site 'value'."""
         rows = []
         for path in self.paths:
-            if path in self.formats:
-                rows += [
-                    PlanRow(path, site, fmt, _blocks(site, fmt, self.wgrad_operand))
-                    for site, fmt in zip(SITES, self.formats[path], strict=True)
-                ]
+            if path in self._linear:
+                products = self.flow(path).products.items()
+                rows += [PlanRow(path, site, fmt.name, _blocks(site, fmt, self.wgrad_operand)) for site, fmt in products]
             else:
                 head = path in ("lm_head.weight", "embed_tokens.weight")
-                rows.append(PlanRow(path, "value", self.base_format, "logits in fp32" if head else "-"))
+                rows.append(PlanRow(path, "value", self.value.name, "logits in fp32" if head else "-"))
         return rows
 
     def table(self) -> str:
@@ -132,15 +128,14 @@ class PrecisionPlan:
           params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them.
 
         Returns:
-          A state of the same paths: `ScaledArray` (128x128 blocks) where the plan says FP8, else BF16
+          A state of the same paths: `ScaledArray` (128x128 blocks) where the plan's rollout is FP8, else BF16
           (FP32 or FP16 for the presets of that name).
         """
 
         def publish_one(path: str, value: jax.Array) -> Any:
-            source = jnp.array(value, self.compute_dtype)  # a copy even in FP32: an update consumes the masters' buffers
-            if self.formats.get(path, ("",))[0] == "fp8":
-                return quantize(source, WEIGHT_BLOCK, scale_format=self.scale_format)
-            return source
+            source = jnp.array(value, self.value.dtype)  # a copy even in FP32: an update consumes the masters' buffers
+            blocks = self.flow(path).rollout.blocks
+            return source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
 
         return map_params(publish_one, params)
 
@@ -152,10 +147,8 @@ class PrecisionPlan:
         codes = dict(named_params(published))
 
         def bind(path: str, value: jax.Array) -> Any:
-            flow = self.formats.get(path)
-            if flow is not None and flow[1] == "fp8":
-                return TrainableFp8Weight(value, codes[path], flow[2] == "fp8")
-            return value
+            flow = self.flow(path)
+            return TrainableFp8Weight(value, codes[path], flow.dgrad.quantized) if flow.fprop.quantized else value
 
         return map_params(bind, params)
 
@@ -164,13 +157,6 @@ class PrecisionPlan:
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:
-            flow = self.formats.get(path)
-            return codes[path] if flow is not None and flow[1] == "fp8" else jnp.array(value, self.compute_dtype)
+            return codes[path] if self.flow(path).fprop.quantized else jnp.array(value, self.value.dtype)
 
         return map_params(freeze, params)
-
-
-def build_plan(paths: Iterable[str], section: Any) -> PrecisionPlan:
-    """The plan of a `PrecisionSection` for a model with these parameter paths."""
-    overrides = [(override.pattern, override.format) for override in section.overrides]
-    return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=section.wgrad_operand, scale_format=section.scale_format)

@@ -41,7 +41,7 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
     on_gpu = jax.default_backend() == "gpu"
     check_device(config, on_gpu)
     settings = engine_settings(config, on_gpu)
-    fp8_paths = [path for path, formats in plan.formats.items() if formats[0] == "fp8"]
+    fp8_paths = [path for path in plan.paths if plan.flow(path).rollout.quantized]
     engine: VllmEngine
     if section.mode == "in_process":
         require_vllm()

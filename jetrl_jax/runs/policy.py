@@ -19,6 +19,7 @@ from flax import nnx
 
 from bridge.hf.read import read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
+from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.load import override_config
 from jetrl_jax.config.model import ModelSection
 from jetrl_jax.config.rules.vllm import shares_gpu
@@ -30,9 +31,8 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.flash_attention import attention_implementation
 from jetrl_jax.models.linear import product_implementation
-from jetrl_jax.precision.numerics import build_numerics
 from jetrl_jax.precision.parameters import jit, named_params
-from jetrl_jax.precision.plan import PrecisionPlan, build_plan
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE

@@ -32,7 +32,7 @@ def sampled_policy(preset: str, config: ModelConfig, **options: Any) -> SmallPol
 
 def fp8_paths(policy: SmallPolicy) -> list[str]:
     """Parameter paths that the policy publishes in FP8."""
-    return [path for path, formats in policy.plan.formats.items() if formats[0] == "fp8"]
+    return [path for path in policy.plan.paths if policy.plan.flow(path).rollout.quantized]
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import chex
 import jax
@@ -16,10 +15,14 @@ import optax
 import pytest
 from flax import nnx
 
+from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.precision import NumericsSection, PrecisionOverride, PrecisionSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision.numerics import Numerics, build_numerics
+from jetrl_jax.precision import formats as known_formats
+from jetrl_jax.precision.formats import Blocks, Format
+from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
-from jetrl_jax.precision.plan import PrecisionPlan, build_plan
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
@@ -82,6 +85,32 @@ def test_table_of_a_preset(preset: str) -> None:
     assert not any("fp8" in found[path] for path in never)
 
 
+@pytest.mark.parametrize("preset", FORMATS)
+def test_flow_of_a_path(preset: str) -> None:
+    plan = policy(preset).plan
+    linear, other = FORMATS[preset]
+    flow, rest = plan.flow(LINEAR[0]), plan.flow("norm.weight")
+    assert [fmt.name for fmt in (flow.rollout, flow.fprop, flow.dgrad, flow.wgrad, flow.value)] == [*linear.split(), other]
+    assert {fmt.name for fmt in rest} == {other} and not rest.quantized and flow.quantized == ("fp8" in linear)
+    assert [fmt.quantized for fmt in flow.products.values()] == [name == "fp8" for name in linear.split()]
+
+
+def test_config_offers_every_preset() -> None:
+    assert set(get_args(PrecisionSection.model_fields["preset"].annotation)) == set(known_formats.PRESETS) == set(FORMATS)
+    assert set(get_args(PrecisionOverride.model_fields["format"].annotation)) <= set(known_formats.FORMATS)
+
+
+def test_plan_publishes_another_format_in_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = Format("columns", "float8_e4m3fn", Blocks((1, 128), (128, 1), (128, 1)))
+    monkeypatch.setitem(known_formats.FORMATS, "columns", columns)
+    small, down = policy("fp8_unified"), "layers.1.mlp.down_proj.weight"
+    plan = PrecisionPlan(small.paths, "fp8_unified", [(down, "columns")])
+    assert formats(plan)[down] == " ".join(["columns"] * 4) and formats(plan)[LINEAR[0]] == FORMATS["fp8_unified"][0]
+    assert {row.blocks for row in plan.rows if row.path == down and row.site == "fprop"} == {"X (1, 128) W (128, 1)"}
+    published = dict(named_params(jax.eval_shape(plan.publish, small.params)))
+    assert (published[down].block_shape, published[LINEAR[0]].block_shape) == ((128, 1), (128, 128))
+
+
 @pytest.mark.parametrize(("operand", "block"), [("requantize", (128, 1)), ("dual", (128, 1)), ("block", (128, 128))])
 def test_table_says_the_blocks(operand: str, block: tuple[int, int]) -> None:
     plan = PrecisionPlan(policy("fp8_unified").paths, "fp8_unified", wgrad_operand=operand)
@@ -126,17 +155,17 @@ def test_override_without_a_linear_layer_is_an_error(pattern: str) -> None:
 
 
 def test_config_sections_reach_plan_and_numerics() -> None:
-    override = SimpleNamespace(pattern="layers.0.*", format="bf16")
-    section = SimpleNamespace(
+    override = PrecisionOverride(pattern="layers.0.*", format="bf16")
+    section = PrecisionSection(
         preset="fp8_forward", overrides=(override,), wgrad_operand="dual", scale_format="power_of_two", promotion_order="triton"
     )
     plan = build_plan(policy("bf16").paths, section)
     assert (plan.preset, plan.wgrad_operand, plan.scale_format) == ("fp8_forward", "dual", "power_of_two")
     assert formats(plan)[LINEAR[0]] == FORMATS["bf16"][0] and formats(plan)[LINEAR[-1]] == FORMATS["fp8_forward"][0]
-    fast = SimpleNamespace(engine_variant="cuda", exact=False, kernels="auto", attention="xla")
+    fast = NumericsSection(engine_variant="cuda", exact=False, attention="xla")
     numerics = build_numerics(section, fast, "vllm")
     assert numerics == Numerics("bfloat16", "cuda", False, "triton", "dual", "power_of_two", attention="xla")
-    exact = SimpleNamespace(engine_variant="cuda", exact=True, kernels="auto", attention="auto")
+    exact = NumericsSection(engine_variant="cuda")
     assert [build_numerics(section, exact, engine).dense for engine in ("jax", "vllm")] == ["auto", "float64"]
     assert hash(numerics) == hash(dataclasses.replace(numerics)) and numerics.dtype == jnp.bfloat16
 

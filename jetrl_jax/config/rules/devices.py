@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jetrl_jax.config.rules.types import NoEffect, Rule
 from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.precision.formats import FORMATS, PRESETS
 
 if TYPE_CHECKING:
     from jetrl_jax.config.run_config import RunConfig
@@ -28,7 +29,8 @@ def _matrices(config: RunConfig) -> dict[str, tuple[int, int]]:
 
 def any_fp8(config: RunConfig) -> bool:
     """Whether any layer of the config has block scales."""
-    return config.precision.preset.startswith("fp8") or any(item.format == "fp8" for item in config.precision.overrides)
+    section = config.precision
+    return PRESETS[section.preset].quantized or any(FORMATS[item.format].quantized for item in section.overrides)
 
 
 def _tensor_degrees(config: RunConfig) -> dict[str, tuple[int, list[int]]]:
