@@ -1,4 +1,4 @@
-"""The precision plan and the numerics that a config asks for; beside this module, config/ imports no jax."""
+"""The precision plan and the numerics that a config asks for: the only module of config/ that imports jax."""
 
 from __future__ import annotations
 
