@@ -75,12 +75,13 @@ jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
+def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """For files that claim nothing of the machine code: no time is spent on making programs fast that run once or twice.
 
-    `make test-avx2` compiles as the product does: what it runs is about the code that LLVM makes for a CPU.
+    `make test-avx2` and `make test-long` compile as the product does.
     """
-    if "JETRL_TEST_ISA" in os.environ:
+    here = [item for item in request.session.items if item.path == request.path]
+    if "JETRL_TEST_ISA" in os.environ or any(item.get_closest_marker("long") for item in here):
         yield
         return
     jax.config.update("jax_disable_most_optimizations", True)
