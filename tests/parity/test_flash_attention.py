@@ -36,8 +36,6 @@ from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.oracles import attention_oracle, tolerances
 from tests.parity.small_policy import CONFIG
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, N, K, H = 2, 6, 2, 16
 FAST = Numerics(exact=False)
 CUDNN = dataclasses.replace(FAST, attention="cudnn", stored_dtype="bfloat16")

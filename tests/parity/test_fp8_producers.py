@@ -24,8 +24,6 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from tests.kernels.runnable import runnable
 from tests.parity.small_policy import CONFIG
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=128)
 TOKENS = 9  # no multiple of 8
 Overrides = tuple[tuple[str, str], ...]

@@ -13,8 +13,6 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import jit, map_params
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TWO = dataclasses.replace(CONFIG, num_layers=2)
 UNTIED = dataclasses.replace(TWO, tie_word_embeddings=False)
 QWEN2 = dataclasses.replace(TWO, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)

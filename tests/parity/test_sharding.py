@@ -36,8 +36,6 @@ from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Every degree up to 4 fits; "partial" has a partial block along the axis that is not split, "odd" a vocabulary that is not.
 WIDE = dataclasses.replace(CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
 ROW, ROWS_EACH = 24, 1

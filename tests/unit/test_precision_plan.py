@@ -29,8 +29,6 @@ from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 UNTIED = dataclasses.replace(CONFIG, num_layers=2, tie_word_embeddings=False, attention_bias=True)
 FORMATS = {  # rollout, fprop, dgrad, wgrad of a linear layer; everything else
     "fp32": ("fp32 fp32 fp32 fp32", "fp32"),

@@ -26,8 +26,6 @@ from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.small_model import small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, STOP = 160, 1
 CONFIG = small_model(
     "llama",
