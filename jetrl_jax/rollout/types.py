@@ -137,8 +137,10 @@ class Trajectory:
         places = [place for start, stop, _ in self.versions for place in (start, stop)]
         if places != sorted(places) or not all(0 <= place <= total for place in places):
             problems.append(f"versions {self.versions}, expected stretches within 0 to {total}, in order")
-        covered = [range(start, stop) for start, stop, _ in self.versions]
-        if not set(np.flatnonzero(self.sampled).tolist()) <= {place for stretch in covered for place in stretch}:
+        covered = np.zeros(total, bool)
+        for start, stop, _ in self.versions:
+            covered[max(start, 0) : max(stop, 0)] = True
+        if np.any(self.sampled & ~covered):
             problems.append(f"versions {self.versions} that leave out sampled tokens")
         return problems
 
