@@ -19,7 +19,8 @@ every one, while a float64 reciprocal and product are off by at most about 2**-5
 reciprocal on purpose: one division per block instead of one per value, same bits.
 (tests/kernels/test_formats.py shows it bit for bit against numpy: jitted, fused, under vmap and scan.)
 
-Refuses: non-finite values are not clipped away. They make the block's scale non-finite, see `quantize`.
+Non-finite values make their block's scale non-finite (`compute_scale`), which is what `quantize` shows; `encode` by itself
+clips an infinity under a finite scale.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
       x: float array (float32, bfloat16 or float16).
       scale: float32, broadcasts to the shape of `x`; positive, from `compute_scale`.
     Returns:
-      float8_e4m3fn array shaped like `x`. A NaN stays NaN; `x / scale` is the IEEE FP32 quotient.
+      float8_e4m3fn array shaped like `x`. `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity / infinity, stays NaN.
+      A quotient outside -448 .. 448 is clipped, and the code does not show it: encode(inf, 1.0) is 448. `compute_scale` of
+      the values' own amax excludes that: no finite value is then clipped by more than a rounding, and an infinite one has an
+      infinite scale, which `nonfinite_blocks` counts.
     """
     with jax.enable_x64(True):
         reciprocal = 1.0 / to_float64(scale)

@@ -200,6 +200,15 @@ def test_encode_ties_and_clip() -> None:
         np.testing.assert_array_equal(np.asarray(coded)[keep], expected[keep])
 
 
+def test_encode_clips_an_infinity_and_a_scale_of_its_own_shows_it() -> None:
+    """As the docstring says: the code alone does not tell."""
+    infinite = np.array([np.inf, -np.inf, 1.0], np.float32)
+    assert np.asarray(formats.encode(infinite, np.ones(3, np.float32)), np.float32).tolist() == [448, -448, 1]
+    scale = np.asarray(formats.compute_scale(np.float32(np.inf)))
+    codes = np.asarray(formats.encode(infinite, np.full(3, scale)), np.float32)
+    assert np.isinf(scale) and np.isnan(codes[:2]).all() and codes[2] == 0
+
+
 def numbers_in(path: Path) -> list[tuple[int, float]]:
     """(line, value) of every number in the code of a file; docstrings and comments do not count."""
     found = []
