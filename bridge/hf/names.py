@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jetrl_jax.models import anatomy
 from jetrl_jax.models.config import ModelConfig
 
 Shape = tuple[int, ...]
 
 _PREFIX = "model."
-_HEAD = "lm_head.weight"
+_HEAD = f"{anatomy.HEAD}.weight"
 
 
 def to_hf_name(path: str) -> str:
@@ -38,10 +39,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
     Weights are [out, in]; V = vocab_size, D = hidden_size, F = intermediate_size, H = head_dim.
     """
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, Shape] = {f"{anatomy.EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes["norm.weight"] = (config.hidden_size,)
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in anatomy.parameter_shapes(config).items()}
+    shapes[f"{anatomy.FINAL_NORM}.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -65,24 +66,3 @@ def mismatches(config: ModelConfig, found: Mapping[str, Shape], *, hf_names: boo
         elif tuple(shape) != expected[name]:
             lines.append(f"wrong shape {name}: got {list(shape)}, expected {list(expected[name])}")
     return lines
-
-
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
-        shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
-        if config.attention_bias:
-            shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
-    shapes["self_attn.o_proj.weight"] = (hidden, queries)
-    if config.o_proj_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    return shapes | {
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }

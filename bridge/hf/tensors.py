@@ -18,13 +18,11 @@ from flax import nnx
 
 from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
+from jetrl_jax.models import anatomy
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.parameters import named_params
 from pallas_kernels import ScaledArray
-
-# Layers that vLLM fuses: their parts share one format, and each part but the last ends on a block's edge.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def hf_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str, Any]]:
@@ -53,26 +51,22 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
     fp8 = set(fp8_paths)
     if not fp8:
         return None
-    rows = {
-        "q_proj": model.num_heads * model.head_dim,
-        "k_proj": model.num_kv_heads * model.head_dim,
-        "gate_proj": model.intermediate_size,
-    }
-    left_out, problems = [], []
+    left_out: list[str] = []
+    problems: list[str] = []
     for layer in range(model.num_layers):
-        for block, names in (("self_attn", FUSED[0]), ("self_attn", ("o_proj",)), ("mlp", FUSED[1]), ("mlp", ("down_proj",))):
-            inside = [f"layers.{layer}.{block}.{name}.weight" in fp8 for name in names]
+        for group in anatomy.fused_groups():  # its parts share one format, and each but the last ends on a block's edge
+            paths = [f"layers.{layer}.{matrix.path}" for matrix in group]
+            inside = [f"{path}.weight" in fp8 for path in paths]
             if any(inside) and not all(inside):
-                problems.append(f"layers.{layer}.{block}: {', '.join(names)} share one format in vLLM, got a mixture")
-            if all(inside):
-                edges = [name for name in names[:-1] if rows[name] % FP8_BLOCKS.weight[0]]
-                problems += [
-                    f"layers.{layer}.{block}.{name}: got {rows[name]} rows, "
-                    f"expected a multiple of {FP8_BLOCKS.weight[0]} before the next part"
-                    for name in edges
-                ]
-            else:
-                left_out += [f"model.layers.{layer}.{block}.{name}" for name in names]
+                parent, names = paths[0].rsplit(".", 1)[0], ", ".join(matrix.name for matrix in group)
+                problems.append(f"{parent}: {names} share one format in vLLM, got a mixture")
+            if not all(inside):
+                left_out += map(to_hf_name, paths)
+                continue
+            for path, matrix in zip(paths[:-1], group, strict=False):
+                rows = matrix.shape(model)[0]
+                if rows % anatomy.BLOCK:
+                    problems.append(f"{path}: got {rows} rows, expected a multiple of {anatomy.BLOCK} before the next part")
     if problems:
         raise UserError(
             "vLLM: it cannot hold this model in FP8: " + "; ".join(problems[:4]) + ". Choose other sizes or precision.overrides."
@@ -82,5 +76,5 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": list(FP8_BLOCKS.weight),
-        "modules_to_not_convert": ["lm_head", *left_out],
+        "modules_to_not_convert": [anatomy.HEAD, *left_out],
     }

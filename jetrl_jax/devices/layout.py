@@ -9,7 +9,6 @@ Norm weights are on every device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jetrl_jax.config.devices import ShardingSection
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models import anatomy
+from jetrl_jax.models.anatomy import Matrix, Norm, fitting_degrees, fitting_tensor_degrees, part_of, read_by, shard_axis
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
 from jetrl_jax.precision.parameters import map_params, named_params
@@ -30,10 +30,8 @@ from jetrl_jax.precision.plan import PrecisionPlan
 
 WHOLE = PartitionSpec()
 ROWS = PartitionSpec(ROW_AXES)  # of a batch
-HEADS = ("q_proj", "k_proj", "v_proj")  # matrices whose output features are heads
-OF_HEADS = ("q_norm", "k_norm")  # whole, but used on a device's own heads
-READERS = {"q_proj": "o_proj", "gate_proj": "down_proj", "up_proj": "down_proj"}  # of a matrix's outputs, as FP8 blocks where FP8
-VOCABULARY = ("embed_tokens", "lm_head")
+VOCABULARY = (f"{anatomy.EMBEDDING}.weight", f"{anatomy.HEAD}.weight")
+NORM = f"{anatomy.FINAL_NORM}.weight"
 
 
 class Layout:
@@ -67,9 +65,9 @@ class Layout:
         fp8 = {path for path in plan.paths if plan.flow(path).quantized}
         shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
         matrices = [path for path, shape in shapes.items() if len(shape) == 2]
-        self._unsplit = {path for path in shapes if _is_norm(path)}
-        self._unsplit |= {path for path in matrices if _kind(path) in VOCABULARY and shapes[path][0] % section.tensor}
-        blocks = {path for path in matrices if path in fp8 or _read_by(path) in fp8}
+        self._unsplit = {path for path in shapes if path == NORM or isinstance(part_of(path), Norm)}
+        self._unsplit |= {path for path in matrices if path in VOCABULARY and shapes[path][0] % section.tensor}
+        blocks = {path for path in matrices if path in fp8 or not fp8.isdisjoint(read_by(path))}
         units = {path: _tensor_unit(path, path in blocks, model.config.head_dim) for path in matrices if path not in self._unsplit}
         _refuse(
             "tensor: shards would cut a head, a 128x128 block or a row",
@@ -118,7 +116,7 @@ class Layout:
 
     def shards(self, state: nnx.State) -> nnx.State:
         """Inside `map`: the arguments' values as `ShardedParameter`s, for a model to make whole."""
-        return map_params(lambda path, value: ShardedParameter(value, self.axes[path], _kind(path) in OF_HEADS), state)
+        return map_params(lambda path, value: ShardedParameter(value, self.axes[path], _of_heads(path)), state)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`jax.shard_map` of `function` over the mesh; collectives and gradients are written out by hand in it."""
@@ -165,24 +163,15 @@ def placed(shardings: Any, tree: Any) -> Any:
     return jax.tree.map(place, shardings, tree)
 
 
-def _kind(path: str) -> str:
-    """'q_proj' of 'layers.0.self_attn.q_proj.weight'."""
-    return path.split(".")[-2]
-
-
-def _read_by(path: str) -> str:
-    """The matrix whose input features are this one's output features, split like them."""
-    kind = _kind(path)
-    return path.replace(kind, READERS.get(kind, kind))
-
-
-def _is_norm(path: str) -> bool:
-    return _kind(path).endswith("norm")
-
-
-def _tensor_unit(path: str, fp8: bool, head_dim: int) -> int:
+def _tensor_unit(path: str, blocks: bool, head_dim: int) -> int:
     """Output features of a matrix that stay together."""
-    return math.lcm(head_dim if _kind(path) in HEADS else 1, FP8_BLOCK if fp8 else 1)
+    part = part_of(path)
+    return part.unit(head_dim, blocks=blocks) if isinstance(part, Matrix) else 1
+
+
+def _of_heads(path: str) -> bool:
+    part = part_of(path)
+    return isinstance(part, Norm) and part.of_heads
 
 
 def _refuse(what: str, degree: int, fitting: Mapping[str, tuple[tuple[int, ...], list[int]]]) -> None:

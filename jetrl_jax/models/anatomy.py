@@ -1,8 +1,158 @@
-"""Which axis of a layer's matrix a number of devices can split; imports no jax."""
+"""What a decoder layer consists of, and how devices can split it: the one list of its matrices and norms; imports no jax.
+
+The decoder is built from it, and names, shapes, fused layers, split axes and rules are read off it.  A path is that of a
+module within its layer ("self_attn.q_proj"), under Hugging Face's name; a matrix is [outputs, inputs].
+"""
 
 from __future__ import annotations
 
-FP8_BLOCK = 128
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jetrl_jax.precision.formats import FP8_BLOCKS
+
+EMBEDDING, HEAD, FINAL_NORM = "embed_tokens", "lm_head", "norm"  # the modules outside the layers
+BLOCK = FP8_BLOCKS.weight[0]
+Axis = Literal["hidden", "heads", "kv_heads", "inner"]
+
+
+class Sizes(Protocol):
+    """The numbers that fix a layer's shapes: of a `ModelConfig`, or of a config's section."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class LayerConfig(Sizes, Protocol):
+    """And those that say which parts a layer has."""
+
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def o_proj_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+def features(axis: Axis, sizes: Sizes) -> int:
+    """Features along an axis of a matrix."""
+    return {
+        "hidden": sizes.hidden_size,
+        "heads": sizes.num_heads * sizes.head_dim,
+        "kv_heads": sizes.num_kv_heads * sizes.head_dim,
+        "inner": sizes.intermediate_size,
+    }[axis]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer y = x W^T + b.
+
+    path: of its module.
+    outputs, inputs: axes of W.
+    reads: the modules that make x, feature by feature; matrices that read the same share its codes.
+    fused_as: the module that vLLM multiplies it as.
+    bias: the field of the model's config that says whether there is b; None: never.
+    """
+
+    path: str
+    outputs: Axis
+    inputs: Axis
+    reads: tuple[str, ...]
+    fused_as: str
+    bias: Literal["attention_bias", "o_proj_bias"] | None = None
+
+    @property
+    def name(self) -> str:
+        """The path's last part."""
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def split_input(self) -> bool:
+        """Whether, where devices split the layer, each makes a part of x only: the outputs of other matrices."""
+        return any(isinstance(PARTS[path], Matrix) for path in self.reads)
+
+    def shape(self, sizes: Sizes) -> tuple[int, int]:
+        """[outputs, inputs] in features."""
+        return features(self.outputs, sizes), features(self.inputs, sizes)
+
+    def has_bias(self, config: LayerConfig) -> bool:
+        """Whether the model has b."""
+        return self.bias is not None and bool(getattr(config, self.bias))
+
+    def unit(self, head_dim: int, *, blocks: bool) -> int:
+        """Outputs that stay on one device: a head, and with `blocks` those of a block of scales."""
+        return math.lcm(head_dim if self.outputs in ("heads", "kv_heads") else 1, BLOCK if blocks else 1)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm with one weight a feature, whole on every device; of_heads: of each head, so that a device uses it on its own."""
+
+    path: str
+    of_heads: bool = False
+
+
+_PARTS: tuple[Matrix | Norm, ...] = (
+    Norm("input_layernorm"),
+    Matrix("self_attn.q_proj", "heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
+    Matrix("self_attn.k_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
+    Matrix("self_attn.v_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
+    Matrix("self_attn.o_proj", "hidden", "heads", ("self_attn.q_proj",), "self_attn.o_proj", "o_proj_bias"),
+    Norm("self_attn.q_norm", of_heads=True),
+    Norm("self_attn.k_norm", of_heads=True),
+    Norm("post_attention_layernorm"),
+    Matrix("mlp.gate_proj", "inner", "hidden", ("post_attention_layernorm",), "mlp.gate_up_proj"),
+    Matrix("mlp.up_proj", "inner", "hidden", ("post_attention_layernorm",), "mlp.gate_up_proj"),
+    Matrix("mlp.down_proj", "hidden", "inner", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+)
+PARTS = {part.path: part for part in _PARTS}
+MATRICES = tuple(part for part in _PARTS if isinstance(part, Matrix))
+
+
+def parameter_shapes(config: LayerConfig) -> dict[str, tuple[int, ...]]:
+    """Path within the layer -> shape of every parameter of one layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in _PARTS:
+        if isinstance(part, Matrix):
+            shapes[f"{part.path}.weight"] = part.shape(config)
+            if part.has_bias(config):
+                shapes[f"{part.path}.bias"] = part.shape(config)[:1]
+        elif config.qk_norm or not part.of_heads:
+            shapes[f"{part.path}.weight"] = (config.head_dim if part.of_heads else config.hidden_size,)
+    return shapes
+
+
+def fused_groups() -> tuple[tuple[Matrix, ...], ...]:
+    """The matrices that vLLM multiplies as one, in order."""
+    groups: dict[str, list[Matrix]] = {}
+    for matrix in MATRICES:
+        groups.setdefault(matrix.fused_as, []).append(matrix)
+    return tuple(map(tuple, groups.values()))
+
+
+def part_of(path: str) -> Matrix | Norm | None:
+    """The part of a layer that a parameter ('layers.0.self_attn.q_proj.weight') belongs to; None: it is outside the layers."""
+    found = re.fullmatch(r"layers\.\d+\.(.+)\.(?:weight|bias)", path)
+    return PARTS.get(found[1]) if found else None
+
+
+def read_by(path: str) -> list[str]:
+    """The parameters (weights) of the matrices whose input features are the outputs of this one, split like them."""
+    part = part_of(path)
+    if part is None:
+        return []
+    return [path.replace(part.path, matrix.path) for matrix in MATRICES if part.path in matrix.reads]
 
 
 def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
@@ -12,7 +162,7 @@ def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
     """
     if degree == 1 or len(shape) != 2:
         return None
-    unit = FP8_BLOCK if fp8 else 1
+    unit = BLOCK if fp8 else 1
     return next((axis for axis, size in enumerate(shape) if size % (degree * unit) == 0), None)
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models import fp8_producers, ops, tensor_parallel, vocabulary
+from jetrl_jax.models.anatomy import MATRICES, Matrix
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.linear import InputCodes, linear
@@ -46,10 +47,11 @@ class Weight(nnx.Module):
 class Linear(nnx.Module):
     """y = x W^T + b; weight [out, in], optional bias [out]."""
 
-    def __init__(self, features_in: int, features_out: int, bias: bool, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, matrix: Matrix, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
         self.numerics = numerics
-        self.weight = _normal(rngs, features_out, features_in)
-        self.bias = nnx.Param(jnp.zeros(features_out, jnp.float32)) if bias else None
+        outputs, inputs = matrix.shape(config)
+        self.weight = _normal(rngs, outputs, inputs)
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if matrix.has_bias(config) else None
 
     def __call__(self, x: jax.Array, codes: InputCodes | None = None, *, split_input: bool = False) -> jax.Array:
         """[..., in] -> [..., out] in `numerics.dtype`; codes, and under tensor parallelism x, as `linear` takes them."""
@@ -58,17 +60,17 @@ class Linear(nnx.Module):
         return linear(x, whole(self.weight, dtype), bias, self.numerics, codes=codes, split_input=split_input)
 
 
+def _linears(module: str, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs) -> list[Linear]:
+    """The linear layers of a module, in the order of `anatomy`."""
+    return [Linear(matrix, config, numerics, rngs=rngs) for matrix in MATRICES if matrix.path.startswith(f"{module}.")]
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE and, in Qwen3, RMSNorm of each query and key head."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
         self.config, self.numerics = config, numerics
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = Linear(config.hidden_size, heads, bias, numerics, rngs=rngs)
-        self.k_proj = Linear(config.hidden_size, kv_heads, bias, numerics, rngs=rngs)
-        self.v_proj = Linear(config.hidden_size, kv_heads, bias, numerics, rngs=rngs)
-        self.o_proj = Linear(heads, config.hidden_size, config.o_proj_bias, numerics, rngs=rngs)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = _linears("self_attn", config, numerics, rngs)
         if config.qk_norm:
             self.q_norm = Weight(nnx.Param(jnp.ones(config.head_dim, jnp.float32)))
             self.k_norm = Weight(nnx.Param(jnp.ones(config.head_dim, jnp.float32)))
@@ -110,9 +112,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
         self.numerics = numerics
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, False, numerics, rngs=rngs)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, False, numerics, rngs=rngs)
+        self.gate_proj, self.up_proj, self.down_proj = _linears("mlp", config, numerics, rngs)
 
     def __call__(self, x: jax.Array, codes: InputCodes | None = None) -> jax.Array:
         """[..., D] -> [..., D]; codes of x as `Attention` takes them."""

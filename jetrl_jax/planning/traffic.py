@@ -50,9 +50,9 @@ def work(run: AbstractRun) -> list[Row]:
     again = config.batch.remat == "layer"
     forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
     linear = {"fp8": 0.0, "other": 0.0}
-    for path, value in named_params(run.state.params):
-        if path.endswith("_proj.weight"):
-            linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += 2.0 * math.prod(value.shape) * tokens
+    masters = dict(named_params(run.state.params))
+    for path in run.plan.linear:
+        linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += 2.0 * math.prod(masters[path].shape) * tokens
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
     square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens  # two products
     if run.model.numerics.attention == PLANNED:  # half of it; the backward has five products, the scores once more among them

@@ -73,4 +73,4 @@ PRESETS: dict[str, Flow] = {
     "fp8_forward": Flow(FP8, FP8, BF16, BF16),
     "fp8_rollout_only": Flow(FP8, BF16, BF16, BF16),
 }
-FP8_LAYERS = ("*.self_attn.?_proj.weight", "*.mlp.*_proj.weight")
+LINEAR = "_proj.weight"  # how the path of a linear layer's weight ends, and no other path: `models.anatomy` has the names

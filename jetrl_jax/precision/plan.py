@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.precision.formats import FORMATS, FP8_LAYERS, PRESETS, Flow, Format
+from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from pallas_kernels import quantize
@@ -66,7 +66,7 @@ class PrecisionPlan:
       value: the format of everything between the products, see `Flow`.
 
     Raises:
-      UserError: an override that matches no linear layer, or puts into FP8 what the contract keeps out of it.
+      UserError: an override that matches no linear layer.
     """
 
     def __init__(
@@ -81,20 +81,22 @@ class PrecisionPlan:
         self.preset, self.scale_format, self.wgrad_operand = preset, scale_format, wgrad_operand
         self.paths, default = list(paths), PRESETS[preset]
         self.value = default.value
-        layers = [path for path in self.paths if any(fnmatch.fnmatchcase(path, pattern) for pattern in FP8_LAYERS)]
+        layers = [path for path in self.paths if path.endswith(LINEAR)]
         self._linear = dict.fromkeys(layers, default)
         for pattern, name in overrides:
-            matched = [path for path in self.paths if fnmatch.fnmatchcase(path, pattern)]
-            hit = [path for path in matched if path in self._linear]
-            outside = [path for path in matched if path not in self._linear and path.endswith("_proj.weight")]
-            if not hit or outside:
+            hit = [path for path in layers if fnmatch.fnmatchcase(path, pattern)]
+            if not hit:
                 raise UserError(
-                    f"precision.overrides: pattern {pattern!r} matches {'no' if not hit else 'more than the'} linear layer"
-                    f"{'' if not hit else 's: ' + ', '.join(outside)}. Linear layers are: {', '.join(layers[:7])}, ..."
+                    f"precision.overrides: pattern {pattern!r} matches no linear layer. Linear layers are: {', '.join(layers[:7])}, ..."
                 )
             fmt = FORMATS[name]
             self._linear.update(dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt)))
         self._other = default.uniform(default.value)
+
+    @property
+    def linear(self) -> tuple[str, ...]:
+        """The weights of linear layers, in the order of `paths`."""
+        return tuple(self._linear)
 
     def flow(self, path: str) -> Flow:
         """The formats of a parameter's products; of a parameter that no linear layer multiplies, the values' format everywhere."""

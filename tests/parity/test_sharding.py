@@ -22,7 +22,8 @@ from jetrl_jax.config.precision import LossScaleSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models.anatomy import fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl import batching
@@ -291,7 +292,7 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_
 
 
 def test_degrees_that_cut_a_block_are_refused():
-    assert FP8_BLOCK == BLOCK
+    assert FP8_BLOCKS.weight == (BLOCK, BLOCK)
     assert [shard_axis(shape, 2, True) for shape in ((256, 100), (100, 256), (384, 320), (256,))] == [0, 1, None, None]
     assert [shard_axis(shape, 2, False) for shape in ((384, 320), (3, 320), (3, 5))] == [0, 1, None]
     assert fitting_degrees((1024, 384), True) == [1, 2, 3, 4, 8]

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config.rules.types import NoEffect, Rule
-from jetrl_jax.models.anatomy import FP8_BLOCK, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models.anatomy import MATRICES, Matrix, fitting_degrees, fitting_tensor_degrees, shard_axis
 from jetrl_jax.precision.formats import FORMATS, PRESETS
 
 if TYPE_CHECKING:
     from jetrl_jax.config.run_config import RunConfig
 
 
-def _matrices(config: RunConfig) -> dict[str, tuple[int, int]]:
-    """Name -> shape of each kind of linear layer of a new model."""
-    model = config.model
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return {
-        "q_proj": (heads, model.hidden_size),
-        "k_proj and v_proj": (kv_heads, model.hidden_size),
-        "o_proj": (model.hidden_size, heads),
-        "gate_proj and up_proj": (model.intermediate_size, model.hidden_size),
-        "down_proj": (model.hidden_size, model.intermediate_size),
-    }
+def _matrices() -> dict[str, Matrix]:
+    """Name -> one of each kind of linear layer of a new model: those of one shape and unit share a line of a message."""
+    kinds: dict[tuple[str, str], list[Matrix]] = {}
+    for matrix in MATRICES:
+        kinds.setdefault((matrix.outputs, matrix.inputs), []).append(matrix)
+    return {" and ".join(matrix.name for matrix in kind): kind[0] for kind in kinds.values()}
 
 
 def any_fp8(config: RunConfig) -> bool:
@@ -35,9 +29,11 @@ def any_fp8(config: RunConfig) -> bool:
 
 def _tensor_degrees(config: RunConfig) -> dict[str, tuple[int, list[int]]]:
     """Name -> (output features, degrees that fit) of each kind of matrix of a new model; the vocabulary is the tokenizer's."""
-    head_dim, block = config.model.head_dim, FP8_BLOCK if any_fp8(config) else 1
-    units = {name: math.lcm(block, head_dim if name in ("q_proj", "k_proj and v_proj") else 1) for name in _matrices(config)}
-    return {name: (shape[0], fitting_tensor_degrees(shape[0], units[name])) for name, shape in _matrices(config).items()}
+    found = {}
+    for name, matrix in _matrices().items():
+        outputs, unit = matrix.shape(config.model)[0], matrix.unit(config.model.head_dim, blocks=any_fp8(config))
+        found[name] = outputs, fitting_tensor_degrees(outputs, unit)
+    return found
 
 
 def _tensor_fits(config: RunConfig) -> bool:
@@ -56,7 +52,8 @@ def _cut(config: RunConfig) -> dict[str, tuple[int, int]]:
     degree, fp8 = config.sharding.fsdp, any_fp8(config)
     if degree == 1 or config.model.path is not None or not _tensor_fits(config):
         return {}
-    parts = {name: (shape[0] // config.sharding.tensor, shape[1]) for name, shape in _matrices(config).items()}
+    shapes = {name: matrix.shape(config.model) for name, matrix in _matrices().items()}
+    parts = {name: (outputs // config.sharding.tensor, inputs) for name, (outputs, inputs) in shapes.items()}
     return {name: shape for name, shape in parts.items() if shard_axis(shape, degree, fp8) is None}
 
 
