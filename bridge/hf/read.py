@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bridge.hf.config import from_hf
 from bridge.hf.names import mismatches, name_map
 from bridge.hf.safetensors_file import StoredTensor, parse_json, read_header
 from jetrl_jax.config.types import user_path
@@ -159,7 +160,7 @@ def _read_config(root: Path) -> tuple[ModelConfig, bool]:
         if wrong:
             raise UserError(f"{root / 'config.json'}: quantization_config of a kind that is not read: got {'; '.join(wrong)}")
     try:
-        return ModelConfig.from_hf(values), quantization is not None
+        return from_hf(values), quantization is not None
     except UserError as error:
         raise UserError(f"{root / 'config.json'}: {error}") from error
 

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from bridge.hf.config import to_hf
 from bridge.hf.names import mismatches, name_map
 from bridge.hf.read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
 from bridge.hf.tensors import hf_tensors, quantization_config
@@ -89,7 +90,7 @@ def save_checkpoint(
         raise ValueError("save_checkpoint: the parameters are not the model's:\n  " + "\n  ".join(problems))
     names = name_map(model_config)
     tensors = [(name, params[path], DTYPES[dtype]) for path, name in names.items()]
-    return _save(directory, model_config, model_config.to_hf(dtype=dtype), tensors, tokenizer, max_shard_bytes, overwrite)
+    return _save(directory, model_config, to_hf(model_config, dtype=dtype), tensors, tokenizer, max_shard_bytes, overwrite)
 
 
 def save_published(
@@ -111,7 +112,7 @@ def save_published(
     if quantization is None:
         raise UserError("save_published: nothing to write in FP8: got a precision plan without an FP8 layer. Choose precision.preset.")
     tensors = [(name, array, np.dtype(array.dtype)) for name, array in hf_tensors(model_config, published)]
-    config = model_config.to_hf(dtype="bfloat16") | {"quantization_config": quantization}
+    config = to_hf(model_config, dtype="bfloat16") | {"quantization_config": quantization}
     return _save(directory, model_config, config, tensors, tokenizer, max_shard_bytes, overwrite)
 
 
@@ -204,7 +205,7 @@ def _verify(directory: Path, config: ModelConfig, tensors: Sequence[Tensor]) -> 
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
-    values = config.to_hf()
+    values = to_hf(config)
     return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if values[key] is not None}
 
 

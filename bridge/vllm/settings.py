@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bridge.hf.config import to_hf
 from bridge.hf.tensors import quantization_config
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
@@ -160,7 +161,7 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
 
 def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
     """A directory that tells vLLM the architecture and formats, without weights; returns it."""
-    config = model.to_hf(dtype="bfloat16")
+    config = to_hf(model, dtype="bfloat16")
     quantization = quantization_config(model, fp8_paths)
     if quantization is not None:
         config["quantization_config"] = quantization

@@ -298,7 +298,7 @@ def test_prompts_that_never_fit_end_with_a_message(tmp_path):
             "does not write the user's text|needs the package",
         ),
         ({"model": {"path": "nowhere", **dict.fromkeys(TINY["model"])}}, "no config.json"),
-        ({"model": {"path": "files", **dict.fromkeys(TINY["model"])}}, "config.json: ModelConfig.from_hf: unsupported model"),
+        ({"model": {"path": "files", **dict.fromkeys(TINY["model"])}}, "config.json: from_hf: unsupported model"),
     ],
     ids=["task", "template", "model", "sizes"],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bridge import load_checkpoint, save_checkpoint
+from bridge.hf.config import from_hf, to_hf
 from bridge.hf.names import to_hf_name
 from jetrl_jax.models.config import ModelConfig
 from tests.parity.hf_reference import CASES, random_model, save, torch, transformers
@@ -27,7 +28,7 @@ def stored(model: Any) -> dict[str, np.ndarray]:
 
 
 def params_of(model: Any) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    config = ModelConfig.from_hf(model.config.to_dict())
+    config = from_hf(model.config.to_dict())
     return config, {name.removeprefix("model."): value for name, value in stored(model).items()}
 
 
@@ -60,7 +61,7 @@ def test_transformers_computes_the_same_from_our_checkpoint(tmp_path, case):
     tokens = torch.arange(1, 31)[None]
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
-    assert ModelConfig.from_hf(read.config.to_dict()) == ModelConfig.from_hf(model.config.to_dict())
+    assert from_hf(read.config.to_dict()) == from_hf(model.config.to_dict())
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"], ids=["single", "sharded"])
@@ -71,7 +72,7 @@ def test_we_read_the_checkpoint_of_transformers(tmp_path, case, dtype, max_shard
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "5GB")
     config, params = load_checkpoint(tmp_path)
-    assert config == ModelConfig.from_hf(model.config.to_dict())
+    assert config == from_hf(model.config.to_dict())
     expected = stored(model)
     assert {to_hf_name(path) for path in params} == set(expected)
     for path, value in params.items():
@@ -95,10 +96,10 @@ def test_a_checkpoint_goes_round_unchanged(tmp_path, case):
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
 def test_either_rope_spelling_of_our_config_is_the_same_model(tmp_path, case, spelling):
     """What transformers 4 sees (it ignores rope_parameters) and what transformers 5 sees (it prefers them) agree."""
-    config = ModelConfig.from_hf(random_model(case).config.to_dict())
-    values = config.to_hf()
+    config = from_hf(random_model(case).config.to_dict())
+    values = to_hf(config)
     for key in ("rope_parameters",) if spelling == "rope_theta" else ("rope_theta", "rope_scaling"):
         del values[key]
     (tmp_path / "config.json").write_text(json.dumps(values))
     read = transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
-    assert ModelConfig.from_hf(read.to_dict()) == config == ModelConfig.from_hf(values)
+    assert from_hf(read.to_dict()) == config == from_hf(values)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bridge.hf.config import from_hf, to_hf
 from bridge.hf.names import to_hf_name
 from bridge.hf.read import parameters_by_path
-from jetrl_jax.models.config import ModelConfig, RopeScaling
+from jetrl_jax.models.config import RopeScaling
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
@@ -62,7 +63,7 @@ def test_decoder_matches_float64_formulas(name, exact):
     decoder = Decoder(config, Numerics(compute_dtype="float32", exact=exact), rngs=nnx.Rngs(0))
     weights = random_weights(decoder)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, length)
-    expected = decoder_oracle.logits(config.to_hf(), weights, tokens.tolist())
+    expected = decoder_oracle.logits(to_hf(config), weights, tokens.tolist())
     row = (jnp.asarray(x, jnp.int32)[None] for x in (tokens, np.arange(length), np.ones(length)))
     got = np.asarray(nnx.jit(lambda d, *batch: d.logits(d(*batch)))(decoder, *row)[0], np.float64)
     # Some 2 x 8 roundings in a chain, each of 2^-24 relative to the largest value of its tensor, with sums of 48 terms.
@@ -79,7 +80,7 @@ def test_the_float64_twin_of_transformers_is_float64(case):
     tokens, positions, mask = ragged_batch([20], "left", 61)
     with true_float64():
         twin = hf_logits(float64_twin(model), tokens, positions, mask)[0]
-    config = ModelConfig.from_hf(model.config.to_dict()).to_hf()
+    config = to_hf(from_hf(model.config.to_dict()))
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     expected = decoder_oracle.logits(config, weights, tokens[0].tolist())
     assert np.abs(twin - expected).max() < 1e-14 * 16 * np.abs(expected).max()

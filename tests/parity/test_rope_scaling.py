@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bridge.hf.config import from_hf, rope_to_hf
 from jetrl_jax.models import ops
-from jetrl_jax.models.config import ModelConfig, RopeScaling
+from jetrl_jax.models.config import RopeScaling
 from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.parity.hf_reference import transformers
@@ -41,13 +42,13 @@ def test_frequencies_and_factor_match_transformers():
         # theirs: an exponent rounded to FP32, its power, and six operations more
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=(8 + math.log(theta)) * ROUNDOFF, err_msg=str((head_dim, theta, rope)))
         assert math.isclose(scaling.attention_scaling, factor, rel_tol=1e-14), rope
-        assert math.isclose(decoder_oracle.magnitude(scaling.to_hf()), factor, rel_tol=1e-14), rope
+        assert math.isclose(decoder_oracle.magnitude(rope_to_hf(scaling)), factor, rel_tol=1e-14), rope
 
 
 @pytest.mark.parametrize("rope", [YARN, YARN | {"factor": 2.5, "attention_factor": 0.75, "beta_fast": 16.0, "truncate": False}], ids=str)
 def test_the_bf16_table_is_that_of_float64_rounded_where_transformers_and_vllm_round(rope):
     """Cosine in float64, FP32, times the factor in FP32, BF16."""
-    config = ModelConfig.from_hf(QWEN3 | {"rope_scaling": rope})
+    config = from_hf(QWEN3 | {"rope_scaling": rope})
     positions = np.asarray([0, 1, 2, 77, 4095, 40959], np.int32)
     table = ops.rope_table(jnp.asarray(positions)[None], config, Numerics())
     frequencies = ops.rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)

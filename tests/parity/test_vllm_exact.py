@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bridge.hf.config import to_hf
 from bridge.vllm.settings import EngineSettings, as_flags, set_environment, write_model_directory
 from jetrl_jax.config.load import load_config
 from jetrl_jax.config.types import VLLM_TEMPERATURES
@@ -159,7 +160,7 @@ def rope_of_vllm(config: ModelConfig, settings: dict[str, Any]) -> Any:
     """What vLLM makes for a model of the dictionary that is written for it."""
     with engine_given(settings):
         rotary_embedding._ROPE_DICT.clear()
-        parameters = config.to_hf()["rope_parameters"]
+        parameters = to_hf(config)["rope_parameters"]
         return rotary_embedding.get_rope(64, config.max_position_embeddings, True, parameters, torch.bfloat16)
 
 

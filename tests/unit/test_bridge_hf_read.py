@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bridge import load_checkpoint
+from bridge.hf.config import to_hf
 from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig, RopeScaling
@@ -28,7 +29,7 @@ def make_tensors(config: ModelConfig, dtype=np.float32) -> dict[str, np.ndarray]
 
 def write(root, config: ModelConfig, tensors, *, shards: int = 1):
     """A directory by the library's writer, in one file or in round-robin shards."""
-    (root / "config.json").write_text(json.dumps(config.to_hf()))
+    (root / "config.json").write_text(json.dumps(to_hf(config)))
     if shards == 1:
         save_file(tensors, root / "model.safetensors")
         return root
@@ -192,11 +193,11 @@ def test_load_checkpoint_raises_on_missing_pieces(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="no valid JSON"):
         load_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"no weights: got \['pytorch_model\.bin'\]"):
         load_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf() | {"mlp_bias": True}))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config) | {"mlp_bias": True}))
     with pytest.raises(UserError, match=r"config\.json: .*mlp_bias"):
         load_checkpoint(tmp_path)
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from bridge.hf.config import from_hf, to_hf
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig, RopeScaling
 
@@ -88,7 +89,7 @@ def newer(config: dict) -> dict:
 
 
 def test_from_hf_reads_published_values():
-    llama = ModelConfig.from_hf(LLAMA)
+    llama = from_hf(LLAMA)
     assert llama == ModelConfig(
         architecture="llama",
         vocab_size=128256,
@@ -108,31 +109,31 @@ def test_from_hf_reads_published_values():
         eos_token_ids=(128001, 128008, 128009),
         bos_token_id=128000,
     )
-    qwen2, qwen3 = ModelConfig.from_hf(QWEN2), ModelConfig.from_hf(QWEN3)
+    qwen2, qwen3 = from_hf(QWEN2), from_hf(QWEN3)
     assert (qwen2.head_dim, qwen2.attention_bias, qwen2.o_proj_bias, qwen2.qk_norm) == (64, True, False, False)
     assert (qwen3.head_dim, qwen3.attention_bias, qwen3.qk_norm, qwen3.eos_token_ids) == (128, False, True, (151645,))
     assert isinstance(qwen3.rope_theta, float)
-    biased = ModelConfig.from_hf(LLAMA | {"attention_bias": True})
+    biased = from_hf(LLAMA | {"attention_bias": True})
     assert biased.o_proj_bias
 
 
 @pytest.mark.parametrize("config", ALL)
 def test_from_hf_reads_both_rope_spellings_alike(config):
-    old, new = ModelConfig.from_hf(config), ModelConfig.from_hf(newer(config))
+    old, new = from_hf(config), from_hf(newer(config))
     assert old == new and hash(old) == hash(new)
 
 
 @pytest.mark.parametrize("config", ALL)
 @pytest.mark.parametrize("eos", [None, 3, [3, 4]], ids=str)
 def test_to_hf_round_trips_through_json(config, eos):
-    model = ModelConfig.from_hf(config | {"eos_token_id": eos})
-    assert ModelConfig.from_hf(json.loads(json.dumps(model.to_hf(dtype="bfloat16")))) == model
+    model = from_hf(config | {"eos_token_id": eos})
+    assert from_hf(json.loads(json.dumps(to_hf(model, dtype="bfloat16")))) == model
 
 
 def test_to_hf_round_trips_linear_scaling():
-    model = ModelConfig.from_hf(QWEN3 | {"rope_scaling": {"type": "linear", "factor": 4}})
+    model = from_hf(QWEN3 | {"rope_scaling": {"type": "linear", "factor": 4}})
     assert model.rope_scaling == RopeScaling("linear", 4.0)
-    assert ModelConfig.from_hf(model.to_hf()) == model
+    assert from_hf(to_hf(model)) == model
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -151,10 +152,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 def test_yarn_is_read_and_written_as_stated(stated):
     config = QWEN3 | {"max_position_embeddings": 131072, "rope_scaling": YARN | stated}
-    model = ModelConfig.from_hf(config)
-    assert ModelConfig.from_hf(newer(config)) == model
-    written = json.loads(json.dumps(model.to_hf()))
-    assert ModelConfig.from_hf(written) == model
+    model = from_hf(config)
+    assert from_hf(newer(config)) == model
+    written = json.loads(json.dumps(to_hf(model)))
+    assert from_hf(written) == model
     said = {key: value for key, value in (YARN | stated).items() if value is not None and key != "type"}
     assert written["rope_scaling"] == said and written["rope_parameters"] == said | {"rope_theta": 1e6}
 
@@ -181,7 +182,7 @@ def test_yarn_is_read_and_written_as_stated(stated):
 def test_from_hf_raises_on_yarn_that_cannot_be(rope, message):
     config = {key: value for key, value in QWEN3.items() if key != "rope_theta" or "rope_theta" not in rope}
     with pytest.raises(UserError, match=message):
-        ModelConfig.from_hf(config | {"rope_scaling": YARN | rope})
+        from_hf(config | {"rope_scaling": YARN | rope})
 
 
 REQUIRED = [
@@ -205,9 +206,9 @@ def test_from_hf_raises_on_every_missing_value(config):
     required = REQUIRED + {"qwen3": ["head_dim", "attention_bias"], "qwen2": [], "llama": ["attention_bias"]}[config["model_type"]]
     for key in required:
         with pytest.raises(UserError, match=f"missing {key}"):
-            ModelConfig.from_hf({k: v for k, v in config.items() if k != key})
+            from_hf({k: v for k, v in config.items() if k != key})
     with pytest.raises(UserError) as caught:
-        ModelConfig.from_hf({"model_type": config["model_type"]})
+        from_hf({"model_type": config["model_type"]})
     for key in required:
         assert f"missing {key}" in str(caught.value) or key == "head_dim"
 
@@ -216,7 +217,7 @@ def test_from_hf_raises_on_every_missing_rope_value():
     for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
         rope = {k: v for k, v in LLAMA["rope_scaling"].items() if k != key}
         with pytest.raises(UserError, match=rf"missing rope_scaling\.{key}"):
-            ModelConfig.from_hf(LLAMA | {"rope_scaling": rope})
+            from_hf(LLAMA | {"rope_scaling": rope})
 
 
 @pytest.mark.parametrize(
@@ -247,22 +248,22 @@ def test_from_hf_raises_on_every_missing_rope_value():
 )
 def test_from_hf_raises_on_unsupported(key, value):
     with pytest.raises(UserError, match=f"(unsupported|ambiguous).*{key.split('_')[0]}"):
-        ModelConfig.from_hf(QWEN3 | {key: value})
+        from_hf(QWEN3 | {key: value})
 
 
 def test_from_hf_raises_where_the_two_rope_spellings_disagree():
     rope = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     with pytest.raises(UserError, match="ambiguous rope scaling"):
-        ModelConfig.from_hf(QWEN3 | rope)
+        from_hf(QWEN3 | rope)
 
 
 def test_from_hf_raises_on_architecture_specific_values():
     with pytest.raises(UserError, match="unsupported attention_bias"):
-        ModelConfig.from_hf(QWEN2 | {"attention_bias": False})
+        from_hf(QWEN2 | {"attention_bias": False})
     with pytest.raises(UserError, match="unsupported sliding_window"):
-        ModelConfig.from_hf(LLAMA | {"sliding_window": 4096})
+        from_hf(LLAMA | {"sliding_window": 4096})
     with pytest.raises(UserError, match="missing head_dim"):
-        ModelConfig.from_hf(QWEN2 | {"hidden_size": 900})
+        from_hf(QWEN2 | {"hidden_size": 900})
 
 
 @pytest.mark.parametrize(
@@ -290,16 +291,16 @@ def test_from_hf_raises_on_architecture_specific_values():
 )
 def test_model_config_raises_naming_the_field(field, value):
     with pytest.raises(UserError, match=f"got {field}="):
-        dataclasses.replace(ModelConfig.from_hf(QWEN3), **{field: value})
+        dataclasses.replace(from_hf(QWEN3), **{field: value})
 
 
 def test_errors_are_collected():
     with pytest.raises(UserError) as caught:
-        ModelConfig.from_hf(QWEN3 | {"hidden_act": "gelu", "mlp_bias": True, "rms_norm_eps": None})
+        from_hf(QWEN3 | {"hidden_act": "gelu", "mlp_bias": True, "rms_norm_eps": None})
     message = str(caught.value)
     assert "hidden_act" in message and "mlp_bias" in message and "missing rms_norm_eps" in message
     with pytest.raises(UserError, match=r"vocab_size.*head_dim"):
-        dataclasses.replace(ModelConfig.from_hf(QWEN3), vocab_size=-1, head_dim=-1)
+        dataclasses.replace(from_hf(QWEN3), vocab_size=-1, head_dim=-1)
 
 
 def test_rope_scaling_raises_on_bad_values():
