@@ -19,8 +19,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from jetrl_jax.models import ops
-from jetrl_jax.models.decoder import Attention, Decoder, DecoderLayer
+from jetrl_jax.models import attention, ops
+from jetrl_jax.models.decoder import Decoder, DecoderLayer, RMSNorm
 from jetrl_jax.precision.parameters import jit
 
 Values = dict[str, jax.Array]
@@ -107,7 +107,7 @@ def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndar
 def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> Values:
     cos, sin = jit(ops.rope_table, static_argnums=(1, 2))(positions, model.config, model.numerics)
     embedding = model.embed_tokens.weight.get_value()
-    mask = ops.packed_mask(segment_ids, model.config, model.numerics)
+    mask = attention.packed_mask(segment_ids, model.numerics)
     return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": mask, "cos": cos, "sin": sin}
 
 
@@ -134,41 +134,32 @@ def _apply(operator: Callable[[Any, Values], Values], graphdef: Any, state: Any,
 _run = jit(_apply, static_argnums=(0, 1))
 
 
-def _add_norm(layer: DecoderLayer, values: Values, weight: jax.Array) -> Values:
-    if "residual" not in values:
-        return {"normed": ops.rms_norm(values["x"], weight, layer.eps, layer.numerics), "residual": values["x"]}
-    normed, residual = ops.add_rms_norm(values["x"], values["residual"], weight, layer.eps, layer.numerics)
-    return {"normed": normed, "residual": residual}
+def _add_norm(norm: RMSNorm, values: Values) -> Values:
+    normed, residual = norm.add(values["x"], values.get("residual"))
+    return {"normed": normed.value, "residual": residual}
 
 
 def _input_norm(layer: DecoderLayer, values: Values) -> Values:
-    return _add_norm(layer, values, layer.input_layernorm.weight.get_value())
+    return _add_norm(layer.input_layernorm, values)
 
 
 def _qkv(layer: DecoderLayer, values: Values) -> Values:
-    attention: Attention = layer.self_attn
     x = values["normed"]
-    heads = (*x.shape[:2], -1, attention.config.head_dim)
-    projections = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
-    return {name: projection(x).reshape(heads) for name, projection in projections.items()}
+    heads = (*x.shape[:2], -1, layer.self_attn.config.head_dim)
+    return {name: projection(x).reshape(heads) for name, projection in zip("qkv", layer.self_attn.readers, strict=True)}
 
 
 def _qk_norm(layer: DecoderLayer, values: Values) -> Values:
-    attention: Attention = layer.self_attn
-    eps, numerics = attention.config.rms_norm_eps, attention.numerics
-    return {
-        "q": ops.rms_norm(values["q"], attention.q_norm.weight.get_value(), eps, numerics),
-        "k": ops.rms_norm(values["k"], attention.k_norm.weight.get_value(), eps, numerics),
-    }
+    return {"q": layer.self_attn.q_norm(values["q"]), "k": layer.self_attn.k_norm(values["k"])}
 
 
 def _rope(layer: DecoderLayer, values: Values) -> Values:
     table = (values["cos"], values["sin"])
-    return {name: ops.rope(values[name], table, layer.numerics) for name in ("q", "k")}
+    return {name: ops.rope(values[name], table, layer.self_attn.numerics) for name in ("q", "k")}
 
 
 def _attention(layer: DecoderLayer, values: Values) -> Values:
-    return {"attended": ops.attention(values["q"], values["k"], values["v"], values["mask"], layer.numerics)}
+    return {"attended": attention.attend(values["q"], values["k"], values["v"], values["mask"], layer.self_attn.numerics)}
 
 
 def _o_proj(layer: DecoderLayer, values: Values) -> Values:
@@ -176,15 +167,15 @@ def _o_proj(layer: DecoderLayer, values: Values) -> Values:
 
 
 def _post_norm(layer: DecoderLayer, values: Values) -> Values:
-    return _add_norm(layer, values, layer.post_attention_layernorm.weight.get_value())
+    return _add_norm(layer.post_attention_layernorm, values)
 
 
 def _gate_up(layer: DecoderLayer, values: Values) -> Values:
-    return {"gate": layer.mlp.gate_proj(values["normed"]), "up": layer.mlp.up_proj(values["normed"])}
+    return {name: projection(values["normed"]) for name, projection in zip(("gate", "up"), layer.mlp.readers, strict=True)}
 
 
 def _silu(layer: DecoderLayer, values: Values) -> Values:
-    return {"activated": ops.silu_multiply(values["gate"], values["up"], layer.numerics)}
+    return {"activated": ops.silu_multiply(values["gate"], values["up"], layer.mlp.numerics)}
 
 
 def _down(layer: DecoderLayer, values: Values) -> Values:
@@ -206,8 +197,7 @@ _LAYER: dict[str, Callable[[DecoderLayer, Values], Values]] = {
 
 
 def _final_norm(model: Decoder, values: Values) -> Values:
-    weight = model.norm.weight.get_value()
-    return {"hidden": ops.add_rms_norm(values["x"], values["residual"], weight, model.config.rms_norm_eps, model.numerics)[0]}
+    return {"hidden": _add_norm(model.norm, values)["normed"]}
 
 
 def _head(model: Decoder, values: Values) -> Values:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.models import ops, vocabulary
+from jetrl_jax.models import attention, ops, vocabulary
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.models.dense import dense
 from jetrl_jax.precision.numerics import Numerics
@@ -26,9 +27,31 @@ BF16 = jnp.bfloat16
 def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, np.ndarray]:
     """The outputs of one case, such as "rope llama3", by name."""
     operator = OPERATORS[case.split()[0]]
-    numerics = Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native"))
+    numerics = resolve(Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native")), _model())
     outputs = jit(lambda arrays: operator(parameters, arrays, numerics))({name: jnp.asarray(array) for name, array in inputs.items()})
     return {name: np.asarray(array) for name, array in outputs.items()}
+
+
+def _model(head_dim: int = 2, theta: float = 1e4, scaling: RopeScaling | None = None) -> ModelConfig:
+    """The smallest model with such a rotary embedding; no other size of it is read."""
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=1,
+        hidden_size=head_dim,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=1 << 14,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        qk_norm=False,
+        eos_token_ids=(),
+    )
 
 
 def _norm(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
@@ -38,32 +61,14 @@ def _norm(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> 
 
 
 def _rope(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
-    scaling = RopeScaling(**parameters["scaling"]) if parameters["scaling"] else None
     x = arrays["x"][None]
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=1,
-        hidden_size=x.shape[-1],
-        intermediate_size=1,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=x.shape[-1],
-        max_position_embeddings=1 << 14,
-        rope_theta=parameters["theta"],
-        rope_scaling=scaling,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        qk_norm=False,
-        eos_token_ids=(),
-    )
+    config = _model(x.shape[-1], parameters["theta"], RopeScaling(**parameters["scaling"]) if parameters["scaling"] else None)
     return {"rotated": ops.rope(x, ops.rope_table(arrays["positions"][None], config, numerics), numerics)[0]}
 
 
 def _attention(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
     q, k, v = (arrays[name][None] for name in "qkv")
-    return {"attended": ops.attention(q, k, v, None, numerics)[0]}
+    return {"attended": attention.attend(q, k, v, None, numerics)[0]}
 
 
 def _silu(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:

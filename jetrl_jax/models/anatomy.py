@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.formats import FP8_BLOCKS
 
 EMBEDDING, HEAD, FINAL_NORM = "embed_tokens", "lm_head", "norm"  # the modules outside the layers
@@ -31,17 +32,6 @@ class Sizes(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
-
-
-class LayerConfig(Sizes, Protocol):
-    """And those that say which parts a layer has."""
-
-    @property
-    def attention_bias(self) -> bool: ...
-    @property
-    def o_proj_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
 
 
 def features(axis: Axis, sizes: Sizes) -> int:
@@ -86,9 +76,9 @@ class Matrix:
         """[outputs, inputs] in features."""
         return features(self.outputs, sizes), features(self.inputs, sizes)
 
-    def has_bias(self, config: LayerConfig) -> bool:
+    def has_bias(self, config: ModelConfig) -> bool:
         """Whether the model has b."""
-        return self.bias is not None and bool(getattr(config, self.bias))
+        return {None: False, "attention_bias": config.attention_bias, "o_proj_bias": config.o_proj_bias}[self.bias]
 
     def unit(self, head_dim: int, *, blocks: bool) -> int:
         """Outputs that stay on one device: a head, and with `blocks` those of a block of scales."""
@@ -120,7 +110,7 @@ PARTS = {part.path: part for part in _PARTS}
 MATRICES = tuple(part for part in _PARTS if isinstance(part, Matrix))
 
 
-def parameter_shapes(config: LayerConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Path within the layer -> shape of every parameter of one layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in _PARTS:

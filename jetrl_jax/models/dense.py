@@ -49,7 +49,7 @@ def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, b
 
     The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
     """
-    implementation = dense_implementation(numerics).name
+    implementation = numerics.choices.dense.name
     if implementation == "xla_fast":
         out = _product(x, weight, numerics)
     else:

@@ -59,6 +59,13 @@ def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bo
     return Choice("xla", f"auto: cudnn cannot run: {problem}")
 
 
+def extension_implementation(attention: Choice) -> Choice:
+    """What computes attention of several new tokens of each row against a cache, where `attention` computes the rest."""
+    if attention.name == "xla":
+        return attention
+    return Choice("xla", "cuDNN's call has one number of visible keys for all tokens of a row")
+
+
 def _operand_problem(numerics: Numerics, head_dim: int) -> str | None:
     if numerics.exact:
         return "numerics.exact is true, and cuDNN's sums depend on shapes"

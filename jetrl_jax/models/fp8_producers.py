@@ -18,38 +18,35 @@ Gradients are always those of `models.ops`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jetrl_jax.models import ops
-from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.models.linear import InputCodes, Weight, is_fp8, quantize_input, quantizer_implementation, wgrad_block
+from jetrl_jax.models.linear import Activation, Codes, Weight, activation, has_fp8_wgrad, is_fp8, wgrad_block
 from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels import rms_norm_quantize, silu_multiply_quantize
-from pallas_kernels.implementations import Choice
 from pallas_kernels.quantize.api import kernel_problem
 from pallas_kernels.quantize.fused import norm_kernel_problem
 
-Normed = tuple[jax.Array, jax.Array, InputCodes | None]
-
 
 def rms_norm(
-    x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, readers: tuple[Weight, ...], numerics: Numerics
-) -> Normed:
+    x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, readers: Sequence[Weight], numerics: Numerics
+) -> tuple[Activation, jax.Array]:
     """RMSNorm of x, or of x + residual, both [..., D], for the layers with the weights `readers`.
 
     Returns:
-      (normed [..., D], new residual [..., D]: x + residual, or x itself; normed's codes, None where no reader is FP8).
+      (normed [..., D], new residual [..., D]: x + residual, or x itself).
     """
     if residual is None:
         normed, total = ops.rms_norm(x, weight, eps, numerics), x
     else:
         normed, total = ops.add_rms_norm(x, residual, weight, eps, numerics)
-    choice = quantizer_implementation(norm_problem(x, numerics), numerics)
-    if choice.name == "xla" or not all(map(is_fp8, readers)) or wgrad_block(readers, numerics) is not None:
-        return normed, total, quantize_input(normed, readers, numerics)
+    choices = numerics.choices
+    implementation = (choices.norm_in_training if has_fp8_wgrad(readers) else choices.norm).name
+    if implementation == "xla" or not readers or not all(map(is_fp8, readers)):
+        return activation(normed, readers, numerics), total
     rows, made = rms_norm_quantize(
         _matrix(x),
         jax.lax.stop_gradient(weight),
@@ -57,52 +54,35 @@ def rms_norm(
         eps=eps,
         engine_variant=numerics.engine_variant,
         scale_format=numerics.scale_format,
-        implementation=choice.name,
+        implementation=implementation,
     )
-    return normed, _same(total, made.reshape(total.shape)), InputCodes(rows, None)
+    return Activation(normed, Codes(rows, None)), _same(total, made.reshape(total.shape))
 
 
-def silu_multiply(gate: jax.Array, up: jax.Array, reader: Weight, numerics: Numerics) -> tuple[jax.Array, InputCodes | None]:
-    """SiLU(gate) * up, both [..., F], for the layer with the weight `reader`: (the product [..., F], its codes)."""
+def silu_multiply(gate: jax.Array, up: jax.Array, reader: Weight, numerics: Numerics) -> Activation:
+    """SiLU(gate) * up, both [..., F], for the layer with the weight `reader`: [..., F]."""
     product = ops.silu_multiply(gate, up, numerics)
-    choice = quantizer_implementation(silu_problem(gate, numerics), numerics)
-    if choice.name == "xla" or not is_fp8(reader):
-        return product, quantize_input(product, (reader,), numerics)
+    implementation = numerics.choices.silu.name
+    if implementation == "xla" or not is_fp8(reader):
+        return activation(product, (reader,), numerics)
     codes = silu_multiply_quantize(
         _matrix(gate),
         _matrix(up),
         token_block_shape=wgrad_block((reader,), numerics),
         scale_format=numerics.scale_format,
-        implementation=choice.name,
+        implementation=implementation,
     )
-    return product, InputCodes(*codes)
+    return Activation(product, Codes(*codes))
 
 
-def input_implementations(config: ModelConfig, numerics: Numerics) -> dict[str, Choice]:
-    """What makes the codes of inputs on one device, and why, where all readers are FP8; for the run's record."""
-
-    def features(count: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, count), numerics.dtype)
-
-    attended, channels = features(config.num_heads * config.head_dim), features(config.intermediate_size)
-    norm = norm_problem(features(config.hidden_size), numerics)
-    copied = "in training numerics.wgrad_operand takes the value" if numerics.wgrad_operand != "requantize" else None
-    return {
-        "norm": quantizer_implementation(norm, numerics),
-        "norm_in_training": quantizer_implementation(norm or copied, numerics),
-        "attention": quantizer_implementation(kernel_problem(attended), numerics),
-        "silu": quantizer_implementation(silu_problem(channels, numerics), numerics),
-    }
+def norm_problem(width: int, numerics: Numerics) -> str | None:
+    """Why RMSNorm over `width` features cannot be fused with its quantiser, None where it can."""
+    return _dtype_problem(numerics) or norm_kernel_problem(jax.ShapeDtypeStruct((1, width), numerics.dtype))
 
 
-def norm_problem(x: Any, numerics: Numerics) -> str | None:
-    """Why RMSNorm of x [..., D] cannot be fused with its quantiser, None where it can."""
-    return _dtype_problem(numerics) or norm_kernel_problem(jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype))
-
-
-def silu_problem(gate: Any, numerics: Numerics) -> str | None:
-    """Why SiLU(gate) * up, gate [..., F], cannot be fused with its quantiser, None where it can."""
-    return _dtype_problem(numerics) or kernel_problem(jax.ShapeDtypeStruct((1, gate.shape[-1]), gate.dtype), "gate")
+def silu_problem(width: int, numerics: Numerics) -> str | None:
+    """Why SiLU(gate) * up of `width` channels cannot be fused with its quantiser, None where it can."""
+    return _dtype_problem(numerics) or kernel_problem(jax.ShapeDtypeStruct((1, width), numerics.dtype), "gate")
 
 
 def _dtype_problem(numerics: Numerics) -> str | None:

@@ -23,7 +23,7 @@ reference where there is none; the backward needs no such property (`product_imp
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +39,38 @@ from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
-from pallas_kernels.quantize.api import kernel_problem, requantize_problem
 
 Weight = jax.Array | ScaledArray | TrainableFp8Weight
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class InputCodes:
-    """What FP8 layers multiply of an input x [..., K], M rows in all: quantised once, for every layer that reads x.
+class Codes:
+    """An activation [..., K] of M rows in all as FP8 layers multiply it.
 
     rows: [M, K] in (1, 128) blocks, for FProp.
-    wgrad: [M, K] in the blocks of `wgrad_block`; None where that is.
+    wgrad: [M, K] in the blocks of `wgrad_block`; None where that is None.
     """
 
     rows: ScaledArray
     wgrad: ScaledArray | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Activation:
+    """The input of linear layers, quantised once for all that read it.
+
+    value: [..., K]; an FP8 layer does not read it, but the gradient goes to it.
+    codes: of its values; None where no reader is FP8.
+    """
+
+    value: jax.Array
+    codes: Codes | None
+
+    def entered(self) -> Activation:
+        """On its way into layers that devices share (`tensor_parallel.enter`)."""
+        return Activation(tensor_parallel.enter(self.value), self.codes)
 
 
 def is_fp8(weight: Weight) -> bool:
@@ -62,26 +78,20 @@ def is_fp8(weight: Weight) -> bool:
     return isinstance(weight, ScaledArray | TrainableFp8Weight)
 
 
-def linear(
-    x: jax.Array,
-    weight: Weight,
-    bias: jax.Array | None,
-    numerics: Numerics,
-    *,
-    codes: InputCodes | None = None,
-    split_input: bool = False,
-) -> jax.Array:
+def linear(x: Activation, weight: Weight, bias: jax.Array | None, numerics: Numerics, *, split_input: bool = False) -> jax.Array:
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
-    An FP8 weight reads `codes`, those of x's values, and never x, which takes the gradient; None: quantised here.
     The bias [N] is added to the FP32 sums, which are rounded once; in FP8, to the rounded product, and the sum is rounded
     again.  Both as vLLM's layers do.
-    Under tensor parallelism N counts this device's output features; x is whole, as `tensor_parallel.enter` gives it, or
-    with `split_input` this device's K / degree features, whose codes (not in FP8: values) are gathered here.
+    Under tensor parallelism N counts this device's output features; x is whole (`Activation.entered`), or with `split_input`
+    this device's K / degree features, whose codes (not in FP8: values) are gathered here.
+
+    Raises:
+      ValueError: an FP8 weight, and x without codes.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    flat, codes = x.value.reshape(-1, x.value.shape[-1]), x.codes
     if is_fp8(weight) and codes is None:
-        codes = quantize_input(flat, (weight,), numerics)
+        raise ValueError("linear: an FP8 weight multiplies codes: got codes=None, expected those of activation(value, [weight], numerics).")
     if isinstance(weight, TrainableFp8Weight):
         out = _trainable(flat, codes, weight.master, weight.quantized, weight.fp8_backward, split_input, numerics)
     elif isinstance(weight, ScaledArray):
@@ -92,24 +102,28 @@ def linear(
     if bias is not None:
         total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.value.shape[:-1], -1)
 
 
-def quantize_input(x: jax.Array, readers: Iterable[Weight], numerics: Numerics) -> InputCodes | None:
-    """The codes of x [..., K] for the weights that will read it; None where none of them is FP8.  No gradient."""
-    readers = tuple(readers)
+def activation(value: jax.Array, readers: Sequence[Weight], numerics: Numerics) -> Activation:
+    """A value [..., K] with its codes for the weights that will read it.  The codes carry no gradient."""
     if not any(map(is_fp8, readers)):
-        return None
-    flat = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1])
+        return Activation(value, None)
+    flat = jax.lax.stop_gradient(value).reshape(-1, value.shape[-1])
     block = wgrad_block(readers, numerics)
     if block is None:
-        return InputCodes(_quantize(flat, FP8_BLOCKS.activation, numerics), None)
-    return InputCodes(*_quantize_dual(flat, block, numerics))
+        return Activation(value, Codes(_quantize(flat, FP8_BLOCKS.activation, numerics), None))
+    return Activation(value, Codes(*_quantize_dual(flat, block, numerics)))
 
 
-def wgrad_block(readers: Iterable[Weight], numerics: Numerics) -> tuple[int, int] | None:
+def has_fp8_wgrad(readers: Sequence[Weight]) -> bool:
+    """Whether the backward of one of these weights multiplies the input's codes."""
+    return any(isinstance(weight, TrainableFp8Weight) and weight.fp8_backward for weight in readers)
+
+
+def wgrad_block(readers: Sequence[Weight], numerics: Numerics) -> tuple[int, int] | None:
     """Blocks of the copy that WGrad of one of these weights reads; None: it reads the rows' codes, or there is no FP8 WGrad."""
-    if not any(isinstance(weight, TrainableFp8Weight) and weight.fp8_backward for weight in readers):
+    if not has_fp8_wgrad(readers):
         return None
     return {"requantize": None, "dual": FP8_BLOCKS.token, "block": FP8_BLOCKS.weight}[numerics.wgrad_operand]
 
@@ -133,25 +147,25 @@ def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
         raise UserError(str(error)) from error
 
 
-def quantizer_implementation(problem: str | None, numerics: Numerics) -> Choice:
+def quantizer_implementation(products: Choice, problem: str | None) -> Choice:
     """What a quantiser, alone or fused, runs on: the Pallas kernel where the products do and nothing stands against it.
 
-    problem: why the kernel cannot take its operands, None where it can.  Raises as `product_implementation`.
+    products: of the forward.
+    problem: why the kernel cannot take its operands, None where it can.
     """
-    products = product_implementation(numerics, forward=True)
     if not products.name.startswith("mosaic"):
         return Choice("xla", f"like the products: {products.reason}")
     return products if problem is None else Choice("xla", f"{products.name} cannot take it: {problem}")
 
 
 def _quantize(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> ScaledArray:
-    implementation = quantizer_implementation(kernel_problem(x), numerics).name
+    implementation = numerics.choices.quantizer(x.shape[1]).name
     return quantize(x, block, scale_format=numerics.scale_format, implementation=implementation)
 
 
 def _quantize_dual(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> tuple[ScaledArray, ScaledArray]:
     """In (1, 128) blocks and in `block`; where the kernel runs, from one read."""
-    implementation = quantizer_implementation(kernel_problem(x), numerics).name
+    implementation = numerics.choices.quantizer(x.shape[1]).name
     return quantize_dual(x, block, scale_format=numerics.scale_format, implementation=implementation)
 
 
@@ -161,7 +175,7 @@ def _fprop(x: ScaledArray, weight: ScaledArray, numerics: Numerics) -> jax.Array
         weight,
         out_dtype=numerics.dtype,
         promotion_order=numerics.promotion_order,
-        implementation=product_implementation(numerics, forward=True).name,
+        implementation=numerics.choices.forward.name,
     )
 
 
@@ -172,7 +186,7 @@ def _whole_input(codes: ScaledArray, split_input: bool) -> ScaledArray:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _trainable(
     x: jax.Array,
-    codes: InputCodes,
+    codes: Codes,
     master: jax.Array,
     weight: ScaledArray,
     fp8_backward: bool,
@@ -184,7 +198,7 @@ def _trainable(
 
 def _forward(
     x: jax.Array,
-    codes: InputCodes,
+    codes: Codes,
     master: jax.Array,
     weight: ScaledArray,
     fp8_backward: bool,
@@ -210,15 +224,12 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
         )
         dx, dw = pullback(dy)
     else:
-        fast: dict[str, Any] = {
-            "promotion_order": numerics.promotion_order,
-            "implementation": product_implementation(numerics, forward=False).name,
-        }
+        fast: dict[str, Any] = {"promotion_order": numerics.promotion_order, "implementation": numerics.choices.backward.name}
         rows, tokens = _quantize_dual(dy, FP8_BLOCKS.token, numerics)
         dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
         operand = saved
         if numerics.wgrad_operand == "requantize":
-            chosen = quantizer_implementation(requantize_problem(saved), numerics).name
+            chosen = numerics.choices.quantizer(saved.shape[1]).name
             operand = requantize(saved, scale_format=numerics.scale_format, implementation=chosen)
         dw = wgrad(tokens, operand, **fast)
     if split_input and tensor_parallel.degree() > 1:

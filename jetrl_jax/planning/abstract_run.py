@@ -18,9 +18,10 @@ from flax import nnx
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.flash_attention import PLANNED, attention_implementation
+from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch
@@ -48,11 +49,10 @@ class AbstractRun:
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
-        numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
-        self.attention = attention_implementation(numerics, sizes.head_dim, elsewhere=on_gpu)
-        if on_gpu:
-            attention = PLANNED if self.attention.name == "cudnn" else self.attention.name
-            numerics = dataclasses.replace(numerics, stored_dtype=numerics.compute_dtype, attention=attention)
+        numerics = resolve(build_numerics(config.precision, config.numerics, config.rollout.engine), sizes, elsewhere=on_gpu)
+        self.attention = numerics.choices.attention
+        if on_gpu and self.attention.name == "cudnn":
+            numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
         remat = config.batch.remat == "layer"
         self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))
         params = nnx.state(self.model, nnx.Param)

@@ -55,7 +55,7 @@ def work(run: AbstractRun) -> list[Row]:
         linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += 2.0 * math.prod(masters[path].shape) * tokens
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
     square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens  # two products
-    if run.model.numerics.attention == PLANNED:  # half of it; the backward has five products, the scores once more among them
+    if run.model.numerics.choices.attention.name == PLANNED:  # half of it; the backward has five products, the scores once more among them
         attention = _row("attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash")
     else:
         attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")

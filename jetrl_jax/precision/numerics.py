@@ -1,11 +1,61 @@
-"""Rounding points and reductions of a forward pass."""
+"""Rounding points and reductions of a forward pass, and which implementation serves each of its operations."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.implementations import Choice
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What serves each operation of a policy, and why: decided once, by `jetrl_jax.models.choices.resolve`, and read by every forward.
+
+    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that they were made for.
+    forward, backward: the FP8 products.
+    dense: the products that are not FP8, forward.
+    attention: of whole sequences, and of one token of each row against a cache.
+    extension: attention of several tokens of each row against a cache.
+    cache: the dtype that keys and values are stored in.
+    quantize, quantize_partial: the quantisers of operands whose rows are whole blocks, and of others.
+    norm, silu: RMSNorm, and SiLU(gate) * up, with the quantiser behind it: a kernel does both, "xla" one after the other.
+    norm_in_training: `norm` where a WGrad in FP8 reads the input.
+    """
+
+    settings: Numerics
+    sizes: tuple[int, int, int]
+    forward: Choice
+    backward: Choice
+    dense: Choice
+    attention: Choice
+    extension: Choice
+    cache: Choice
+    quantize: Choice
+    quantize_partial: Choice
+    norm: Choice
+    norm_in_training: Choice
+    silu: Choice
+
+    def quantizer(self, columns: int) -> Choice:
+        """Of an operand with rows of so many values."""
+        return self.quantize_partial if columns % BLOCK else self.quantize
+
+    def record(self) -> dict[str, Any]:
+        """For the run's record."""
+        found = {name: dataclasses.asdict(choice) for name, choice in vars(self).items() if isinstance(choice, Choice)}
+        return {
+            "fp8_products": {name: found[name] for name in ("forward", "backward")},
+            "fp8_inputs": {name: found[name] for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")},
+            "dense_products": found["dense"],
+            "attention": found["attention"],
+            "attention_of_extensions": found["extension"],
+            "kv_cache": found["cache"],
+        }
 
 
 @dataclass(frozen=True)
@@ -21,7 +71,9 @@ class Numerics:
     kernels: implementation of the FP8 products; see `jetrl_jax.models.linear.product_implementation`.
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
     dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see `jetrl_jax.models.dense`.
-    stored_dtype: dtype of a key/value cache; None is what suits the backend (`models.ops.cache_dtype`).
+    stored_dtype: dtype of a key/value cache; None is what suits the backend (`jetrl_jax.models.cache`).
+    resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls where it is built, and
+        again where `dataclasses.replace` changed a setting.
     """
 
     compute_dtype: str = "bfloat16"
@@ -34,6 +86,26 @@ class Numerics:
     attention: str = "auto"
     dense: str = "auto"
     stored_dtype: str | None = None
+    resolved: Choices | None = None
+
+    def __post_init__(self) -> None:
+        if self.resolved is not None and self.resolved.settings != self.settings:
+            object.__setattr__(self, "resolved", None)
+
+    @property
+    def settings(self) -> Numerics:
+        """Without implementations."""
+        return self if self.resolved is None else dataclasses.replace(self, resolved=None)
+
+    @property
+    def choices(self) -> Choices:
+        """The implementations.  Raises ValueError where they are not resolved."""
+        if self.resolved is None:
+            raise ValueError(
+                "Numerics: no implementations: got resolved=None, expected the numerics of a Decoder, or "
+                "jetrl_jax.models.choices.resolve(numerics, config)."
+            )
+        return self.resolved
 
     @property
     def dtype(self) -> Any:

@@ -13,7 +13,6 @@ directory is made.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import tempfile
 import time
@@ -34,10 +33,6 @@ from jetrl_jax.devices.gpu_memory import check_device, share_gpu
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.dense import dense_implementation
-from jetrl_jax.models.flash_attention import attention_implementation
-from jetrl_jax.models.fp8_producers import input_implementations
-from jetrl_jax.models.linear import product_implementation
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint
 from jetrl_jax.record.console import Console
 from jetrl_jax.record.metrics import MetricsWriter
@@ -281,22 +276,13 @@ class GRPOTrainer:
         run.write_precision(self.policy.plan.table())
         run.write_environment(
             collect_environment()
+            | self.policy.model.numerics.choices.record()
             | {
                 "algorithm": self.algorithm.record(),
                 "engine": self.config.rollout.engine,
                 "eval_verifier": self._eval_verifier(),
                 "sharding": None if self.layout is None else self.layout.record(),
                 "processes": processes.count(),
-                "fp8_products": {
-                    name: dataclasses.asdict(product_implementation(self.policy.model.numerics, forward=name == "forward"))
-                    for name in ("forward", "backward")
-                },
-                "fp8_inputs": {
-                    name: dataclasses.asdict(choice)
-                    for name, choice in input_implementations(self.policy.model.config, self.policy.model.numerics).items()
-                },
-                "dense_products": dataclasses.asdict(dense_implementation(self.policy.model.numerics)),
-                "attention": dataclasses.asdict(attention_implementation(self.policy.model.numerics, self.policy.model.config.head_dim)),
                 "task_notes": list(getattr(self.task, "notes", ())),
                 "tokenizer": self.policy.tokenizer.fingerprint(),
             }

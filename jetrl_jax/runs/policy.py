@@ -27,10 +27,9 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
 from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.flash_attention import attention_implementation
-from jetrl_jax.models.linear import product_implementation
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
@@ -102,9 +101,7 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     """
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
-    numerics = build_numerics(config.precision, config.numerics, config.rollout.engine)
-    product_implementation(numerics, forward=True)  # both raise where they cannot run
-    attention_implementation(numerics, sizes.head_dim)
+    numerics = resolve(build_numerics(config.precision, config.numerics, config.rollout.engine), sizes)
     if isinstance(model, Decoder) or path is None:
         built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
         if isinstance(model, Decoder):

@@ -24,7 +24,8 @@ from flax import nnx
 from jetrl_jax.commands.mismatch import held_out_completions
 from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.models import vocabulary
-from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models.cache import empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.metrics import mismatch_metrics
@@ -50,9 +51,9 @@ def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[
         decoder: Decoder = nnx.merge(graphdef, weights)
 
         def one(cache, position):
-            places = jnp.full((ids.shape[0],), position, jnp.int32)
-            hidden, cache = decoder.decode(jax.lax.dynamic_index_in_dim(ids, position, 1, keepdims=False), places, cache)
-            logits = vocabulary.scale_logits(decoder.logits(hidden), temperature, decoder.numerics)
+            places = jnp.full((ids.shape[0], 1), position, jnp.int32)
+            hidden, cache = decoder.extend(jax.lax.dynamic_index_in_dim(ids, position, 1), places, cache)
+            logits = vocabulary.scale_logits(decoder.logits(hidden[:, 0]), temperature, decoder.numerics)
             following = jax.lax.dynamic_index_in_dim(ids, position + 1, 1, keepdims=False)
             return cache, vocabulary.token_logprobs(logits, following, decoder.numerics)
 

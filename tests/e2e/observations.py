@@ -28,7 +28,7 @@ from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.linear import linear, product_implementation
+from jetrl_jax.models.linear import activation, linear
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.precision.weights import TrainableFp8Weight
 from jetrl_jax.record.metrics import read_metrics, without_clocks
@@ -150,16 +150,15 @@ def recomputation(config: RunConfig) -> Any:
 
 def kernels(config: RunConfig) -> Any:
     """What forms the FP8 products."""
-    numerics = build_policy(config).model.numerics
-    return [product_implementation(numerics, forward=forward).name for forward in (True, False)]
+    choices = build_policy(config).model.numerics.choices
+    return choices.forward.name, choices.backward.name
 
 
 def attention(config: RunConfig) -> Any:
     """What computes attention, on a GPU that takes everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attention, "_device_problem", lambda dtype, head_dim: None)
-        policy = build_policy(config)
-        return flash_attention.attention_implementation(policy.model.numerics, policy.model.config.head_dim).name
+        return build_policy(config).model.numerics.choices.attention.name
 
 
 def losses(config: RunConfig) -> Any:
@@ -258,7 +257,11 @@ def fp8_layer(config: RunConfig) -> Any:
     dy = jnp.asarray(rng.normal(size=(160, layer.weight.shape[0])) * scale[::-1], jnp.bfloat16)
 
     def program(x: jax.Array, weight: TrainableFp8Weight, dy: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda x, master: linear(x, rebind(weight, master), None, layer.numerics), x, weight.master)
+        def output(x: jax.Array, master: jax.Array) -> jax.Array:
+            bound = rebind(weight, master)
+            return linear(activation(x, (bound,), layer.numerics), bound, None, layer.numerics)
+
+        y, pull = jax.vjp(output, x, weight.master)
         return y, pull(dy)
 
     return [np.asarray(leaf, np.float32).tobytes() for leaf in jax.tree.leaves(jit(program)(x, weight, dy))]

@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.models import vocabulary
-from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models.cache import empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import COMPILER_OPTIONS, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -51,12 +52,12 @@ def programs(preset: str) -> dict[str, str]:
 
     def engine(published: Any, ids: jax.Array, positions: jax.Array, cache: Any, temperature: jax.Array) -> Any:
         bound = nnx.merge(graphdef, published)
-        hidden, cache = bound.decode(ids, positions, cache)
-        logits = vocabulary.scale_logits(bound.logits(hidden), temperature, numerics)
+        hidden, cache = bound.extend(ids[:, None], positions[:, None], cache)
+        logits = vocabulary.scale_logits(bound.logits(hidden[:, 0]), temperature, numerics)
         return vocabulary.token_logprobs(logits, ids, numerics), cache
 
     row, slot = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((ROWS, TOKENS), (SLOTS,)))
-    cache, temperature = jax.eval_shape(lambda: empty_cache(SIZES, numerics, SLOTS, 128)), jax.ShapeDtypeStruct((), jnp.float32)
+    cache, temperature = jax.eval_shape(lambda: empty_cache(SIZES, model.numerics, SLOTS, 128)), jax.ShapeDtypeStruct((), jnp.float32)
     arguments = {"trainer": (params, published, row, row, row), "engine": (published, slot, slot, cache, temperature)}
     return {
         name: aot.program_for_h100(program, *arguments[name], compiler_options=COMPILER_OPTIONS)

@@ -45,8 +45,8 @@ class Layer:
     """A decoder layer as rollout and as training run it, on one device or split over the mesh of `sharding`."""
 
     def __init__(self, sharding: ShardingSection | None = None, preset: str = "fp8_unified") -> None:
-        self.numerics = Numerics(kernels="mosaic_gpu")
-        model = nnx.eval_shape(lambda: Decoder(SIZES, self.numerics, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: Decoder(SIZES, Numerics(kernels="mosaic_gpu"), rngs=nnx.Rngs(0)))
+        self.numerics = model.numerics
         self.graphdef, params = nnx.split(model)
         self.plan = PrecisionPlan([path for path, _ in named_params(params)], preset)
         published = jax.eval_shape(self.plan.publish, params)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jetrl_jax.models import ops
-from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.models import attention
+from tests.parity.small_policy import resolved
 
 LAYOUTS = ("separate", "side by side")
 BLOCK_SIZE = 16
@@ -69,7 +69,7 @@ class Paged:
         self.starts = torch.tensor(np.cumsum([0, *(new for _, new in REQUESTS)]), dtype=torch.int32)
 
     def attended_by_the_trainer(self, query: torch.Tensor) -> np.ndarray:
-        """`ops.attention` of whole sequences, exact: float32 [new tokens, N * H], the BF16 values."""
+        """`attention.attend` of whole sequences, exact: float32 [new tokens, N * H], the BF16 values."""
         longest, outputs = max(length for length, _ in REQUESTS), []
 
         def padded(x: torch.Tensor, before: int) -> jnp.ndarray:
@@ -79,6 +79,6 @@ class Paged:
         for row, (length, new) in enumerate(REQUESTS):
             start = int(self.starts[row])
             mine = padded(query[start : start + new], length - new)
-            out = ops.attention(mine, padded(self.keys[row], 0), padded(self.values[row], 0), None, Numerics())
+            out = attention.attend(mine, padded(self.keys[row], 0), padded(self.values[row], 0), None, resolved())
             outputs.append(np.asarray(out[0, length - new : length], np.float32))
         return np.concatenate(outputs)

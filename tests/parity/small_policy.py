@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
@@ -21,6 +22,11 @@ VOCAB = 37
 CONFIG = small_model(vocab_size=VOCAB)  # one layer; tests/parity/test_rollout_exact.py has two
 
 
+def resolved(numerics: Numerics | None = None, **options: Any) -> Numerics:
+    """Numerics with the implementations that the small model has, for operations that are called by themselves."""
+    return resolve(Numerics(**options) if numerics is None else numerics, CONFIG)
+
+
 class SmallPolicy:
     """Model, masters, plan and published weights of one preset; the masters are the same for every preset."""
 
@@ -28,8 +34,8 @@ class SmallPolicy:
         self, preset: str, config: ModelConfig = CONFIG, *, seed: int = 0, overrides: Sequence[tuple[str, str]] = (), **options: Any
     ) -> None:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
-        self.numerics = Numerics(compute_dtype=dtype, **options)
-        self.model = Decoder(config, self.numerics, rngs=nnx.Rngs(seed))
+        self.model = Decoder(config, Numerics(compute_dtype=dtype, **options), rngs=nnx.Rngs(seed))
+        self.numerics = self.model.numerics
         self.graphdef, params = nnx.split(self.model)
         rng = np.random.default_rng(seed + 1)
 

@@ -13,30 +13,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.models import dense as dense_module
-from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models import choices
+from jetrl_jax.models.cache import empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.dense import dense, dense_implementation
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit
 from pallas_kernels.implementations import Choice, interpreter_problem
 from tests.kernels.test_implementations import pretend
 from tests.oracles import tolerances
-from tests.parity.small_policy import CONFIG, SmallPolicy
+from tests.parity.small_policy import CONFIG, SmallPolicy, resolved
 
 interpreted = pytest.mark.skipif(interpreter_problem() is not None, reason=f"mosaic_interpret: {interpreter_problem()}")
 FORMS = ["xla_fast", "xla", pytest.param("mosaic_interpret", marks=interpreted)]
 
 
-def take(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Makes `dense` run on this form, as on a device that it is for; returns the forms of the products traced since."""
-    traced: list[str] = []
-
-    def choose(numerics: Numerics) -> Choice:
-        traced.append(name)
-        return Choice(name, "asked for by a test")
-
-    monkeypatch.setattr(dense_module, "dense_implementation", choose)
-    return traced
+def take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Makes `dense` of numerics that are resolved from now on run on this form, as on a device that it is for."""
+    monkeypatch.setattr(choices, "dense_implementation", lambda numerics: Choice(name, "asked for by a test"))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +69,13 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
     """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.  The backward is XLA's product in each form."""
     rng = np.random.default_rng(0)
     m, n, k = 3, 40, 72
-    numerics = Numerics(compute_dtype=dtype)
     x, w = jnp.asarray(rng.normal(size=(m, k)), dtype), jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
     b = jnp.asarray(rng.normal(size=n), jnp.float32) if bias else None
     dy = jnp.asarray(rng.normal(size=(m, n)), out_dtype)
 
     def run() -> Any:
+        numerics = resolved(compute_dtype=dtype)
+
         def layer(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
             return dense(x, w, jnp.dtype(out_dtype), numerics, b)
 
@@ -88,9 +83,9 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
         return jax.jit(lambda *a: (run_layer(*a), jax.vjp(run_layer, *a)[1](dy)))(x, w, b)
 
     expected = run()[1]
-    traced = take(monkeypatch, form)
+    take(monkeypatch, form)
+    assert resolved(compute_dtype=dtype).choices.dense.name == form
     out, gradients = run()
-    assert form in traced
     wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w.astype(dtype), np.float64)
     exact, magnitude = wide_x @ wide_w.T, np.abs(wide_x) @ np.abs(wide_w).T
     if b is not None:
@@ -111,7 +106,7 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
 )
 def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatch, preset: str, form: str) -> None:
     """Each token of three rows decoded alone, against all of them at once: 3 rows of products, and 21."""
-    traced = take(monkeypatch, form)
+    take(monkeypatch, form)
     policy = SmallPolicy(preset, dataclasses.replace(CONFIG, attention_bias=True))
     model = policy.rollout_model()
     ids = jnp.asarray(np.random.default_rng(4).integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
@@ -124,10 +119,9 @@ def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatc
     whole = jit(lambda weights: bind(weights).logits(bind(weights)(ids, positions, jnp.ones_like(ids))))(weights)
 
     def step(weights: Any, ids: jax.Array, positions: jax.Array, cache: Any) -> Any:
-        hidden, cache = bind(weights).decode(ids, positions, cache)
-        return bind(weights).logits(hidden), cache
+        hidden, cache = bind(weights).extend(ids[:, None], positions[:, None], cache)
+        return bind(weights).logits(hidden[:, 0]), cache
 
-    assert len(traced) == 8  # seven linear layers and the head
     decode, cache = jit(step), empty_cache(model.config, policy.numerics, 3, 16)
     for position in range(7):
         logits, cache = decode(weights, ids[:, position], positions[:, position], cache)

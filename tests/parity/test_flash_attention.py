@@ -24,9 +24,10 @@ from jetrl_jax.config.devices import ShardingSection
 from jetrl_jax.config.load import load_config
 from jetrl_jax.devices.layout import ROWS, Layout
 from jetrl_jax.errors import UserError
+from jetrl_jax.models import attention
 from jetrl_jax.models import flash_attention as flash
-from jetrl_jax.models import ops
-from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models.cache import empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.planning import abstract_run
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import named_params
@@ -34,7 +35,7 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.logprobs import completion_logprobs
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.oracles import attention_oracle, tolerances
-from tests.parity.small_policy import CONFIG
+from tests.parity.small_policy import CONFIG, resolved
 
 B, N, K, H = 2, 6, 2, 16
 FAST = Numerics(exact=False)
@@ -75,7 +76,7 @@ def packed(length: int) -> np.ndarray:
 
 def packed_mask(segments: np.ndarray) -> jax.Array:
     """As the decoder makes it for cuDNN."""
-    return ops.packed_mask(jnp.asarray(segments), CONFIG, dataclasses.replace(FAST, attention="planned"))
+    return attention.packed_mask(jnp.asarray(segments), resolved(dataclasses.replace(FAST, attention="planned")))
 
 
 def operands(length: int, dtype: Any, segments: np.ndarray) -> tuple[jax.Array, ...]:
@@ -118,7 +119,7 @@ def test_packed_rows_match_float64_in_value_and_gradient(length: int, dtype: str
     for gradient in found[1:]:
         np.testing.assert_array_equal(gradient[segments == 0], 0)
     if dtype == "bfloat16":
-        ours = ops.attention(q, k, v, mask, dataclasses.replace(FAST, attention="xla")).reshape(q.shape)
+        ours = attention.attend(q, k, v, mask, resolved(dataclasses.replace(FAST, attention="xla"))).reshape(q.shape)
         assert ours.dtype == jnp.bfloat16
         check([np.asarray(ours, np.float64)], expected, segments > 0, length, tolerances.U_BF16)
 
@@ -131,8 +132,8 @@ def test_a_prompt_in_its_own_row_needs_no_mask() -> None:
     expected = attention_oracle.attention(*map(np.asarray, (q, k, v)), visible, np.asarray(dy))
     found = value_and_gradient(functools.partial(flash.flash_attention, mask=None), q, k, v, dy)
     check(found, expected, np.ones((B, length), bool), length, 0.0)
-    xla = dataclasses.replace(FAST, compute_dtype="float32", attention="xla")
-    check([np.asarray(ops.attention(q, k, v, None, xla)).reshape(q.shape)], expected, np.ones((B, length), bool), length, 0.0)
+    xla = resolved(dataclasses.replace(FAST, compute_dtype="float32", attention="xla"))
+    check([np.asarray(attention.attend(q, k, v, None, xla)).reshape(q.shape)], expected, np.ones((B, length), bool), length, 0.0)
 
 
 @pytest.mark.usefixtures("as_xla")
@@ -216,12 +217,12 @@ def test_prefill_and_decode_lower_to_cudnn(cuda: None, compute_dtype: str) -> No
     numerics = dataclasses.replace(CUDNN, compute_dtype=compute_dtype, stored_dtype=compute_dtype)
     model = nnx.eval_shape(lambda: Decoder(CONFIG, numerics, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
-    row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    row = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     text = lowered(lambda params, *arrays: nnx.merge(graphdef, params).prefill(*arrays), params, prompts, prompts)
     assert calls(text) == ["fmhaSoftmax"] and "CAUSAL" in text and f"{length}x{length}x" not in text
-    cache = jax.eval_shape(lambda: empty_cache(CONFIG, numerics, rows, length))
-    text = lowered(lambda params, *arrays: nnx.merge(graphdef, params).decode(*arrays), params, row, row, cache)
+    cache = jax.eval_shape(lambda: empty_cache(CONFIG, model.numerics, rows, length))
+    text = lowered(lambda params, *arrays: nnx.merge(graphdef, params).extend(*arrays), params, row, row, cache)
     assert calls(text) == ["fmhaSoftmax"] and "PADDING" in text
     name = {"bfloat16": "bf16", "float16": "f16"}[compute_dtype]
     keys = f"tensor<{rows * CONFIG.num_kv_heads}x{length}x1x{CONFIG.head_dim}x{name}>"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.linear import linear, product_implementation
+from jetrl_jax.models.linear import activation, linear, product_implementation
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.precision.weights import TrainableFp8Weight
@@ -25,6 +25,7 @@ from pallas_kernels import ScaledArray, quantize
 from pallas_kernels.implementations import gpu_problem
 from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle, tolerances
+from tests.parity.small_policy import resolved
 
 SIZES = [(5, 64, 43), (130, 192, 43), (200, 300, 200)]  # M, K, N: one block, partial edges, two blocks of everything
 OPERANDS = ("requantize", "dual", "block")
@@ -44,12 +45,16 @@ def matrix(shape: tuple[int, int], seed: int) -> np.ndarray:
     return bf16(x)
 
 
+def layer(x: jax.Array, weight: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
+    return linear(activation(x, (weight,), numerics), weight, bias, numerics)
+
+
 class Case:
     """Operands of one layer, and the oracle's results for them."""
 
     def __init__(self, sizes: tuple[int, int, int], numerics: Numerics) -> None:
         M, K, N = sizes
-        self.numerics = numerics
+        self.numerics = resolved(numerics)
         self.x, self.dy = matrix((M, K), 1), matrix((M, N), 3)
         self.master = (matrix((N, K), 2).astype(np.float32) * np.float32(1 + 2**-12)).astype(np.float32)  # more bits than BF16
         self.w = self.quantized(bf16(self.master), (128, 128))
@@ -79,7 +84,7 @@ class Case:
         """(y, dx, cotangent of the weight)."""
 
         def both(x: jax.Array, weight: Any, dy: jax.Array) -> Any:
-            y, pullback = jax.vjp(lambda x, w: linear(x, w, None, self.numerics), x, weight)
+            y, pullback = jax.vjp(lambda x, w: layer(x, w, self.numerics), x, weight)
             return y, *pullback(dy)
 
         return transform(both)(jnp.asarray(self.x), weight, jnp.asarray(self.dy if dy is None else dy))
@@ -110,7 +115,7 @@ def test_forward_has_the_oracles_bits(sizes: tuple[int, int, int], options: dict
     case = Case(sizes, Numerics(**options))
     weights = [case.codes, case.trainable(True), case.trainable(False)]
     for transform in (jit, lambda f: f) if sizes == SIZES[0] else (jit,):
-        for y in transform(lambda x, weights: [linear(x, w, None, case.numerics) for w in weights])(jnp.asarray(case.x), weights):
+        for y in transform(lambda x, weights: [layer(x, w, case.numerics) for w in weights])(jnp.asarray(case.x), weights):
             assert y.dtype == case.numerics.dtype
             assert np.asarray(y).tobytes() == case.forward().tobytes()
 
@@ -118,7 +123,7 @@ def test_forward_has_the_oracles_bits(sizes: tuple[int, int, int], options: dict
 @pytest.mark.parametrize("kernels", runnable("xla_fast", "mosaic_interpret"))
 def test_forward_without_exact_is_within_the_bound_of_an_fp32_sum(kernels: str) -> None:
     case = Case(SIZES[2], Numerics(exact=False, kernels=kernels))
-    y = jit(lambda x, w: linear(x, w, None, case.numerics))(jnp.asarray(case.x), case.codes)
+    y = jit(lambda x, w: layer(x, w, case.numerics))(jnp.asarray(case.x), case.codes)
     check_gemm(y, values(case.quantized(case.x, (1, 128))), values(case.w), tolerances.U_BF16)
 
 
@@ -186,7 +191,7 @@ def test_bias_is_added_after_the_products_rounding_in_fp8(kind: str) -> None:
     weight = {"codes": case.codes, "trainable": case.trainable()}[kind]
     bias = np.random.default_rng(7).normal(size=SIZES[1][2]).astype(np.float32) * 3
     expected = bf16(case.forward().astype(np.float32) + bf16(bias).astype(np.float32))
-    got = jit(lambda w, b: linear(jnp.asarray(case.x), w, b, case.numerics))(weight, jnp.asarray(bias))
+    got = jit(lambda w, b: layer(jnp.asarray(case.x), w, case.numerics, b))(weight, jnp.asarray(bias))
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
 
 
@@ -194,7 +199,7 @@ def test_bias_joins_the_sums_before_the_rounding_in_bf16() -> None:
     """Against float64, within the error of FP32 sums and one rounding; two roundings leave that bound in many places."""
     case = Case(SIZES[1], Numerics())
     bias = np.random.default_rng(7).normal(size=SIZES[1][2]).astype(np.float32) * 3
-    got = jit(lambda w, b: linear(jnp.asarray(case.x), w, b, case.numerics))(jnp.asarray(case.master), jnp.asarray(bias))
+    got = jit(lambda w, b: layer(jnp.asarray(case.x), w, case.numerics, b))(jnp.asarray(case.master), jnp.asarray(bias))
     x, weight, rounded_bias = (np.float64(bf16(part)) for part in (case.x, case.master, bias))
     product = x @ weight.T
     exact = product + rounded_bias
@@ -213,7 +218,7 @@ def test_bias_gradient_is_an_fp32_sum_over_rows(kind: str) -> None:
     weight = {"trainable": case.trainable(), "array": jnp.asarray(case.master)}[kind]
 
     def output(bias: jax.Array) -> jax.Array:
-        return linear(jnp.asarray(case.x), weight, bias, case.numerics)
+        return layer(jnp.asarray(case.x), weight, case.numerics, bias)
 
     got = jit(lambda b, dy: jax.vjp(output, b)[1](dy)[0])(jnp.zeros(N, jnp.float32), jnp.asarray(case.dy))
     assert got.dtype == jnp.float32
@@ -228,8 +233,8 @@ def test_transformations_give_the_same_bits() -> None:
     weight, x, dy = case.trainable(), jnp.asarray(case.x), jnp.asarray(case.dy)
 
     def run(x: jax.Array, weight: Any, dy: jax.Array) -> Any:
-        layer = jax.checkpoint(lambda x, w: linear(x, w, None, case.numerics))
-        y, pullback = jax.vjp(layer, x, weight)
+        checkpointed = jax.checkpoint(lambda x, w: layer(x, w, case.numerics))
+        y, pullback = jax.vjp(checkpointed, x, weight)
         return y, *pullback(dy)
 
     def mapped(x: jax.Array, weight: Any, dy: jax.Array) -> Any:
@@ -237,7 +242,7 @@ def test_transformations_give_the_same_bits() -> None:
         return jax.tree.map(lambda part: part[1], outputs)
 
     def loss(x: jax.Array, master: jax.Array) -> Any:
-        y = linear(x[None], dataclasses.replace(weight, master=master), None, case.numerics)[0]
+        y = layer(x[None], dataclasses.replace(weight, master=master), case.numerics)[0]
         return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
 
     (_, y), (dx, dw) = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, weight.master)
@@ -260,7 +265,7 @@ def test_forward_of_a_row_ignores_the_others() -> None:
     case = Case(SIZES[2], Numerics())
     expected = case.forward().view(np.uint16)
     for rows in (slice(0, 1), slice(50, 130)):
-        y = jit(lambda x: linear(x, case.codes, None, case.numerics))(jnp.asarray(case.x[rows]))
+        y = jit(lambda x: layer(x, case.codes, case.numerics))(jnp.asarray(case.x[rows]))
         np.testing.assert_array_equal(np.asarray(y).view(np.uint16), expected[rows])
 
 

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.models import fp8_producers, linear, ops
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
@@ -37,8 +38,9 @@ class Layer:
     """One layer with its weights as training binds them, its inputs and the cotangents of its outputs."""
 
     def __init__(self, overrides: Overrides = (), sizes: Any = SIZES, **options: Any) -> None:
-        self.sizes, self.numerics = sizes, Numerics(**options)
-        self.graphdef, params = nnx.split(Decoder(sizes, self.numerics, rngs=nnx.Rngs(0)))
+        model = Decoder(sizes, Numerics(**options), rngs=nnx.Rngs(0))
+        self.sizes, self.numerics = sizes, model.numerics
+        self.graphdef, params = nnx.split(model)
         rng = np.random.default_rng(1)
         self.params = map_params(lambda _, v: v if v.ndim == 2 else v + np.asarray(rng.normal(size=v.shape) * 0.2, np.float32), params)
         paths = [path for path, _ in named_params(params)]
@@ -105,7 +107,7 @@ def test_fused_layer_has_the_bits_of_the_operations_in_turn(kernels: str, monkey
     fused = layer.run()
     for problem in ("norm_problem", "silu_problem"):
         monkeypatch.setattr(fp8_producers, problem, lambda *_: "turned off")
-    in_turn = layer.run()
+    in_turn = Layer(kernels=kernels).run()
     assert sum(path.startswith("layers.") for path in fused) == 11
     for name, value in fused.items():
         assert np.any(value != 0), name
@@ -142,21 +144,27 @@ def test_a_reader_that_is_not_fp8_or_another_width_takes_the_operations_in_turn(
     assert ragged.launches(training=False) == {"rms_norm_quantize*": 2, "quantize*": 1, "quantize": 1}
 
 
+def inputs(sizes: Any, part: str = "name", **options: Any) -> dict[str, str]:
+    """What makes the codes of inputs, as the run's record has it."""
+    record = resolve(Numerics(**options), sizes).choices.record()
+    return {name: choice[part] for name, choice in record["fp8_inputs"].items()}
+
+
 def test_record_says_what_makes_the_codes() -> None:
-    found = fp8_producers.input_implementations(SIZES, Numerics(kernels="xla_fast", wgrad_operand="dual"))
-    assert {name: choice.name for name, choice in found.items()} == dict.fromkeys(("norm", "norm_in_training", "attention", "silu"), "xla")
+    assert set(inputs(SIZES, kernels="xla_fast", wgrad_operand="dual").values()) == {"xla"}
 
 
 @interpreted
 def test_record_says_why_a_kernel_is_not_taken(kernels: str) -> None:
     sizes = dataclasses.replace(SIZES, hidden_size=384, intermediate_size=160)
-    found = fp8_producers.input_implementations(sizes, Numerics(kernels=kernels))
-    assert {name: choice.name for name, choice in found.items()} == {
+    assert inputs(sizes, kernels=kernels) == {
         "norm": "xla",
         "norm_in_training": "xla",
-        "attention": kernels,
         "silu": "xla",
+        "quantize": kernels,
+        "quantize_partial": "xla",
     }
-    assert "expected a width of (" in found["norm"].reason and "multiple of 128" in found["silu"].reason
-    dual = fp8_producers.input_implementations(SIZES, Numerics(kernels=kernels, wgrad_operand="dual"))
-    assert dual["norm"].name == kernels and "takes the value" in dual["norm_in_training"].reason
+    why = inputs(sizes, "reason", kernels=kernels)
+    assert "expected a width of (" in why["norm"] and "multiple of 128" in why["silu"] and "is partial" in why["quantize_partial"]
+    dual = {"kernels": kernels, "wgrad_operand": "dual"}
+    assert inputs(SIZES, **dual)["norm"] == kernels and "takes the value" in inputs(SIZES, "reason", **dual)["norm_in_training"]

@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.models import linear, ops
+from jetrl_jax.models import attention, linear, ops
+from jetrl_jax.models import cache as cache_module
+from jetrl_jax.models.cache import KVCache
+from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
@@ -131,7 +134,7 @@ def test_a_request_does_not_see_its_batch(preset: str, exact: bool) -> None:
 @pytest.mark.parametrize(("preset", "exact"), [("fp8_unified", True)])
 def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(preset: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache as it is stored beside a GPU, in programs of other sizes."""
-    monkeypatch.setattr(ops, "cache_dtype", lambda numerics: numerics.dtype)
+    monkeypatch.setattr(cache_module, "stored_dtype", lambda numerics: numerics.dtype)
     whole, other = sampled(preset, exact), setup(preset, exact).new_engine(slots=3, prefill_rows=1, decode_chunk_tokens=17)
     chosen = list(range(0, 96, 8))
     got = other.generate([requests()[i] for i in chosen], setup(preset, exact).sampling)
@@ -147,8 +150,12 @@ def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def attention_summed_in_fp32(patch: pytest.MonkeyPatch) -> None:
-    attention = ops.cached_attention
-    patch.setattr(ops, "cached_attention", lambda *arrays: attention(*arrays[:-1], dataclasses.replace(arrays[-1], exact=False)))
+    attend = attention.attend_to_cache
+
+    def in_fp32(q: jax.Array, cache: KVCache, positions: jax.Array, numerics: Numerics) -> jax.Array:
+        return attend(q, cache, positions, resolve(dataclasses.replace(numerics, exact=False), CONFIG))
+
+    patch.setattr(attention, "attend_to_cache", in_fp32)
 
 
 def norm_rounded_once(patch: pytest.MonkeyPatch) -> None:
@@ -159,7 +166,7 @@ def norm_rounded_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_in_fp8(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ops, "cache_dtype", lambda numerics: jnp.float8_e4m3fn)
+    patch.setattr(cache_module, "stored_dtype", lambda numerics: jnp.float8_e4m3fn)
 
 
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
 from bridge.vllm.worker import exact_cuda, exact_torch, fp8_kernel  # noqa: E402
 from bridge.vllm.worker import transfer as vllm_transfer  # noqa: E402
 from tests.parity.paged_cache import LAYOUTS, Paged, assert_equal, bf16, normal  # noqa: E402
+from tests.parity.small_policy import resolved  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
 
@@ -189,7 +190,7 @@ def test_linear_layers_are_the_trainers(bias: bool) -> None:
     assert type(method) is vllm_exact.ExactLinearMethod
     method.process_weights_after_loading(layer)
     master = None if layer.bias is None else bf16(layer.bias).astype(jnp.float32)
-    numerics = Numerics(dense="float64")
+    numerics = resolved(dense="float64")
     assert_equal(method.apply(layer, x, layer.bias), dense(bf16(x), bf16(layer.weight), jnp.bfloat16, numerics, master))
 
 

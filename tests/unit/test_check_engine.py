@@ -13,7 +13,7 @@ import pytest
 from jetrl_jax.commands import check_engine
 from jetrl_jax.diagnostics import trainer_operators
 from jetrl_jax.errors import RunStopped, UserError
-from jetrl_jax.models import dense, ops, vocabulary
+from jetrl_jax.models import attention, dense, ops, vocabulary
 from tests.oracles import contract_oracle, fp8_oracle
 
 
@@ -46,7 +46,8 @@ def test_other_roundings_are_told_apart(monkeypatch):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0xFFFF0000)
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
-    monkeypatch.setattr(ops, "round_to", truncated)
+    for module in (ops, attention):
+        monkeypatch.setattr(module, "round_to", truncated)
     assert broken() >= {"norm native", "norm cuda", "rope", "rope linear", "rope llama3", "attention", "silu"}
     monkeypatch.undo()
     monkeypatch.setattr(dense, "round_to", truncated)

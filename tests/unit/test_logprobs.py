@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.models import vocabulary
-from jetrl_jax.models.decoder import Decoder, empty_cache
+from jetrl_jax.models.cache import empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl.batching import TrainBatch, pack, unpack
 from jetrl_jax.rl.logprobs import completion_logprobs
@@ -55,8 +56,8 @@ def decoded(small: SmallPolicy, chosen: list[Trajectory]) -> list[np.ndarray]:
     @jit
     def step(model_tokens: jax.Array, next_tokens: jax.Array, positions: jax.Array, cache):
         model = small.rollout_model()
-        hidden, cache = model.decode(model_tokens, positions, cache)
-        logits = vocabulary.scale_logits(model.logits(hidden), jnp.float32(TEMPERATURE), small.numerics)
+        hidden, cache = model.extend(model_tokens[:, None], positions[:, None], cache)
+        logits = vocabulary.scale_logits(model.logits(hidden[:, 0]), jnp.float32(TEMPERATURE), small.numerics)
         return vocabulary.token_logprobs(logits, next_tokens, small.numerics), cache
 
     cache, columns = empty_cache(CONFIG, small.numerics, len(chosen), length + 5), []

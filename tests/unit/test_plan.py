@@ -151,7 +151,7 @@ def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows
 
 def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
     assert [
-        AbstractRun(small(*changes), SIZES).model.numerics.attention
+        AbstractRun(small(*changes), SIZES).model.numerics.choices.attention.name
         for changes in ([], ["numerics.attention=xla"], ["numerics.exact=true"], ["precision.preset=fp32"], ["precision.preset=fp16"])
     ] == ["planned", "xla", "xla", "xla", "planned"]
 
@@ -160,7 +160,7 @@ def test_a_jax_that_is_too_old_for_cudnn_is_planned_with_scores(monkeypatch: pyt
     """What its run would take."""
     monkeypatch.setattr(flash_attention, "FIRST_JAX", (99, 1))
     run = AbstractRun(small(), SIZES)
-    assert run.model.numerics.attention == "xla" and "expected 99.1 or newer" in run.attention.reason
+    assert run.model.numerics.choices.attention.name == "xla" and "expected 99.1 or newer" in run.attention.reason
     with pytest.raises(UserError, match=r"numerics\.attention: cannot run: got 'cudnn', but JAX is .*, expected 99\.1 or newer"):
         AbstractRun(small("numerics.attention=cudnn"), SIZES)
 

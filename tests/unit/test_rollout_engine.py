@@ -332,3 +332,16 @@ def test_buckets_cover_every_length_with_few_shapes() -> None:
     assert batch_sizes(1) == (1,) and batch_sizes(31) == (31,) and batch_sizes(256) == (64, 256)
     for total in range(2, 700, 7):
         assert cache_buckets(total)[-1] >= total and list(cache_buckets(total)) == sorted(set(cache_buckets(total)))
+
+
+def test_caches_are_filled_and_extended_in_place(shared: JaxEngine) -> None:
+    """XLA gives the donated arrays back under their own memory: no second cache beside the first."""
+    check(shared.generate([request(9)], GREEDY), [request(9)])
+    seen = set()
+    for (kind, *shape), program in list(shared.programs._compiled.items()):
+        if kind in ("insert", "decode"):
+            cache = shared.programs.abstract_state(*shape).cache
+            held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+            assert program.memory_analysis().alias_size_in_bytes >= held > 0, (kind, shape)
+            seen.add(kind)
+    assert seen == {"insert", "decode"}

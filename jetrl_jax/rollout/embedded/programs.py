@@ -25,8 +25,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jetrl_jax.devices.layout import WHOLE, Layout, placed
-from jetrl_jax.models import ops, tensor_parallel
-from jetrl_jax.models.decoder import Decoder, KeysValues, empty_cache
+from jetrl_jax.models import tensor_parallel
+from jetrl_jax.models.cache import KVCache, empty_cache
+from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -39,14 +40,14 @@ from jetrl_jax.rollout.embedded.shapes import EngineShapes
 class SlotState:
     """Sequences in flight, one per slot.
 
-    cache: each layer's keys and values [B, K, S, H].
+    cache: of each layer.
     keys: uint32 [B, 2], the requests' random keys.
     token: int32 [B], sampled last and not yet in the cache.
     position: int32 [B], where it goes (0 in an idle slot, so that it writes inside its own row).
     remaining: int32 [B], tokens still to sample; 0 is idle.
     """
 
-    cache: list[KeysValues]
+    cache: list[KVCache]
     keys: jax.Array
     token: jax.Array
     position: jax.Array
@@ -55,7 +56,7 @@ class SlotState:
     @property
     def shape(self) -> tuple[int, int]:
         """(B, S)."""
-        return self.token.shape[0], self.cache[0][0].shape[2]
+        return self.token.shape[0], self.cache[0].length
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +64,7 @@ class SlotState:
 class Prefilled:
     """Prompts ready to be inserted: cache rows [R, K, T, H] per layer, float32 logits [R, V], int32 lengths [R]."""
 
-    cache: list[KeysValues]
+    cache: list[KVCache]
     logits: jax.Array
     lengths: jax.Array
 
@@ -229,12 +230,7 @@ class EnginePrograms:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
         hidden, cache = model.prefill(tokens, positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        padding = ((0, 0), (0, 0), (0, self.prompt_length - length), (0, 0))
-
-        def as_stored(x: jax.Array) -> jax.Array:
-            return ops.cast_to_cache(jnp.pad(jnp.moveaxis(x, 1, 2), padding), self.numerics)
-
-        stored = [(as_stored(keys), as_stored(values)) for keys, values in cache]
+        stored = [KVCache.of(keys, values, self.prompt_length, self.numerics) for keys, values in cache]
         return Prefilled(stored, self._logits(model, last), lengths)
 
     def _insert_program(
@@ -244,7 +240,7 @@ class EnginePrograms:
         first = jnp.argsort(~new, stable=True).astype(jnp.int32)  # the slots to fill, then the others
         length = min(self.prompt_length, state.shape[1])
 
-        def fill(index: jax.Array, cache: list[KeysValues]) -> list[KeysValues]:
+        def fill(index: jax.Array, cache: list[KVCache]) -> list[KVCache]:
             slot, zero = first[index], jnp.int32(0)
 
             def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
@@ -278,8 +274,8 @@ class EnginePrograms:
         def one_token(carry: tuple[jax.Array, SlotState, jax.Array]) -> tuple[jax.Array, SlotState, jax.Array]:
             step, state, report = carry
             active = state.remaining > 0
-            hidden, cache = model.decode(state.token, state.position, state.cache)
-            token, logprob = sample(self._logits(model, hidden), state.keys, state.position + 1, controls, self.numerics)
+            hidden, cache = model.extend(state.token[:, None], state.position[:, None], state.cache)
+            token, logprob = sample(self._logits(model, hidden[:, 0]), state.keys, state.position + 1, controls, self.numerics)
             remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
             position = jnp.where(remaining > 0, state.position + 1, 0)
             report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))
@@ -300,8 +296,7 @@ class EnginePrograms:
             with jax.enable_x64(self.numerics.exact):
                 return jnp.pad(take(x), ((0, 0), (0, 0), (0, length - old_length), (0, 0)))
 
-        cache = [(fit(keys), fit(values)) for keys, values in state.cache]
-        return SlotState(cache, take(state.keys), take(state.token), take(state.position), take(state.remaining))
+        return SlotState(jax.tree.map(fit, state.cache), take(state.keys), take(state.token), take(state.position), take(state.remaining))
 
 
 def _report(token: jax.Array, logprob: jax.Array, sampled: jax.Array) -> jax.Array:

@@ -1,0 +1,126 @@
+"""Attention: of whole sequences, and of new tokens against a cache; softmax(q k^T / sqrt(H)) v over the keys that are visible.
+
+What computes it is `Numerics.choices`: XLA here, or cuDNN (`jetrl_jax.models.flash_attention`).  Scores and sums are FP32
+(float64 with `exact`), and the result is rounded once.
+
+Axes: B rows, T tokens, t new tokens, N query heads, K key/value heads, G = N / K, Q = t G, H head width, S keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.models.cache import KVCache
+from jetrl_jax.models.flash_attention import PLANNED, flash_attention, flash_cached_attention
+from jetrl_jax.models.ops import round_to, shape_independent
+from jetrl_jax.precision.numerics import Numerics
+
+HIDDEN = -1e30  # the score of a key that is not visible
+
+
+def packed_mask(segment_ids: jax.Array, numerics: Numerics) -> jax.Array:
+    """The visible keys of each token of a packed row, bool [B, T, T] of int32 [B, T]: of its segment, up to itself.
+
+    Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself.
+    """
+    length = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    mask = jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
+    return mask if numerics.choices.attention.name == "xla" else mask | jnp.eye(length, dtype=bool)[None]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:
+    """Causal attention of whole sequences.
+
+    Args:
+      q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal (`packed_mask`); None: all that is
+        causal.  A row without any visible key gives meaningless values.
+
+    Returns:
+      [B, T, N * H] in `numerics.dtype`.
+    """
+    B, T, N, H = q.shape
+    chosen = numerics.choices.attention.name
+    if chosen != "xla":
+        return flash_attention(q, k, v, mask, planned=chosen == PLANNED).reshape(B, T, N * H)
+    if mask is None:
+        mask = jnp.tril(jnp.ones((T, T), bool))[None]
+    return round_to(_attention(H**-0.5, numerics.exact, q, k, v, mask), numerics.dtype)
+
+
+def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics: Numerics) -> jax.Array:
+    """Attention of new tokens against a cache that holds them; no gradient.
+
+    Args:
+      q: [B, t, N, H].
+      positions: int32 [B, t]; a token sees the keys at or below its own.
+
+    Returns:
+      [B, t, N * H] in `numerics.dtype`; with `exact` the bits of `attend` on the same tokens.
+    """
+    B, t, N, H = q.shape
+    K, S = cache.keys.shape[1:3]
+    chosen = (numerics.choices.attention if t == 1 else numerics.choices.extension).name
+    if chosen != "xla":
+        out = flash_cached_attention(q[:, 0], cache.keys, cache.values, positions[:, 0], planned=chosen == PLANNED)
+        return out.reshape(B, 1, N * H)
+    queries = q.astype(jnp.float32) * np.float32(H**-0.5)
+    hidden = _hidden(positions, S, N // K)
+    precision = jax.lax.Precision.HIGHEST
+    with jax.enable_x64(numerics.exact):
+        dtype = jnp.float64 if numerics.exact else jnp.float32
+        keys, values = cache.read(dtype)
+        grouped = _heads_first(queries.astype(dtype), K)
+        scores = jnp.einsum("BKQH,BKSH->BKQS", grouped, keys, precision=precision)
+        scores = jnp.where(hidden, jnp.asarray(HIDDEN, dtype), scores)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        out = jnp.einsum("BKQS,BKSH->BKQH", weights, values, precision=precision)
+        out = (out / weights.sum(-1, keepdims=True)).astype(jnp.float32)
+    return round_to(_tokens_first(out, t), numerics.dtype)
+
+
+# The t tokens of a row are further queries of its heads, Q = t G of each key/value head: one product with all its keys.
+# One token has no axis of its own, so that decoding is the program that it would be without the others.
+
+
+def _hidden(positions: jax.Array, length: int, group: int) -> jax.Array:
+    """Which keys each query does not see, bool [B, 1, Q, S] (Q may be 1), of positions int32 [B, t]."""
+    keys = jnp.arange(length, dtype=jnp.int32)
+    if positions.shape[1] == 1:
+        return (keys[None] > positions)[:, None, None]
+    return (keys[None, None] > jnp.repeat(positions, group, axis=1)[:, :, None])[:, None]
+
+
+def _heads_first(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, t, N, H] -> [B, K, Q, H]."""
+    B, t, N, H = q.shape
+    if t == 1:
+        return q.reshape(B, kv_heads, N // kv_heads, H)
+    return jnp.moveaxis(q.reshape(B, t, kv_heads, N // kv_heads, H), 2, 1).reshape(B, kv_heads, -1, H)
+
+
+def _tokens_first(out: jax.Array, t: int) -> jax.Array:
+    """[B, K, Q, H] -> [B, t, N * H]."""
+    B, K, Q, H = out.shape
+    if t > 1:
+        out = jnp.moveaxis(out.reshape(B, K, t, Q // t, H), 1, 2)
+    return out.reshape(B, t, -1)
+
+
+@shape_independent
+def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    precision = jax.lax.Precision.HIGHEST
+    queries = (q.astype(jnp.float32) * np.float32(scale)).astype(dtype).reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(dtype), precision=precision)
+    scores = jnp.where(mask[:, None, None], scores, jnp.asarray(HIDDEN, dtype))
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v.astype(dtype), precision=precision)
+    total = jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]  # [B, T, K, G, 1]
+    return (out / total).astype(jnp.float32).reshape(B, T, N * H)

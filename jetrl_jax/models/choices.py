@@ -1,0 +1,58 @@
+"""Which implementation serves each operation of a policy: decided here, once, from settings, sizes and device.
+
+Every module has the rule of its own operation (`product_implementation`, `dense_implementation`, ...); `resolve` asks them all.
+A forward reads `Numerics.choices` and decides nothing; a run's `environment.json` prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jetrl_jax.models import fp8_producers
+from jetrl_jax.models.anatomy import Sizes
+from jetrl_jax.models.cache import cache_implementation
+from jetrl_jax.models.dense import dense_implementation
+from jetrl_jax.models.flash_attention import attention_implementation, extension_implementation
+from jetrl_jax.models.linear import product_implementation, quantizer_implementation
+from jetrl_jax.precision.numerics import Choices, Numerics
+
+PARTIAL = "the last block of a row is partial"
+COPIED = "in training numerics.wgrad_operand takes the value"
+
+
+def resolve(numerics: Numerics, sizes: Sizes, *, elsewhere: bool = False) -> Numerics:
+    """The numerics of a model of these sizes with its implementations, or as they are where they have them.
+
+    Args:
+      numerics: implementations asked for by name, or "auto".
+      sizes: the model's.
+      elsewhere: attention and cache for a run of this JAX on a GPU that is not here, where nothing can be tried.
+
+    Raises:
+      UserError: an implementation that was asked for by name cannot run.
+    """
+    made_for = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    if numerics.resolved is not None and numerics.resolved.sizes == made_for:
+        return numerics
+    numerics = numerics.settings
+    forward = product_implementation(numerics, forward=True)
+    float32 = f"activations are {numerics.dtype}, expected bfloat16 or float16" if numerics.compute_dtype == "float32" else None
+    attention = attention_implementation(numerics, sizes.head_dim, elsewhere=elsewhere)
+    norm = fp8_producers.norm_problem(sizes.hidden_size, numerics)
+    copied = COPIED if numerics.wgrad_operand != "requantize" else None
+    choices = Choices(
+        settings=numerics,
+        sizes=made_for,
+        forward=forward,
+        backward=product_implementation(numerics, forward=False),
+        dense=dense_implementation(numerics),
+        attention=attention,
+        extension=extension_implementation(attention),
+        cache=cache_implementation(numerics, elsewhere=elsewhere),
+        quantize=quantizer_implementation(forward, float32),
+        quantize_partial=quantizer_implementation(forward, float32 or PARTIAL),
+        norm=quantizer_implementation(forward, norm),
+        norm_in_training=quantizer_implementation(forward, norm or copied),
+        silu=quantizer_implementation(forward, fp8_producers.silu_problem(sizes.intermediate_size, numerics)),
+    )
+    return dataclasses.replace(numerics, resolved=choices)
