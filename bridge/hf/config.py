@@ -27,7 +27,6 @@ from jetrl_jax.models.config import (
     RopeScaling,
     is_positive_int,
     is_positive_number,
-    raise_all,
 )
 
 # Keys that change the mathematics and are not implemented: each must be absent, null or one of the values given.
@@ -82,7 +81,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     fields["rope_theta"], fields["rope_scaling"] = _rope(config, problems)
     fields["eos_token_ids"] = _eos(config, problems)
     fields["bos_token_id"], fields["pad_token_id"] = config.get("bos_token_id"), config.get("pad_token_id")
-    raise_all("from_hf", problems)
+    if problems:
+        raise UserError("from_hf: " + "; ".join(problems))
     return ModelConfig(**fields)
 
 

@@ -19,7 +19,7 @@ BLOCK = FP8_BLOCKS.weight[0]
 Axis = Literal["hidden", "heads", "kv_heads", "inner"]
 
 
-class Sizes(Protocol):
+class _Sizes(Protocol):
     """The numbers that fix a layer's shapes: of a `ModelConfig`, or of a config's section."""
 
     @property
@@ -34,7 +34,7 @@ class Sizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-def features(axis: Axis, sizes: Sizes) -> int:
+def features(axis: Axis, sizes: _Sizes) -> int:
     """Features along an axis of a matrix."""
     return {
         "hidden": sizes.hidden_size,
@@ -72,7 +72,7 @@ class Matrix:
         """Whether, where devices split the layer, each makes a part of x only: the outputs of other matrices."""
         return any(isinstance(PARTS[path], Matrix) for path in self.reads)
 
-    def shape(self, sizes: Sizes) -> tuple[int, int]:
+    def shape(self, sizes: _Sizes) -> tuple[int, int]:
         """[outputs, inputs] in features."""
         return features(self.outputs, sizes), features(self.inputs, sizes)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from jetrl_jax.models import fp8_producers
-from jetrl_jax.models.anatomy import Sizes
 from jetrl_jax.models.cache import cache_implementation
+from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense_implementation
 from jetrl_jax.models.flash_attention import attention_implementation, extension_implementation
 from jetrl_jax.models.linear import product_implementation, quantizer_implementation
@@ -20,7 +20,7 @@ PARTIAL = "the last block of a row is partial"
 COPIED = "in training numerics.wgrad_operand takes the value"
 
 
-def resolve(numerics: Numerics, sizes: Sizes, *, elsewhere: bool = False) -> Numerics:
+def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) -> Numerics:
     """The numerics of a model of these sizes with its implementations, or as they are where they have them.
 
     Args:

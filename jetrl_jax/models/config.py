@@ -69,7 +69,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         kinds = [kind for kind in ROPE_KEYS if kind != "default"]
         if self.rope_type not in kinds:
-            raise_all("RopeScaling", [f"got rope_type={self.rope_type!r}, expected one of {kinds}"])
+            _raise("RopeScaling", [f"got rope_type={self.rope_type!r}, expected one of {kinds}"])
         problems: list[str] = []
         required, optional = ROPE_KEYS[self.rope_type], ROPE_OPTIONS.get(self.rope_type, ())
         for name in (f.name for f in fields(self) if f.name != "rope_type"):
@@ -86,7 +86,7 @@ class RopeScaling:
             problems.append(f"got factor={self.factor!r}, expected at least 1 for yarn scaling")
         if not problems and self.rope_type == "yarn" and self.betas[0] < self.betas[1]:
             problems.append(f"got beta_fast={self.betas[0]!r}, expected at least beta_slow={self.betas[1]!r}")
-        raise_all("RopeScaling", problems)
+        _raise("RopeScaling", problems)
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -141,7 +141,7 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        raise_all("ModelConfig", _field_problems(self))
+        _raise("ModelConfig", _field_problems(self))
 
     @property
     def o_proj_bias(self) -> bool:
@@ -149,16 +149,18 @@ class ModelConfig:
         return self.attention_bias and self.architecture != "qwen2"
 
 
-def raise_all(function: str, problems: list[str]) -> None:
+def _raise(function: str, problems: list[str]) -> None:
     if problems:
         raise UserError(f"{function}: " + "; ".join(problems))
 
 
 def is_positive_int(value: Any) -> bool:
+    """Of a field whose type is not checked yet."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def is_positive_number(value: Any) -> bool:
+    """As `is_positive_int`; finite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
