@@ -9,7 +9,7 @@ the decoder's own, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,61 +139,29 @@ def _add_norm(norm: RMSNorm, values: Values) -> Values:
     return {"normed": normed.value, "residual": residual}
 
 
-def _input_norm(layer: DecoderLayer, values: Values) -> Values:
-    return _add_norm(layer.input_layernorm, values)
+def _named(names: str, values: Iterable[jax.Array]) -> Values:
+    return dict(zip(names.split(), values, strict=True))
 
 
-def _qkv(layer: DecoderLayer, values: Values) -> Values:
-    x = values["normed"]
-    heads = (*x.shape[:2], -1, layer.self_attn.config.head_dim)
-    return {name: projection(x).reshape(heads) for name, projection in zip("qkv", layer.self_attn.readers, strict=True)}
-
-
-def _qk_norm(layer: DecoderLayer, values: Values) -> Values:
-    return {"q": layer.self_attn.q_norm(values["q"]), "k": layer.self_attn.k_norm(values["k"])}
-
-
-def _rope(layer: DecoderLayer, values: Values) -> Values:
-    table = (values["cos"], values["sin"])
-    return {name: ops.rope(values[name], table, layer.self_attn.numerics) for name in ("q", "k")}
-
-
-def _attention(layer: DecoderLayer, values: Values) -> Values:
-    return {"attended": attention.attend(values["q"], values["k"], values["v"], values["mask"], layer.self_attn.numerics)}
-
-
-def _o_proj(layer: DecoderLayer, values: Values) -> Values:
-    return {"x": layer.self_attn.o_proj(values["attended"])}
-
-
-def _post_norm(layer: DecoderLayer, values: Values) -> Values:
-    return _add_norm(layer.post_attention_layernorm, values)
-
-
-def _gate_up(layer: DecoderLayer, values: Values) -> Values:
-    return {name: projection(values["normed"]) for name, projection in zip(("gate", "up"), layer.mlp.readers, strict=True)}
-
-
-def _silu(layer: DecoderLayer, values: Values) -> Values:
-    return {"activated": ops.silu_multiply(values["gate"], values["up"], layer.mlp.numerics)}
-
-
-def _down(layer: DecoderLayer, values: Values) -> Values:
-    return {"x": layer.mlp.down_proj(values["activated"])}
-
-
+# The decoder's own modules and operations, in its order.
 _LAYER: dict[str, Callable[[DecoderLayer, Values], Values]] = {
-    "input_norm": _input_norm,
-    "qkv": _qkv,
-    "qk_norm": _qk_norm,
-    "rope": _rope,
-    "attention": _attention,
-    "o_proj": _o_proj,
-    "post_norm": _post_norm,
-    "gate_up": _gate_up,
-    "silu": _silu,
-    "down": _down,
+    "input_norm": lambda layer, made: _add_norm(layer.input_layernorm, made),
+    "qkv": lambda layer, made: _named("q k v", (_heads(reader(made["normed"]), layer) for reader in layer.self_attn.readers)),
+    "qk_norm": lambda layer, made: {"q": layer.self_attn.q_norm(made["q"]), "k": layer.self_attn.k_norm(made["k"])},
+    "rope": lambda layer, made: {name: ops.rope(made[name], (made["cos"], made["sin"]), layer.self_attn.numerics) for name in ("q", "k")},
+    "attention": lambda layer, made: {
+        "attended": attention.attend(made["q"], made["k"], made["v"], made["mask"], layer.self_attn.numerics)
+    },
+    "o_proj": lambda layer, made: {"x": layer.self_attn.o_proj(made["attended"])},
+    "post_norm": lambda layer, made: _add_norm(layer.post_attention_layernorm, made),
+    "gate_up": lambda layer, made: _named("gate up", (reader(made["normed"]) for reader in layer.mlp.readers)),
+    "silu": lambda layer, made: {"activated": ops.silu_multiply(made["gate"], made["up"], layer.mlp.numerics)},
+    "down": lambda layer, made: {"x": layer.mlp.down_proj(made["activated"])},
 }
+
+
+def _heads(x: jax.Array, layer: DecoderLayer) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, layer.self_attn.config.head_dim)
 
 
 def _final_norm(model: Decoder, values: Values) -> Values:
