@@ -92,11 +92,10 @@ def test_tokens_at_once_have_the_bits_of_one_after_another_and_of_a_whole_forwar
     whole, cache = one.whole()
     by_one, cache_by_one = one.extended(1, cache)
     np.testing.assert_array_equal(by_one, expected(whole))
-    for tokens in (NEW, 2):
-        at_once, cache_at_once = one.extended(tokens, cache)
-        np.testing.assert_array_equal(at_once, by_one, err_msg=f"{tokens} at once")
-        for a, b in zip(jax.tree.leaves(cache_at_once), jax.tree.leaves(cache_by_one), strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{tokens} at once"
+    at_once, cache_at_once = one.extended(NEW, cache)
+    np.testing.assert_array_equal(at_once, by_one)
+    for a, b in zip(jax.tree.leaves(cache_at_once), jax.tree.leaves(cache_by_one), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 @pytest.mark.parametrize("broken", ["sees the token after itself", "does not see its mates", "written one slot too far"])
