@@ -12,6 +12,7 @@ from flax import nnx
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.anatomy import MATRICES
+from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.dense import dense
@@ -38,8 +39,11 @@ def test_a_decoder_resolves_its_numerics_and_every_part_has_them() -> None:
 
 
 def test_a_forward_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is asked where the decoder is built and never again."""
-    model = abstract(Numerics(exact=False))
+    """The device is asked where the decoder is built and never again: with plain and with FP8 weights, and against a cache."""
+    model = abstract(Numerics())
+    graphdef, weights = nnx.split(model)
+    published = jax.eval_shape(PrecisionPlan([path for path, _ in named_params(weights)], "fp8_unified").publish, weights)
+    cache = empty_cache(CONFIG, model.numerics, 1, 8)
     ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
     def asked(*_: object) -> None:
@@ -47,8 +51,10 @@ def test_a_forward_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in ((implementations, "gpu_problem"), (flash_attention, "_device_problem"), (jax, "default_backend")):
         monkeypatch.setattr(module, name, asked)
-    graphdef, weights = nnx.split(model)
-    assert jax.eval_shape(lambda weights, *tokens: nnx.merge(graphdef, weights)(*tokens), weights, ids, ids, ids).shape[:2] == (1, 4)
+    for kind in (weights, published):
+        whole = jax.eval_shape(lambda weights, *tokens: nnx.merge(graphdef, weights)(*tokens), kind, ids, ids, ids)
+        extended, _ = jax.eval_shape(lambda weights, *tokens: nnx.merge(graphdef, weights).extend(*tokens, cache), kind, ids, ids)
+        assert whole.shape == extended.shape == (1, 4, CONFIG.hidden_size)
 
 
 def test_changed_settings_and_other_sizes_are_resolved_again() -> None:
