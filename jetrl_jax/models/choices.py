@@ -32,7 +32,7 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
       UserError: an implementation that was asked for by name cannot run.
     """
     made_for = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
-    if numerics.resolved is not None and numerics.resolved.sizes == made_for:
+    if not elsewhere and numerics.resolved is not None and numerics.resolved.sizes == made_for:
         return numerics
     numerics = numerics.settings
     forward = product_implementation(numerics, forward=True)

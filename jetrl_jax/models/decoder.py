@@ -239,7 +239,15 @@ class Decoder(nnx.Module):
         Returns:
           (hidden [B, t, D], the cache with the tokens written at their positions).  With `exact` the bits of a token do not
           depend on t (tests/parity/test_extend.py).
+
+        Raises:
+          ValueError: other shapes.
         """
+        if token_ids.ndim != 2 or positions.shape != token_ids.shape:
+            raise ValueError(
+                f"Decoder.extend: wrong shapes: got token_ids.shape={token_ids.shape} and positions.shape={positions.shape}, "
+                "expected [B, t] of both."
+            )
         return self._run(token_ids, positions, None, cache)
 
     def _run(

@@ -154,3 +154,10 @@ def test_an_empty_cache_and_a_written_one_have_one_layout() -> None:
     expected_keys[0, :, :3], expected_keys[1, :, 6:] = (np.moveaxis(np.asarray(new, np.float64), 1, 2)[row] for row in (0, 1))
     np.testing.assert_array_equal(np.asarray(written.keys, np.float64), expected_keys)
     np.testing.assert_array_equal(np.asarray(written.values, np.float64), -expected_keys)
+
+
+def test_extend_raises_on_one_axis() -> None:
+    one = case("bf16", QWEN2)
+    cache = empty_cache(QWEN2, one.policy.numerics, 3, SLOTS)
+    with pytest.raises(ValueError, match=r"Decoder\.extend: wrong shapes: got token_ids\.shape=\(3,\) and positions\.shape=\(3,\)"):
+        one.extend(one.weights, one.ids[:, 0], jnp.asarray(STARTS), cache)

@@ -97,6 +97,10 @@ def test_choices_for_a_gpu_that_is_not_here() -> None:
     there = resolve(Numerics(exact=False, compute_dtype="float16"), CONFIG, elsewhere=True).choices
     assert there.cache.name == "float16" and "not here" in there.cache.reason
     assert there.attention.name == ("xla" if jax.__version_info__ < flash_attention.FIRST_JAX else "cudnn")
+    here = resolve(Numerics(), CONFIG)
+    assert here.choices.cache.name == "float64" and resolve(here, CONFIG, elsewhere=True).choices.cache.name == "bfloat16"
+    kept = resolve(here, CONFIG, elsewhere=True)
+    assert abstract(kept).numerics is kept
 
 
 def test_the_record_has_every_choice() -> None:
