@@ -131,8 +131,9 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
-        if cache is None or positions is None:
+        if cache is None:
             return self.o_proj(attention.attend(q, k, v, mask, numerics)), (k, v)
+        assert positions is not None  # a cache comes with the places of what is new
         cache = cache.write(k, v, positions, numerics)
         return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache
 
