@@ -44,18 +44,11 @@ def stored_dtype(numerics: Numerics) -> Any:
 class KVCache:
     """Keys and values of every row's tokens 0, 1, ...: [B, K, S, H] each, in `stored_dtype`.
 
-    Slots above a row's last token hold anything; whoever reads says how many are visible.
+    Places above a row's last token may hold anything: `attend_to_cache` is told which tokens are visible.
     """
 
     keys: jax.Array
     values: jax.Array
-
-    @classmethod
-    def empty(cls, config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None) -> KVCache:
-        """Zeros for `rows` sequences of up to `length` tokens; `kv_heads` None: as configured."""
-        shape = (rows, kv_heads or config.num_kv_heads, length, config.head_dim)
-        with jax.enable_x64(numerics.exact):
-            return cls(jnp.zeros(shape, stored_dtype(numerics)), jnp.zeros(shape, stored_dtype(numerics)))
 
     @classmethod
     def of(cls, keys: jax.Array, values: jax.Array, length: int, numerics: Numerics) -> KVCache:
@@ -81,8 +74,10 @@ class KVCache:
 
 
 def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None) -> list[KVCache]:
-    """An empty cache for every layer."""
-    return [KVCache.empty(config, numerics, rows, length, kv_heads) for _ in range(config.num_layers)]
+    """Zeros for `rows` sequences of up to `length` tokens, for every layer; `kv_heads` None: as configured."""
+    shape, dtype = (rows, kv_heads or config.num_kv_heads, length, config.head_dim), stored_dtype(numerics)
+    with jax.enable_x64(numerics.exact):
+        return [KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
 
 
 def _stored(x: jax.Array, numerics: Numerics) -> jax.Array:
