@@ -32,7 +32,7 @@ from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.linear import Activation, activation, linear
-from jetrl_jax.models.sharded import held, whole
+from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.numerics import Numerics
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
@@ -53,7 +53,7 @@ class Embedding(nnx.Module):
 
     def whole(self) -> jax.Array:
         """[V, D]; under tensor parallelism this device's rows."""
-        return whole(self.weight, self.numerics.dtype)
+        return gathered(self.weight, self.numerics.dtype)
 
 
 class Linear(nnx.Module):
@@ -71,7 +71,7 @@ class Linear(nnx.Module):
         On devices that share the layer: whole -> this device's outputs or, of a layer that reads such outputs, part -> whole.
         """
         dtype = self.numerics.dtype
-        bias, weight = None if self.bias is None else whole(self.bias, dtype), whole(self.weight, dtype)
+        bias, weight = None if self.bias is None else gathered(self.bias, dtype), gathered(self.weight, dtype)
         y = linear(read(x, (self,)), weight, bias, self.numerics, split_input=self.split_input)
         return tensor_parallel.gather(y) if self.split_input else y
 
@@ -80,7 +80,7 @@ def read(x: Activation | jax.Array, readers: Sequence[Linear]) -> Activation:
     """x as these layers read it: an array is quantised where one of them is FP8."""
     if isinstance(x, Activation):
         return x
-    made = activation(x, [held(reader.weight) for reader in readers], readers[0].numerics)
+    made = activation(x, [local(reader.weight) for reader in readers], readers[0].numerics)
     return made if readers[0].split_input else made.entered()
 
 
@@ -93,12 +93,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        return ops.rms_norm(x, whole(self.weight, self.numerics.dtype), self.eps, self.numerics)
+        return ops.rms_norm(x, gathered(self.weight, self.numerics.dtype), self.eps, self.numerics)
 
     def add(self, x: jax.Array, residual: jax.Array | None, readers: Sequence[Linear] = ()) -> tuple[Activation, jax.Array]:
         """Of x + residual, for the layers that read it: ([..., D], the sum). Without residual, of x."""
-        weight = whole(self.weight, self.numerics.dtype)
-        normed, total = fp8_producers.rms_norm(x, residual, weight, self.eps, [held(r.weight) for r in readers], self.numerics)
+        weight = gathered(self.weight, self.numerics.dtype)
+        normed, total = fp8_producers.rms_norm(x, residual, weight, self.eps, [local(r.weight) for r in readers], self.numerics)
         return (normed.entered() if readers else normed), total
 
 
@@ -154,7 +154,7 @@ class MLP(nnx.Module):
         """[..., D] -> [..., D]."""
         x = read(x, self.readers)
         gate, up = (projection(x) for projection in self.readers)
-        return self.down_proj(fp8_producers.silu_multiply(gate, up, held(self.down_proj.weight), self.numerics))
+        return self.down_proj(fp8_producers.silu_multiply(gate, up, local(self.down_proj.weight), self.numerics))
 
     @property
     def readers(self) -> tuple[Linear, Linear]:

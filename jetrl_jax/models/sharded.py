@@ -43,7 +43,7 @@ class ShardedParameter:
     of_heads: bool = field(default=False, metadata={"static": True})
 
 
-def whole(parameter: nnx.Param, dtype: Any) -> Any:
+def gathered(parameter: nnx.Param, dtype: Any) -> Any:
     """The value that a layer multiplies; of a `ShardedParameter` all that "fsdp" splits, gathered now.
 
     `dtype` is what the layer rounds an array to anyway; the result keeps the array's own dtype, which is its gradient's.
@@ -60,7 +60,7 @@ def whole(parameter: nnx.Param, dtype: Any) -> Any:
     return _gather(shard, axis, sums, jnp.dtype(dtype))
 
 
-def held(parameter: nnx.Param) -> Any:
+def local(parameter: nnx.Param) -> Any:
     """The parameter's value, or this device's shard of it: for its kind, without gathering."""
     value = parameter.get_value()
     return value.value if isinstance(value, ShardedParameter) else value
