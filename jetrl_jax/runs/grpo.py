@@ -24,7 +24,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bridge.vllm.certificate import CertifiedEngine
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.config.rules.tables import rewarded_verifier
@@ -47,7 +46,7 @@ from jetrl_jax.record.stop_signals import StopSignals
 from jetrl_jax.rewards.functions import RewardFunctions, check_answers
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.runs.engines import build_engine, close_engine
+from jetrl_jax.runs.engines import build_engine, unrecorded
 from jetrl_jax.runs.policy import Policy, build_policy, policy_parts
 from jetrl_jax.runs.run import Execution
 from jetrl_jax.tasks.base import Task
@@ -198,7 +197,7 @@ class GRPOTrainer:
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            close_engine(engine)
+            engine.close()
 
     # Parts
 
@@ -210,9 +209,10 @@ class GRPOTrainer:
         self, programs: PolicyPrograms, state: TrainState, reference: nnx.State | None, rewards: RewardFunctions, run: RunDirectory | None
     ) -> Trainer:
         """The loop over this run's parts; compiles the engine."""
-        self._engine = engine = build_engine(self.policy, self.config.rollout, self.layout)
-        if isinstance(engine, CertifiedEngine):
-            engine.attach(run.append_certificate if run else lambda row: None, self.console.warn, run.path if run else None)
+        record, logs = (unrecorded, None) if run is None else (run.append_certificate, run.path)
+        self._engine = engine = build_engine(
+            self.policy, self.config.rollout, self.layout, record=record, warn=self.console.warn, log_directory=logs
+        )
         return Trainer(
             self.config,
             self.algorithm,

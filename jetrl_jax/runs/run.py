@@ -200,7 +200,7 @@ class Execution:
         trainer.skipped_in_a_row, trainer.overflows = metadata["skipped_in_a_row"], metadata["overflows"]
         trainer.without_signal = metadata["without_signal"]
         trainer.prompts.cursor, trainer.prompts.skipped = metadata["prompt_cursor"], metadata["prompts_skipped"]
-        trainer.engine.load_weights(trainer.state.published, trainer.policy_version)
+        trainer.engine.load(trainer.state.published, trainer.policy_version)
         self.before = metadata["before"]
         self.done = self.store.steps()[-1]
         self.console.message(f"resumed from step {self.done}")

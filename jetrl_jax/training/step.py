@@ -71,7 +71,7 @@ class Trainer:
         self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
         self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
         self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = self.without_signal = 0
-        engine.load_weights(state.published, self.policy_version)
+        engine.load(state.published, self.policy_version)
 
     def step(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
         """One step of the loop; returns its metrics and what was sampled.
@@ -92,7 +92,7 @@ class Trainer:
         else:
             row |= self._learn(step, batch, clock)
         with clock.phase("publish"):
-            self.engine.load_weights(self.state.published, self.policy_version)
+            self.engine.load(self.state.published, self.policy_version)
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
         row["count/skipped_prompts"] = self.prompts.skipped - skipped_prompts

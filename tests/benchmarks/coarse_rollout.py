@@ -33,12 +33,12 @@ def coarsen(weight: Any, mantissa_bits: int) -> Any:
     return ScaledArray(jnp.clip(rounded, -largest, largest).astype(E4M3), weight.scale, weight.block_shape)
 
 
-def coarse_engine(build: Any, mantissa_bits: int, *arguments: Any) -> Any:
-    """The engine of `build(*arguments)`, which rounds what it loads."""
-    engine = build(*arguments)
-    load = engine.load_weights
+def coarse_engine(build: Any, mantissa_bits: int, *arguments: Any, **options: Any) -> Any:
+    """The engine of `build(*arguments, **options)`, which rounds what it loads."""
+    engine = build(*arguments, **options)
+    load = engine.load
     round_all = jax.jit(lambda published: map_params(lambda _, weight: coarsen(weight, mantissa_bits), published))
-    engine.load_weights = lambda published, version: load(round_all(published), version)
+    engine.load = lambda published, version: load(round_all(published), version)
     return engine
 
 

@@ -21,7 +21,6 @@ import pytest
 from flax import nnx
 from scripted import ScriptedEngine, ScriptedTrainer
 
-from bridge.vllm.certificate import CertifiedEngine
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.gpu_memory import share_gpu
@@ -90,7 +89,7 @@ def vllm_engine(config: RunConfig) -> Any:
         owned, url = None, None
 
         def __init__(self, model: Any, fp8_paths: Any, settings: Any) -> None:
-            self.settings = settings
+            self.settings, self.after_load = settings, []
 
         def close(self) -> None:
             """Nothing runs."""
@@ -101,12 +100,12 @@ def vllm_engine(config: RunConfig) -> Any:
         patch.setitem(sys.modules, "bridge.vllm.in_process", SimpleNamespace(InProcessEngine=InProcess))
         patch.setattr("jetrl_jax.runs.engines.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
-    if not isinstance(engine, CertifiedEngine):
+    if not engine.after_load:
         return type(engine).__name__
-    inner: Any = engine.engine
-    seen = (inner.owned, inner.url, dataclasses.asdict(inner.settings), engine.probe, engine.tolerance, engine.on_mismatch)
+    (certificate,) = engine.after_load
+    limits = certificate.probe, certificate.tolerance, certificate.on_mismatch
     engine.close()
-    return seen
+    return engine.owned, engine.url, dataclasses.asdict(engine.settings), *limits
 
 
 def prompts(config: RunConfig) -> Any:
@@ -184,7 +183,7 @@ def evaluation(config: RunConfig) -> Any:
     """The metrics of an evaluation and what the engine was asked for."""
     owner = ScriptedTrainer(config)
     engine = ScriptedEngine(owner.policy.tokenizer)
-    engine.load_weights(None, 1)
+    engine.load(None, 1)
     return owner._evaluator(engine).metrics, engine.asked
 
 
@@ -287,7 +286,7 @@ def engine(config: RunConfig) -> Any:
     """What the embedded engine ran for six requests of two to three tokens."""
     policy = build_policy(config)
     made = build_engine(policy, config.rollout)
-    made.load_weights(published_weights(policy), 0)
+    made.load(published_weights(policy), 0)
     made.generate([Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0))
     return made.statistics, made.shapes
 

@@ -30,7 +30,7 @@ def main(words: list[str]) -> None:
                 asked.append([r.id for r in requests]) or generate(requests, sampling)
             )
         rows = [without_clocks(trainer.step(step)[0]) for step in (1, 2)]
-    owner._close_engine()
+    engines.close()
     print("PROBE " + json.dumps({"asked": asked, "rows": rows} | exchanged()), flush=True)
     processes.leave()
 

@@ -10,26 +10,35 @@ import numpy as np
 
 from jetrl_jax.rl.algorithm import policy_objective
 from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rollout.engine import Results, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.training.programs import TrainState, UpdateReport
 
 
-class ScriptedEngine:
-    """Answers sums, less and less well from version to version; remembers what it was asked."""
+class ScriptedEngine(RolloutEngine):
+    """Answers sums, less and less well from version to version, the last one first; remembers what it was asked."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.policy_version, self.asked = tokenizer, -1, []
+        super().__init__()
+        self.tokenizer, self.asked = tokenizer, []
 
-    def load_weights(self, published: Any, version: int) -> None:
-        self.policy_version = version
+    def check(self, requests: Any, sampling: SamplingParams) -> None:
+        """Takes everything."""
 
-    def sleep(self) -> None:
-        """Has nothing to give back."""
+    def describe(self) -> dict[str, Any]:
+        return {"mode": "scripted"}
 
-    def generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
+    def _load(self, published: Any, version: int) -> None:
+        """Needs none."""
+
+    def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         self.asked.append((len(requests), sampling.temperature, sampling.max_tokens, sampling.greedy))
-        return [self._answer(request, sampling) for request in requests]
+        for request in reversed(requests):
+            yield self._answer(request, sampling)
+
+    def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return [np.append(np.float32(0), scripted_logprobs(ids[1:], 0)) for ids in sequences]
 
     def _answer(self, request: Request, sampling: SamplingParams) -> Trajectory:
         rng = np.random.default_rng((request.seed, sampling.seed))

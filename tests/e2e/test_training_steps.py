@@ -25,7 +25,7 @@ LONG = pytest.mark.long
 
 def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), resume=False, **fields):
     """A trainer of sums whose engine and programs follow the script."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
 
@@ -172,7 +172,7 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
     """Trained for real in test_readme.py."""
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
     config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
     outcome = ScriptedTrainer(config, dataset=records, reward_functions=[shorter]).train()
     assert outcome["steps"] == 1 and outcome["stopped_by"] is None
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
@@ -345,7 +345,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "l
 
 def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
     """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
 
     def trainer(data, steps, **options):
         config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})
@@ -392,10 +392,10 @@ def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_pat
             calls.append("sleep")
             asleep[0] = True
 
-        def load_weights(self, published, version):
+        def load(self, published, version):
             calls.append("load")
             asleep[0] = False
-            super().load_weights(published, version)
+            super().load(published, version)
 
         def generate(self, requests, sampling):
             calls.append("generate")

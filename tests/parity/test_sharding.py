@@ -267,7 +267,7 @@ def sampled_by_one(flow: str) -> list[Trajectory]:
     """What an engine on one device samples with the policy of a flow."""
     one = policy(flow)
     single = JaxEngine(one.model, one.plan, **SIZES)
-    single.load_weights(one.published, 5)
+    single.load(one.published, 5)
     return single.generate(REQUESTS, SAMPLING)
 
 
@@ -279,7 +279,7 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_
     many = Layout(section(mesh), one.plan, one.model)
     build = functools.partial(JaxEngine, one.model, one.plan, **SIZES)
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
-    engines.load_weights(jax.device_put(one.published, many.shardings(one.params)), 5)
+    engines.load(jax.device_put(one.published, many.shardings(one.params)), 5)
     ours = engines.generate(REQUESTS, SAMPLING)
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
     for a, b in zip(ours, sampled_by_one, strict=True):
