@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -103,11 +104,10 @@ class ScriptedPrograms:
 
 
 class ScriptedTrainer(GRPOTrainer):
-    """The real trainer with `ScriptedPrograms`; `made` are those it made, the RL phase's first."""
+    """The real trainer with `ScriptedPrograms` in both phases."""
 
-    made: list[ScriptedPrograms]
-
-    def new_programs(self, optimizer: Any = None) -> Any:
-        programs = ScriptedPrograms(super().new_programs(optimizer))
-        self.made = [*getattr(self, "made", []), programs]
-        return programs
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        parts = self.parts
+        warm = None if parts.warm_programs is None else ScriptedPrograms(parts.warm_programs)
+        self.parts: Any = dataclasses.replace(parts, programs=ScriptedPrograms(parts.programs), warm_programs=warm)

@@ -25,7 +25,7 @@ LONG = pytest.mark.long
 
 def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), resume=False, **fields):
     """A trainer of sums whose engine and programs follow the script."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: engine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
 
@@ -89,7 +89,7 @@ def test_every_algorithm_takes_a_step(algorithm, compiled, tmp_path, monkeypatch
     else:
         trainer = scripted_trainer(tmp_path / "run", monkeypatch, algorithm=algorithm)
         row = trainer.dry_run()["metrics"]
-        assert trainer.made[0].updates == algorithm.get("minibatches", 1) * algorithm.get("epochs", 1)
+        assert trainer.parts.programs.updates == algorithm.get("minibatches", 1) * algorithm.get("epochs", 1)
     assert np.isfinite(row["loss/total"])
     assert ("policy/reference_kl" in row) == ("kl_coef" in algorithm)
 
@@ -172,7 +172,7 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
     """Trained for real in test_readme.py."""
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
     config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
     outcome = ScriptedTrainer(config, dataset=records, reward_functions=[shorter]).train()
     assert outcome["steps"] == 1 and outcome["stopped_by"] is None
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
@@ -262,7 +262,7 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     from flax import nnx
 
     trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
-    programs = trainer.new_programs()
+    programs = trainer.parts.programs
     state = programs.init(trainer.policy.params)
     before = jax.tree.map(np.array, (state.params, state.opt_state))
     bad = "layers.0.mlp.up_proj.weight"
@@ -345,7 +345,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "l
 
 def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
     """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
 
     def trainer(data, steps, **options):
         config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})
