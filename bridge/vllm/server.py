@@ -7,8 +7,8 @@
     end       with the trainer, however that ends (`server_process`)
 
 Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the call
-with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the
-call is repeated.
+with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and is
+asked again for what was not answered.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
 """
 

@@ -37,7 +37,6 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 SHOWN = 5
 Results = Generator[Trajectory, None, None]
-ACTIVE = (inspect.GEN_CREATED, inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,11 @@ class RolloutEngine(abc.ABC):
             raise RuntimeError(
                 f"submit: policy version {self._version} was not accepted by the hooks of load(...), expected a load(...) that succeeds."
             )
-        requests = list(requests)
         twice = [identity for identity, count in Counter(request.id for request in requests).items() if count > 1]
         if twice:
             raise ValueError(f"submit: ids stand twice: got {twice[:SHOWN]}, expected each request with an id of its own.")
         self.check(requests, sampling)
-        self._submitted = requests, sampling
+        self._submitted = list(requests), sampling
 
     def results(self) -> Results:
         """The trajectories of what was submitted, each when it is done, in whatever order that is.
@@ -221,7 +219,7 @@ class RolloutEngine(abc.ABC):
     def _active(self) -> Results | None:
         """The iterator of a submission that has not ended."""
         reading = None if self._reading is None else self._reading()
-        return reading if reading is not None and inspect.getgeneratorstate(reading) in ACTIVE else None
+        return None if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_CLOSED else reading
 
     def _answers(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """`_sample`, held to one trajectory a request."""

@@ -76,6 +76,7 @@ class Run:
         engine = stack.enter_context(contextlib.closing(parts.new_engine(self.directory)))
         save = self.directory.save_bad_batch
         self.step = parts.new_step(engine, rewards, state, reference, counters=counters, save_bad_batch=save)
+        self.directory.add_to_environment({"rollout_engine": dict(engine.describe())})
         if restored is not None:
             self.console.message(f"resumed from step {self.done}")
         kept_steps = self.done if restored is not None else -1

@@ -24,10 +24,8 @@ def main(words: list[str]) -> None:
     with parts.new_rewards() as rewards:
         take = parts.new_step(engines, rewards, state, None)
         for engine in engines.engines:
-            generate = engine.generate
-            engine.generate = lambda requests, sampling, generate=generate: (
-                asked.append([r.id for r in requests]) or generate(requests, sampling)
-            )
+            submit = engine.submit
+            engine.submit = lambda requests, sampling, submit=submit: asked.append([r.id for r in requests]) or submit(requests, sampling)
         rows = [without_clocks(take(step)[0]) for step in (1, 2)]
     engines.close()
     print("PROBE " + json.dumps({"asked": asked, "rows": rows} | exchanged()), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,8 +91,8 @@ def data_parallel() -> Case:
     engine = DataParallelEngine(lambda copy: build(layout=copy), layout.copies(), layout.replicate)
 
     def broken(patch: pytest.MonkeyPatch) -> None:
-        second = engine.engines[1].programs
-        patch.setattr(second, "decode", failing_call(second.decode, 1, "it broke"))
+        first = engine.engines[0].programs  # while the second one is at work
+        patch.setattr(first, "decode", failing_call(first.decode, 0, "it broke"))
 
     return Case(engine, small.published, broken, oracle_scores, 2e-5)
 
@@ -335,10 +336,24 @@ def test_a_slot_that_ends_gives_its_trajectory_at_once() -> None:
     assert steps == sorted(steps) and steps[0] < steps[-1] == made.engine.statistics.decode_steps
 
 
+def test_an_engine_of_many_gives_its_trajectories_while_another_one_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, go = data_parallel(), threading.Event()
+    engine = made.engine
+    engine.load(made.published, 0)
+    slow = engine.engines[1].programs
+    decode = slow.decode
+    monkeypatch.setattr(slow, "decode", lambda *arguments, **options: go.wait(30) and decode(*arguments, **options))
+    engine.submit(REQUESTS, SAMPLING)
+    results = engine.results()
+    first = [next(results).request_id for _ in range(3)]  # of five, dealt out as three and two
+    assert sorted(first) == sorted(request.id for request in REQUESTS[:3])
+    go.set()
+    assert len(list(results)) == 2
+    engine.close()
+
+
 def test_a_servers_answers_come_as_they_arrive_and_only_the_rest_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request's answer waits for the others' to be read; then the server dies and is started anew."""
-    import threading
-
     made = server()
     engine, held = made.engine, threading.Event()
     engine.load(made.published, 0)

@@ -10,8 +10,11 @@ so that every process has all trajectories.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -64,12 +67,37 @@ class DataParallelEngine(RolloutEngine):
         self.engines[0].check(requests, sampling)
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """Requests are dealt out in even runs; trajectories come, in the order of the requests, when all engines are done."""
+        """Requests are dealt out in even runs.  Trajectories come as any engine has them; with several processes when all are done."""
         parts = np.array_split(np.arange(len(requests)), len(self.engines) * processes.count())
         first = len(self.engines) * processes.index()
         shares = [[requests[i] for i in part] for part in parts[first : first + len(self.engines)]]
-        sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
-        yield from sampled if processes.count() == 1 else _exchange(requests, sampled, self.policy_version)
+        if processes.count() > 1:
+            sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
+            yield from _exchange(requests, sampled, self.policy_version)
+            return
+        done: SimpleQueue[Trajectory | None] = SimpleQueue()  # None: an engine has ended
+        given_up = threading.Event()
+
+        def run(engine: JaxEngine, share: list[Request]) -> None:
+            try:
+                engine.submit(share, sampling)
+                with contextlib.closing(engine.results()) as results:
+                    for trajectory in results:
+                        done.put(trajectory)
+                        if given_up.is_set():
+                            return
+            finally:
+                done.put(None)
+
+        calls = self._start(run, shares)
+        try:
+            for _ in calls:
+                yield from iter(done.get, None)
+        finally:
+            given_up.set()
+            wait(calls)
+        for call in calls:
+            call.result()
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Dealt out over this process's engines; each process scores all."""
@@ -83,15 +111,19 @@ class DataParallelEngine(RolloutEngine):
         self._threads.shutdown()
 
     def _each(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        """`run(engine, share)` for every engine at once, what has no place yet on its first device."""
+        """What `run(engine, share)` gives for every engine, all at once."""
+        calls = self._start(run, shares)
+        wait(calls)  # also where one fails: none is left at work
+        return [call.result() for call in calls]
+
+    def _start(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Future[Any]]:
+        """`run(engine, share)` for every engine in its thread, what has no place yet on its first device."""
 
         def one(engine: JaxEngine, device: jax.Device, share: Any) -> Any:
             with jax.default_device(device):
                 return run(engine, share)
 
-        calls = [self._threads.submit(one, *given) for given in zip(self.engines, self._first_devices, shares, strict=True)]
-        wait(calls)  # also where one fails: none is left at work
-        return [call.result() for call in calls]
+        return [self._threads.submit(one, *given) for given in zip(self.engines, self._first_devices, shares, strict=True)]
 
 
 def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:
