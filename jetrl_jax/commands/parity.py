@@ -73,9 +73,10 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
 
     from jetrl_jax.config.load import override_config
     from jetrl_jax.precision.parameters import jit
+    from jetrl_jax.rollout.embedded.score import Scorer
     from jetrl_jax.rollout.types import Request, SamplingParams
     from jetrl_jax.runs.engines import build_vllm_engine
-    from jetrl_jax.runs.policy import build_policy
+    from jetrl_jax.runs.policy import build_policy, published_weights
 
     rollout = policy.config.rollout
     rng = np.random.default_rng(seed)
@@ -89,19 +90,19 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     tokens: list[list[int]] = []
     engine_side, trainer_side, operators = {}, {}, {}
     for name, flow in flows.items():
-        published = _published(flow)
+        published = published_weights(flow)
         weights = jit(flow.plan.frozen_weights)(flow.params, published)
         engine = build_vllm_engine(flow)
         try:
             engine.load(published, 0)
             if not tokens:
-                answers = engine.generate(requests, sampling)
-                tokens = [[*answer.prompt_ids.tolist(), *answer.completion_ids.tolist()] for answer in answers]
+                tokens = [answer.token_ids.tolist() for answer in engine.generate(requests, sampling)]
             engine_side[name] = engine.score(tokens)
             operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine, tokens[:TRACED])
         finally:
             engine.close()
-        trainer_side[name] = _trainer_scores(flow, weights, tokens)
+        score, longest = Scorer(flow.model), max(len(ids) for ids in tokens)  # one length: compiled once
+        trainer_side[name] = [score(weights, ids, longest) for ids in tokens]
         del engine
         gc.collect()  # what it held of a GPU is there for the next
     return {
@@ -159,20 +160,6 @@ def table(pairs: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
     lines += [f"{name}, operators: {row['first_difference']}" for name, row in pairs.items() if "first_difference" in row]
     return "\n".join(lines)
-
-
-def _published(policy: Policy) -> Any:
-    from jetrl_jax.runs.policy import published_weights
-
-    return published_weights(policy)
-
-
-def _trainer_scores(policy: Policy, weights: Any, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The trainer's log-probabilities with the weights its forward multiplies; padded to one length, compiled once."""
-    from jetrl_jax.rollout.embedded.score import Scorer
-
-    score, longest = Scorer(policy.model), max(len(ids) for ids in tokens)
-    return [score(weights, ids, longest) for ids in tokens]
 
 
 def main(argv: list[str]) -> int:

@@ -180,6 +180,7 @@ class RolloutEngine(abc.ABC):
         if self._closed:
             return
         self._closed, self._submitted = True, None
+        self.after_load.clear()  # a hook may hold this engine
         reading = self._active()
         if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
             reading.close()

@@ -15,9 +15,11 @@ from tiny import TINY, rows, shorter, tiny_config
 
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.rollout.embedded.programs import EnginePrograms
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.training.programs import PolicyPrograms
+from jetrl_jax.training.step import Counters
 from tests.unit.test_tokenizer import write_files
 
 LONG = pytest.mark.long
@@ -417,3 +419,25 @@ def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_pat
     scripted_trainer(tmp_path / "run", monkeypatch, Engine, algorithm={"minibatches": 2}).dry_run()
     order = [name for name, _ in itertools.groupby(calls)]
     assert order == ["load", "generate", "sleep", "logprobs", "policy_gradient", "update", "policy_gradient", "update", "load"]
+
+
+def test_a_resumed_run_goes_on_from_its_counters_and_loads_its_weights_once(tmp_path, monkeypatch):
+    loaded = []
+
+    class Engine(ScriptedEngine):
+        def _load(self, published, version):
+            loaded.append(version)
+
+    def train(steps, resume=False):
+        trainer = scripted_trainer(tmp_path / "run", monkeypatch, Engine, resume=resume, run={"steps": steps, "tensorboard": False})
+        trainer.train()
+        with CheckpointStore(tmp_path / "run" / "checkpoints", read_only=True) as store:
+            return store.read_metadata(steps)["metadata"]
+
+    first = train(2)
+    assert loaded == [0, 1, 2] and first["policy_version"] == first["updates"] == 2
+    second = train(3, resume=True)
+    assert loaded == [0, 1, 2, 2, 3] and second["policy_version"] == second["updates"] == 3
+    assert second["prompt_cursor"] * 2 == first["prompt_cursor"] * 3 and list(second) == list(first)
+    counters = Counters.of(second)
+    assert {name: second[name] for name in dataclasses.asdict(counters)} == dataclasses.asdict(counters)
