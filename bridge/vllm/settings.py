@@ -215,7 +215,7 @@ def check_requests(requests: Sequence[Request], sampling: SamplingParams, settin
         elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             problems.append(f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
     if problems:
-        raise ValueError("generate: bad request: " + "; ".join(problems[:5]) + ".")
+        raise ValueError("submit: bad request: " + "; ".join(problems[:5]) + ".")
 
 
 def trajectory(
@@ -248,12 +248,6 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
-
-
-def require_awake(asleep: bool, what: str) -> None:
-    """Raises RuntimeError where the engine has given its weights and cache back."""
-    if asleep:
-        raise RuntimeError(f"{what}: the engine sleeps and has no weights: got no load_weights(...) since sleep(), expected one before.")
 
 
 def set_environment(on_cpu: bool, eager: bool = True) -> None:

@@ -44,22 +44,23 @@ class StepClock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+@dataclass(kw_only=True)
 class Collector:
-    """Makes the rollout batches of a run; see `jetrl_jax.training.step.Trainer` for the parts."""
+    """Makes the rollout batches of a run.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: ResolvedAlgorithm,
-        engine: RolloutEngine,
-        rewards: RewardFunctions,
-        tokenizer: Tokenizer,
-        prompts: PromptStream,
-        console: Console,
-    ) -> None:
-        self.config, self.algorithm, self.engine, self.rewards = config, algorithm, engine, rewards
-        self.tokenizer, self.prompts, self.console = tokenizer, prompts, console
-        self._said: set[str] = set()  # failures of reward functions that a warning has told
+    config: the run's; algorithm: its algorithm with every null resolved.
+    engine: samples; rewards: judge; tokenizer: of prompts and completions; prompts: where the next ones come from.
+    console: where phases and warnings are shown.
+    """
+
+    config: RunConfig
+    algorithm: ResolvedAlgorithm
+    engine: RolloutEngine
+    rewards: RewardFunctions
+    tokenizer: Tokenizer
+    prompts: PromptStream
+    console: Console
+    _said: set[str] = field(default_factory=set)  # failures of reward functions that a warning has told
 
     def collect(self, step: int, clock: StepClock) -> RolloutBatch:
         """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced while rounds last."""

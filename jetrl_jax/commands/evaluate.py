@@ -8,6 +8,7 @@ Prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 
 from jetrl_jax.commands.entry import add_step_argument
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
             f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE."
         )
 
-    from jetrl_jax.runs.engines import build_engine, close_engine
+    from jetrl_jax.runs.engines import build_engine
     from jetrl_jax.runs.policy import load_policy, published_weights
     from jetrl_jax.tasks.registry import build_task
     from jetrl_jax.training.evaluation import Evaluator
@@ -52,10 +53,8 @@ def main(argv: list[str]) -> int:
         seed=config.seed,
         verifier=config.eval_verifier,
     )
-    engine = build_engine(policy, rollout)
-    engine.load_weights(published_weights(policy), 0)
-    evaluation = evaluator(engine)
-    evaluator.close()
-    close_engine(engine)
+    with contextlib.closing(evaluator), contextlib.closing(build_engine(policy, rollout)) as engine:
+        engine.load(published_weights(policy), 0)
+        evaluation = evaluator(engine)
     print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts), "step": policy.step}, indent=2))
     return 0

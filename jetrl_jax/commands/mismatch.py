@@ -9,6 +9,7 @@ log-probabilities; `--out` draws both as a page, `--json` writes the numbers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
@@ -107,11 +108,11 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
     config = policy.config
     task = build_task(config.task, config.seed)
     prompts = fitting_prompts([task.eval[i] for i in range(len(task.eval))], policy.tokenizer, config.rollout.max_prompt_tokens)
-    engine = build_engine(policy, config.rollout)
-    engine.load_weights(published_weights(policy), 0)
     requests = [Request(i, prompts[i % len(prompts)].ids, seed) for i, seed in enumerate(derived_seeds(count, config.seed, 99))]
     sampling = SamplingParams(config.rollout.temperature, config.rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), 0)
-    return engine.generate(requests, sampling)
+    with contextlib.closing(build_engine(policy, config.rollout)) as engine:
+        engine.load(published_weights(policy), 0)
+        return engine.generate(requests, sampling)
 
 
 def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any], tokens: Tokens, mask: np.ndarray) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy_config import policy_config
 
 if TYPE_CHECKING:
-    from bridge.vllm.certificate import VllmEngine
+    from bridge.vllm.engine import VllmEngine
     from jetrl_jax.diagnostics.operators import Difference
     from jetrl_jax.models.decoder import Decoder
     from jetrl_jax.runs.policy import Policy
@@ -73,9 +73,10 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
 
     from jetrl_jax.config.load import override_config
     from jetrl_jax.precision.parameters import jit
+    from jetrl_jax.rollout.embedded.score import Scorer
     from jetrl_jax.rollout.types import Request, SamplingParams
     from jetrl_jax.runs.engines import build_vllm_engine
-    from jetrl_jax.runs.policy import build_policy
+    from jetrl_jax.runs.policy import build_policy, published_weights
 
     rollout = policy.config.rollout
     rng = np.random.default_rng(seed)
@@ -89,19 +90,19 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     tokens: list[list[int]] = []
     engine_side, trainer_side, operators = {}, {}, {}
     for name, flow in flows.items():
-        published = _published(flow)
+        published = published_weights(flow)
         weights = jit(flow.plan.frozen_weights)(flow.params, published)
-        engine = build_vllm_engine(flow.model, flow.plan, flow.config)
+        engine = build_vllm_engine(flow)
         try:
-            engine.load_weights(published, 0)
+            engine.load(published, 0)
             if not tokens:
-                answers = engine.generate(requests, sampling)
-                tokens = [[*answer.prompt_ids.tolist(), *answer.completion_ids.tolist()] for answer in answers]
+                tokens = [answer.token_ids.tolist() for answer in engine.generate(requests, sampling)]
             engine_side[name] = engine.score(tokens)
-            operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine.engine, tokens[:TRACED])
+            operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine, tokens[:TRACED])
         finally:
             engine.close()
-        trainer_side[name] = _trainer_scores(flow, weights, tokens)
+        score, longest = Scorer(flow.model), max(len(ids) for ids in tokens)  # one length: compiled once
+        trainer_side[name] = [score(weights, ids, longest) for ids in tokens]
         del engine
         gc.collect()  # what it held of a GPU is there for the next
     return {
@@ -115,9 +116,9 @@ def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequenc
     """{"first_difference": in words, "operators": every operator's difference, in the order of the forward, if it can be had}."""
     from jetrl_jax.commands.mismatch import first_difference
 
-    if engine.description["mode"] != "in_process":
+    if engine.describe()["mode"] != "in_process":
         return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set vllm.mode=in_process"}
-    if not engine.settings.enforce_eager:  # type: ignore[attr-defined]
+    if not engine.settings.enforce_eager:
         return {"first_difference": "not known: compiled, vLLM runs no single operators; --set vllm.enforce_eager=true"}
     differences = operator_differences(model, engine, tokens)
     return {"first_difference": first_difference(differences), "operators": [dataclasses.asdict(d) for d in differences]}
@@ -159,20 +160,6 @@ def table(pairs: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
     lines += [f"{name}, operators: {row['first_difference']}" for name, row in pairs.items() if "first_difference" in row]
     return "\n".join(lines)
-
-
-def _published(policy: Policy) -> Any:
-    from jetrl_jax.runs.policy import published_weights
-
-    return published_weights(policy)
-
-
-def _trainer_scores(policy: Policy, weights: Any, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The trainer's log-probabilities with the weights its forward multiplies; padded to one length, compiled once."""
-    from jetrl_jax.runs.engines import trainer_scorer
-
-    score, longest = trainer_scorer(policy.model), max(len(ids) for ids in tokens)
-    return [score(weights, [*ids, *[0] * (longest - len(ids))])[: len(ids)] for ids in tokens]
 
 
 def main(argv: list[str]) -> int:

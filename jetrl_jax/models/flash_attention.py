@@ -3,7 +3,7 @@
     out = softmax(q k^T / sqrt(H) + mask) v,    q, k, v in BF16 or FP16
 
 Scores, maxima and sums are FP32; the weights, not yet divided by their sum, are rounded to the operands' dtype before they
-meet the values, since tensor cores take no FP32 there, and the result is rounded once, as `ops.attention` rounds it.  cuDNN is
+meet the values, since tensor cores take no FP32 there, and the result is rounded once, as `attention.attend` rounds it.  cuDNN is
 called by `jax.nn.dot_product_attention` alone.  What hides tokens from one another, and what it costs:
 
     causal       prompts, one to a row (prefill): nothing; what is above the diagonal is not computed

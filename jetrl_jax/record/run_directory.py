@@ -1,7 +1,7 @@
 """The directory of a run: who may write in it, what lies where, and how it is written.
 
     config.yaml        the resolved config
-    environment.json   versions, device, commit and command line of every start of the run
+    environment.json   versions, device, commit, command line and rollout engine of every start of the run
     precision.txt      the resolved precision table
     metrics.jsonl      one row a step (`jetrl_jax.record.metrics`)
     samples.jsonl      a few completions of each step: prompt, answer, reward
@@ -237,6 +237,13 @@ class RunDirectory:
             except (ValueError, KeyError, TypeError):
                 self._warn(f"{path} is unreadable; the starts before this one are not kept in it")
         atomic_write(path, json.dumps({"starts": [*starts, dict(environment)]}, indent=2) + "\n")
+
+    def add_to_environment(self, more: Mapping[str, Any]) -> None:
+        """Add to the newest start, which was written before: what is known only once it runs."""
+        path = self.path / ENVIRONMENT_FILE
+        starts = json.loads(path.read_bytes())["starts"]
+        starts[-1] |= more
+        atomic_write(path, json.dumps({"starts": starts}, indent=2) + "\n")
 
     def append_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append completions of ``step`` to ``samples.jsonl``, one line each; values are JSON or numpy, non-finite ones become null."""

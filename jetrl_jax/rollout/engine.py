@@ -1,37 +1,239 @@
-"""What the trainer needs of a rollout engine: requests in, trajectories out, weights by version.
+"""What the trainer needs of a rollout engine: weights by version in, requests in, trajectories out as they are done.
 
-An engine samples completions from a published policy version and reports, for every sampled token, its
-log-probability over the full vocabulary at the sampling temperature.  Token ids travel
-from here to the loss as they are; nothing is tokenised a second time.
+    load        a published policy version, and every hook of `after_load` on it
+    submit      requests, which are checked at once
+    results     their trajectories, each as it is done          generate = submit + results, in the order asked
+    score       log-probabilities of given tokens
+    sleep       until the next `load` nothing is asked: memory may be given back
+    close       the end
 
-`jetrl_jax.rollout.embedded.jax_engine.JaxEngine` is the embedded one.  Others need only `RolloutEngine`.
+An engine samples completions from one policy version and reports, for every sampled token, its log-probability over the
+full vocabulary at the sampling temperature.  Token ids travel from here to the loss as they are; nothing is tokenised a
+second time.
+
+One submission is under way at a time.  It ends when its results are read, when reading raises, or when the iterator is
+closed or dropped; requests without a result are then given up, and the engine takes the next.  A request is lost in no
+other way: a submission whose results are unread is an error for whatever comes next.
+
+Engines: `rollout.embedded.jax_engine`, `rollout.embedded.data_parallel`, `bridge.vllm.in_process`, `bridge.vllm.server`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import abc
+import contextlib
+import inspect
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
+SHOWN = 5
+Results = Generator[Trajectory, None, None]
 
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """Samples from one policy version at a time."""
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load` did.
+
+    version: of the weights; seconds: that handing them over took, without the hooks.
+    manifest: of the tensors handed over; None where nothing is copied.
+    """
+
+    version: int
+    seconds: float
+    manifest: Manifest | None = None
+
+
+def check_sequences(sequences: Sequence[Sequence[int]], longest: int, vocab_size: int) -> None:
+    """Raises ValueError for token ids that cannot be scored by an engine whose sequences have at most `longest` tokens."""
+    problems = []
+    for place, ids in enumerate(sequences):
+        if not 0 < len(ids) <= longest:
+            problems.append(f"sequence {place}: got {len(ids)} tokens, expected 1 to max_prompt_tokens + max_completion_tokens = {longest}")
+        elif not 0 <= min(ids) <= max(ids) < vocab_size:
+            problems.append(f"sequence {place}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
+    if problems:
+        raise ValueError("score: bad sequence: " + "; ".join(problems[:SHOWN]) + ".")
+
+
+AfterLoad = Callable[[Any, LoadReport], None]  # (published weights, report)
+
+
+class RolloutEngine(abc.ABC):
+    """Samples from one policy version at a time.
+
+    An engine implements `check`, `describe`, `_load`, `_sample` and `_score`; `_sleep` and `_close` where it holds something.
+
+    Attributes:
+      after_load: called in order at the end of each `load`; may score, and stops the load by raising.
+    """
+
+    def __init__(self) -> None:
+        self.after_load: list[AfterLoad] = []
+        self._version = -1
+        self._accepted = False  # by the hooks
+        self._closed = False
+        self._submitted: tuple[list[Request], SamplingParams] | None = None
+        self._reading: weakref.ref[Results] | None = None
 
     @property
     def policy_version(self) -> int:
-        """Version of the loaded weights."""
-        ...
+        """Version of the loaded weights; -1 before the first `load`."""
+        return self._version
 
-    def load_weights(self, published: Any, version: int) -> None:
-        """Takes the weights that `PrecisionPlan.publish` made; the next `generate` samples from them."""
-        ...
+    def load(self, published: Any, version: int) -> LoadReport:
+        """Takes the weights that `PrecisionPlan.publish` made, and calls the hooks on them.
+
+        Where the weights are refused, the version before stays loaded unless the engine says otherwise.  Where a hook
+        raises, the new ones are held and may be scored, and nothing is sampled until a `load` succeeds.
+
+        Raises:
+          RuntimeError: results are unread, or the engine is closed.
+        """
+        self._require("load", weights=False)
+        start = time.perf_counter()
+        manifest = self._load(published, version)
+        report = LoadReport(version, time.perf_counter() - start, manifest)
+        self._version, self._accepted = version, False
+        for hook in self.after_load:
+            hook(published, report)
+        self._accepted = True
+        return report
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result asked for.
+
+        Raises:
+          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine sleeps or is closed.
+          ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
+        """
+        self._require("submit")
+        if not self._accepted:
+            raise RuntimeError(
+                f"submit: policy version {self._version} was not accepted by the hooks of load(...), expected a load(...) that succeeds."
+            )
+        twice = [identity for identity, count in Counter(request.id for request in requests).items() if count > 1]
+        if twice:
+            raise ValueError(f"submit: ids stand twice: got {twice[:SHOWN]}, expected each request with an id of its own.")
+        self.check(requests, sampling)
+        self._submitted = list(requests), sampling
+
+    def results(self) -> Results:
+        """The trajectories of what was submitted, each when it is done, in whatever order that is.
+
+        Closing or dropping the iterator gives up the requests that it has not answered.  Where it raises, these are given up too.
+
+        Raises:
+          RuntimeError: nothing was submitted, or its results are being read already.  While reading: the engine left out a request.
+        """
+        if self._submitted is None:
+            raise RuntimeError("results: nothing to read: got no submit(...) since the last results(), expected one before.")
+        (requests, sampling), self._submitted = self._submitted, None
+        reading = self._answers(requests, sampling)
+        self._reading = weakref.ref(reading)
+        return reading
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """One trajectory per request, in the order of the requests."""
-        ...
+        """One trajectory per request, in the order of the requests; errors as `submit` and `results`."""
+        self.submit(requests, sampling)
+        with contextlib.closing(self.results()) as results:
+            done = {trajectory.request_id: trajectory for trajectory in results}
+        return [done[request.id] for request in requests]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0.
+
+        Raises:
+          RuntimeError: as `submit`, but for weights that a hook has not accepted.
+          ValueError: a sequence that this engine cannot take.
+        """
+        self._require("score")
+        return self._score([[int(token) for token in ids] for ids in sequences])
 
     def sleep(self) -> None:
-        """The trainer samples nothing until the next `load_weights`: an engine with memory of its own may give it back."""
-        ...
+        """The trainer samples nothing until the next `load`: an engine with memory of its own may give it back.
+
+        Raises:
+          RuntimeError: results are unread, or the engine is closed.
+        """
+        self._require("sleep", weights=False)
+        self._sleep()
+
+    @abc.abstractmethod
+    def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Raises ValueError for requests that this engine cannot answer, all named."""
+
+    @abc.abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """What runs, as JSON values, for the run's record and certificates."""
+
+    def close(self) -> None:
+        """Ends the engine and gives up what it has not answered; again does nothing."""
+        if self._closed:
+            return
+        self._closed, self._submitted = True, None
+        self.after_load.clear()  # a hook may hold this engine
+        reading = self._active()
+        if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
+            reading.close()
+        self._close()
+
+    # What an engine implements
+
+    @abc.abstractmethod
+    def _load(self, published: Any, version: int) -> Manifest | None:
+        """Takes weights, whole or not at all; returns the manifest of what was handed over."""
+
+    @abc.abstractmethod
+    def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
+        """The trajectories of checked requests, also none; leaves the engine free when it ends, raises or is closed."""
+
+    @abc.abstractmethod
+    def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """As `score`."""
+
+    def _sleep(self) -> None:  # noqa: B027  # not abstract: not every engine has memory of its own
+        """Gives back what can be given back."""
+
+    def _close(self) -> None:  # noqa: B027  # nor something that runs outside
+        """Ends what runs outside this object."""
+
+    # What it may be asked now
+
+    def _require(self, what: str, *, weights: bool = True) -> None:
+        """Raises RuntimeError where a call may not be made now; `weights`: those of a version are needed."""
+        if self._closed:
+            raise RuntimeError(f"{what}: the engine is closed.")
+        if self._submitted is not None or self._active() is not None:
+            raise RuntimeError(f"{what}: results are unread: got a submission under way, expected results() read to the end, or closed.")
+        if weights and self._version < 0:
+            raise RuntimeError(f"{what}: no weights: got policy_version={self._version}, expected load(...) before.")
+
+    def _active(self) -> Results | None:
+        """The iterator of a submission that has not ended."""
+        reading = None if self._reading is None else self._reading()
+        return None if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_CLOSED else reading
+
+    def _answers(self, requests: list[Request], sampling: SamplingParams) -> Results:
+        """`_sample`, held to one trajectory a request."""
+        waiting = {request.id for request in requests}
+        with contextlib.closing(self._sample(requests, sampling)) as sampled:
+            for trajectory in sampled:
+                if trajectory.request_id not in waiting:
+                    raise RuntimeError(
+                        f"results: got a trajectory of request {trajectory.request_id}, expected one of a request that waits."
+                    )
+                waiting.remove(trajectory.request_id)
+                yield trajectory
+        if waiting:
+            raise RuntimeError(
+                f"results: the engine left out requests: got none of {sorted(waiting)[:SHOWN]}, expected one trajectory of each."
+            )

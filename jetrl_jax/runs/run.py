@@ -1,4 +1,4 @@
-"""One execution of `GRPOTrainer.train`: its files, its counters and the loop over steps.
+"""One run: its files, its counters and the loop over steps.
 
 Order of a run: policy (new or read) -> warm start -> evaluation -> steps (checkpoint, evaluation on the way)
 -> evaluation -> Hugging Face export.  A resumed one starts at its latest checkpoint.
@@ -7,62 +7,126 @@ Order of a run: policy (new or read) -> warm start -> evaluation -> steps (check
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch
+from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
-from jetrl_jax.record.checkpoint import CheckpointStore
+from jetrl_jax.errors import UserError
+from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
-from jetrl_jax.record.resume_rules import compare_data_for_resume
-from jetrl_jax.record.run_directory import RunDirectory
-from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.record.resume_rules import compare_data_for_resume, compare_for_resume
+from jetrl_jax.record.run_directory import RunDirectory, collect_environment
+from jetrl_jax.runs.parts import Parts
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
-from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL
-from jetrl_jax.training.warm_start import build_warm_start_optimizer, warm_start
-
-if TYPE_CHECKING:
-    from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
+from jetrl_jax.training.warm_start import warm_start
 
 EXPORT_DIRECTORY = "export"
 
 
-class Execution:
-    """The run that `owner` describes, in an open run directory: restored or warm-started when it is made, run by `execute`."""
+class Run:
+    """A run of `parts`: its files are opened and its policy restored or warm-started when it is made; `execute` goes on.
 
-    def __init__(
-        self, owner: GRPOTrainer, run: RunDirectory, store: CheckpointStore, writer: MetricsWriter, rewards: RewardFunctions
-    ) -> None:
-        self.owner, self.config, self.console = owner, owner.config, owner.console
-        self.run, self.store, self.writer = run, store, writer
-        self.programs = owner.new_programs()
+    Args:
+      stack: closes what the run opens.
+      resume: go on from the latest checkpoint where there is one.
+
+    Raises:
+      UserError: the run directory is taken, or a resume with another config or other data.
+    """
+
+    def __init__(self, parts: Parts, stack: contextlib.ExitStack, *, resume: bool) -> None:
+        self.parts, self.config, self.console = parts, parts.config, parts.console
+        self.directory, checkpoints = self._open_directory(stack, resume)
+        stack.enter_context(self.console)
+        rewards = stack.enter_context(parts.new_rewards(self.directory.path))
+        stack.callback(parts.evaluator.close)
+        kept = self.config.checkpoint
+        self.store = stack.enter_context(
+            CheckpointStore(checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, warn=self.console.warn)
+        )
+        self._check_data()
+        self._record()
+        self.writer = stack.enter_context(self._new_writer())
+        stack.enter_context(parts.stop_signals.listening())
         self.schedule = learning_rate_schedule(self.config.optimizer, self.config.total_updates)
-        state = self.programs.init(owner.policy.params)
-        restored = store.restore_latest(self._saved(state, owner.reference(self.programs, state))) if run.resumed else None
         self.before: dict[str, float] | None = None
         self.warm_start_loss: float | None = None
         self.done = 0
         self.profiling = False
+        state = parts.programs.init(parts.policy.params)
+        restored = self._restored(state)
         if restored is None:
-            if writer.last_step:
-                self.console.warn(f"no checkpoint: the run begins again; its rows up to step {writer.last_step} are dropped")
-            state = self._warm_start(state)
-            reference = owner.reference(self.programs, state)
+            counters, state = Counters(), self._warm_start(state)
+            reference = parts.reference(state)
         else:
-            compare_data_for_resume(restored.metadata, owner.data)
-            state = self._rebuild(restored.state)
+            counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
             reference = restored.state.get("reference")
-        self.trainer = owner.new_trainer(self.programs, state, reference, rewards, run)
+        engine = stack.enter_context(contextlib.closing(parts.new_engine(self.directory)))
+        save = self.directory.save_bad_batch
+        self.step = parts.new_step(engine, rewards, state, reference, counters=counters, save_bad_batch=save)
+        self.directory.add_to_environment({"rollout_engine": dict(engine.describe())})
         if restored is not None:
-            self._restore_counters(restored.metadata)
-        writer.truncate_after(self.done if restored is not None else -1)
-        run.truncate_after(self.done if restored is not None else -1)
+            self.console.message(f"resumed from step {self.done}")
+        kept_steps = self.done if restored is not None else -1
+        self.writer.truncate_after(kept_steps)
+        self.directory.truncate_after(kept_steps)
+
+    # Files
+
+    def _open_directory(self, stack: contextlib.ExitStack, resume: bool) -> tuple[RunDirectory, Path]:
+        """The run directory, and where the checkpoints of all processes lie; the others than the first get a directory of their own."""
+        own = self.config.run.directory if processes.is_first() else stack.enter_context(tempfile.TemporaryDirectory())
+        directory = stack.enter_context(RunDirectory.create(own, resume=resume, warn=self.console.warn))
+        if directory.resumed:
+            compare_for_resume(load_config(directory.config_path).model_dump(), self.config.model_dump())
+        shared = processes.exchange_json({"resumed": directory.resumed, "checkpoints": str(directory.checkpoints)})[0]
+        directory.resumed = shared["resumed"]
+        if not Path(shared["checkpoints"]).is_dir():
+            raise UserError(
+                f"run directory: is not shared: got no {shared['checkpoints']} in process {processes.index()}, expected a "
+                "run.directory on a file system that every process sees."
+            )
+        return directory, Path(shared["checkpoints"])
+
+    def _check_data(self) -> None:
+        """Refuses other data or another tokenizer than the newest checkpoint's, before anything of the run is written."""
+        steps = self.store.steps() if self.directory.resumed else []
+        if steps:
+            with contextlib.suppress(CorruptCheckpoint):  # left out when the state is restored, and named there
+                compare_data_for_resume(self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints)
+
+    def _record(self) -> None:
+        """What makes the run repeatable: config, environment, precision table and the resolved algorithm."""
+        record = self.parts.record()
+        self.directory.write_config(dump_config(self.config))
+        self.directory.write_precision(self.parts.policy.plan.table())
+        self.directory.write_environment(collect_environment() | record)
+        for note in (*self.parts.algorithm.notes, *record["task_notes"]):
+            self.console.warn(note)
+
+    def _new_writer(self) -> MetricsWriter:
+        section, first = self.config.run, processes.is_first()
+        return MetricsWriter(
+            self.directory.metrics_path,
+            events=self.directory.events if section.tensorboard and first else None,
+            wandb_project=section.wandb_project if first else None,
+            wandb_config=self.config.model_dump(),
+            warn=self.console.warn,
+        )
+
+    # Steps
 
     def execute(self) -> dict[str, Any]:
         """Steps until the end or a signal; evaluation before, on the way and after; export."""
@@ -75,21 +139,21 @@ class Execution:
             self._save(0, start)
         row: dict[str, float] = {}
         after: dict[str, float] | None = dict(self.before) if self.done == 0 else None
-        stopped = self.owner.stop_signals.agreed()
+        stopped = self.parts.stop_signals.agreed()
         while self.done < self.config.run.steps and stopped is None:
             step = self.done + 1
             with self._profiled(step):
-                row, batch = self.trainer.step(step)
-            row["optimizer/learning_rate"] = float(self.schedule(max(self.trainer.updates - 1, 0)))
+                row, batch = self.step(step)
+            row["optimizer/learning_rate"] = float(self.schedule(max(self.step.counters.updates - 1, 0)))
             every = self.config.eval.every_steps
             if step == self.config.run.steps or (every and step % every == 0):
                 after = self._evaluate(step)
                 row |= after
             self.done = step
             self.writer.write(step, row)
-            self.run.append_samples(step, self._samples(batch))
+            self.directory.append_samples(step, self._samples(batch))
             self.console.step(row | {"step": step})
-            stopped = self.owner.stop_signals.agreed()
+            stopped = self.parts.stop_signals.agreed()
             last = step == self.config.run.steps or stopped is not None
             if step % self.config.checkpoint.every_steps == 0 or last:
                 self._save(step, row)
@@ -97,42 +161,43 @@ class Execution:
             name = signal.Signals(stopped).name
             self.console.message(f"stopped by {name} after step {self.done}; go on with --resume")
             return self._summary(name, None)
-        if self.trainer.without_signal >= min(self.done, WARN_WITHOUT_SIGNAL) > 0:
+        count = self.step.counters.without_signal
+        if count >= min(self.done, WARN_WITHOUT_SIGNAL) > 0:
             self.console.warn(
-                f"in the last {self.trainer.without_signal} of the run's {self.done} steps all rewards of each group were equal: nothing "
+                f"in the last {count} of the run's {self.done} steps all rewards of each group were equal: nothing "
                 "was learned from them. Do the rewards see what the policy writes (samples.jsonl)?"
             )
         if after is None:  # resumed after its last step, whose evaluation is on record
             after = self._evaluate(self.done, record=False)
-        params = processes.gather_to_first(self.trainer.state.params)
+        params = processes.gather_to_first(self.step.state.params)
         if params is not None:
-            self.owner.policy.save(self.run.path / EXPORT_DIRECTORY, params)
+            self.parts.policy.save(self.directory.path / EXPORT_DIRECTORY, params)
         processes.barrier()
-        self.console.message(f"policy written to {self.run.path / EXPORT_DIRECTORY}")
+        self.console.message(f"policy written to {self.directory.path / EXPORT_DIRECTORY}")
         return self._summary(None, after)
 
     def _summary(self, stopped_by: str | None, after: dict[str, float] | None) -> dict[str, Any]:
-        return {"steps": self.done, "stopped_by": stopped_by, "before": self.before, "after": after, "directory": str(self.run.path)}
+        return {"steps": self.done, "stopped_by": stopped_by, "before": self.before, "after": after, "directory": str(self.directory.path)}
 
     def _warm_start(self, state: TrainState) -> TrainState:
-        section, sampler = self.config.warm_start, self.owner._sampler
-        if sampler is None:
+        """The policy after the warm start, where there is one."""
+        section, sampler, programs = self.config.warm_start, self.parts.sampler, self.parts.warm_programs
+        if sampler is None or programs is None:
             return state
-        programs = self.owner.new_programs(build_warm_start_optimizer(section))
         with self.console.phase("warm start", section.steps, "steps") as progress:
             start = programs.init(state.params)
             warm, self.warm_start_loss = warm_start(programs, start, sampler, section, lambda step, loss: progress.advance(1))
-        return self.programs.init(warm.params)
+        return self.parts.programs.init(warm.params)
 
     def _evaluate(self, step: int, *, record: bool = True) -> dict[str, float]:
         start = time.perf_counter()
         with self.console.phase("eval"):
-            evaluation = self.owner._evaluator(self.trainer.engine)
+            evaluation = self.parts.evaluator(self.step.engine)
         metrics = evaluation.metrics | {"time/eval_s": time.perf_counter() - start}
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.metrics.items())
-        self.console.message(f"step {step} held-out ({len(self.owner._evaluator.prompts)} prompts): {shown}")
+        self.console.message(f"step {step} held-out ({len(self.parts.evaluator.prompts)} prompts): {shown}")
         if record:
-            self.run.append_samples(step, evaluation.samples[: self.config.run.samples_per_step])
+            self.directory.append_samples(step, evaluation.samples[: self.config.run.samples_per_step])
         return metrics
 
     def _samples(self, batch: RolloutBatch) -> list[dict[str, Any]]:
@@ -156,14 +221,14 @@ class Execution:
         first = 3
         count = self.config.run.profile_steps
         if count and step == first:
-            jax.profiler.start_trace(str(self.run.path / "profile"))
+            jax.profiler.start_trace(str(self.directory.path / "profile"))
             self.profiling = True
         yield
-        last = step == self.config.run.steps or self.owner.stop_signals.received is not None
+        last = step == self.config.run.steps or self.parts.stop_signals.received is not None
         if self.profiling and (last or step == first + count - 1):
             jax.profiler.stop_trace()
             self.profiling = False
-            self.console.message(f"profile written to {self.run.path / 'profile'}")
+            self.console.message(f"profile written to {self.directory.path / 'profile'}")
 
     # Checkpoints
 
@@ -173,34 +238,34 @@ class Execution:
         optional = {"reference": reference, "loss_scale": state.loss_scale}
         return {"params": state.params, "opt_state": state.opt_state} | {k: v for k, v in optional.items() if v is not None}
 
-    def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        published = self.programs.init(saved["params"]).published
-        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))
-
     def _save(self, step: int, row: Mapping[str, float]) -> None:
-        trainer = self.trainer
+        prompts = self.parts.prompts
         metadata = {
-            "policy_version": trainer.policy_version,
-            "updates": trainer.updates,
-            "skipped_in_a_row": trainer.skipped_in_a_row,
-            "overflows": trainer.overflows,
-            "without_signal": trainer.without_signal,
-            "prompt_cursor": trainer.prompts.cursor,
-            "prompts_skipped": trainer.prompts.skipped,
+            **dataclasses.asdict(self.step.counters),
+            "prompt_cursor": prompts.cursor,
+            "prompts_skipped": prompts.skipped,
             "before": self.before,
-            **self.owner.data,
+            **self.parts.fingerprints,
         }
         self.writer.sync()
         with self.console.phase("checkpoint"):
-            self.store.save(step, self._saved(trainer.state, trainer.reference), metadata, row)
+            self.store.save(step, self._saved(self.step.state, self.step.reference), metadata, row)
 
-    def _restore_counters(self, metadata: Mapping[str, Any]) -> None:
-        trainer = self.trainer
-        trainer.policy_version, trainer.updates = metadata["policy_version"], metadata["updates"]
-        trainer.skipped_in_a_row, trainer.overflows = metadata["skipped_in_a_row"], metadata["overflows"]
-        trainer.without_signal = metadata["without_signal"]
-        trainer.prompts.cursor, trainer.prompts.skipped = metadata["prompt_cursor"], metadata["prompts_skipped"]
-        trainer.engine.load_weights(trainer.state.published, trainer.policy_version)
-        self.before = metadata["before"]
-        self.done = self.store.steps()[-1]
-        self.console.message(f"resumed from step {self.done}")
+    def _restored(self, state: TrainState) -> Restored | None:
+        """The latest checkpoint, from which everything but the state is taken here; None where the run begins."""
+        restored = None
+        if self.directory.resumed:
+            restored = self.store.restore_latest(self._saved(state, self.parts.reference(state)))
+        if restored is None:
+            if self.writer.last_step:
+                self.console.warn(f"no checkpoint: the run begins again; its rows up to step {self.writer.last_step} are dropped")
+            return None
+        compare_data_for_resume(restored.metadata, self.parts.fingerprints)
+        prompts = self.parts.prompts
+        prompts.cursor, prompts.skipped = restored.metadata["prompt_cursor"], restored.metadata["prompts_skipped"]
+        self.before, self.done = restored.metadata["before"], restored.step
+        return restored
+
+    def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
+        published = self.parts.programs.init(saved["params"]).published
+        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))

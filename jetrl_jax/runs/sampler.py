@@ -10,7 +10,7 @@ from jetrl_jax.runs.policy import Policy, published_weights
 
 
 class PolicySampler:
-    """Completes prompts with a policy on the embedded engine.
+    """Completes prompts with a policy on its engine.
 
     Args:
       policy: as `load_policy` gives it; its config's `rollout` says lengths and temperature.
@@ -19,7 +19,7 @@ class PolicySampler:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.engine = build_engine(policy, policy.config.rollout)
-        self.engine.load_weights(published_weights(policy), 0)
+        self.engine.load(published_weights(policy), 0)
 
     def __call__(self, prompt: str, samples: int = 1, *, seed: int = 0, greedy: bool = False) -> list[str]:
         """`samples` completions of one prompt.

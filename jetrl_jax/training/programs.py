@@ -25,12 +25,12 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
 from jetrl_jax.devices.processes import fetch, jit, place
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.models.sharded import ROW_AXES
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.training.loss_scale import SMALLEST, LossScale
 from jetrl_jax.training.optimizer import build_optimizer

@@ -1,4 +1,4 @@
-"""The RL loop: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
+"""One step of RL: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
 
 One step of policy version v samples with the published weights of v, scores, packs, takes one or more
 optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived from
@@ -18,6 +18,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,62 +28,72 @@ from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch, nonfinite_part, rollout_metrics
 from jetrl_jax.collect.collector import Collector, StepClock
-from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.processes import fetch
 from jetrl_jax.errors import RunStopped
 from jetrl_jax.record.console import Console
-from jetrl_jax.record.run_directory import RunDirectory
-from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rl.assemble import Minibatch, assemble
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.text.tokenizer import Tokenizer
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
 WARN_WITHOUT_SIGNAL = 10  # steps in a row
 
 
-class Trainer:
-    """Runs steps; knows nothing of files but the run directory it may write bad batches to.
+@dataclass
+class Counters:
+    """What a run counts from its start on, saved with every checkpoint.
 
-    Args:
-      config: the run's config; algorithm: its algorithm with every null resolved.
-      programs: compiled programs; state: the policy to start from; reference: frozen weights of the KL term, or None.
-      engine, rewards, tokenizer, prompts: the parts of a step.
-      run: where bad batches go, or None; console: where phases and warnings are shown.
+    policy_version: of the present weights; updates: optimiser steps taken.
+    skipped_in_a_row: updates up to now that changed nothing; overflows: those that FP16's loss scale caused.
+    without_signal: steps up to now in which all rewards of each group were equal.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        algorithm: ResolvedAlgorithm,
-        programs: PolicyPrograms,
-        state: TrainState,
-        reference: nnx.State | None,
-        engine: RolloutEngine,
-        rewards: RewardFunctions,
-        tokenizer: Tokenizer,
-        prompts: PromptStream,
-        run: RunDirectory | None,
-        console: Console,
-    ) -> None:
-        self.config, self.algorithm, self.programs, self.state = config, algorithm, programs, state
-        self.reference, self.engine, self.prompts, self.run, self.console = reference, engine, prompts, run, console
-        self.collector = Collector(config, algorithm, engine, rewards, tokenizer, prompts, console)
-        self.policy_version = self.updates = self.skipped_in_a_row = self.overflows = self.without_signal = 0
-        engine.load_weights(state.published, self.policy_version)
+    policy_version: int = 0
+    updates: int = 0
+    skipped_in_a_row: int = 0
+    overflows: int = 0
+    without_signal: int = 0
 
-    def step(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
-        """One step of the loop; returns its metrics and what was sampled.
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> Counters:
+        """Those of a checkpoint, among the rest of its metadata."""
+        return cls(**{field.name: metadata[field.name] for field in dataclasses.fields(cls)})
+
+
+@dataclass(kw_only=True)
+class RLStep:
+    """Takes one step after the other; knows no files.
+
+    config: the run's; algorithm: its algorithm with every null resolved.
+    programs: compiled; engine: holds the weights of `state`; collector: makes its rollout batches.
+    state: the policy to start from, later the present one; reference: frozen weights of the KL term, or None.
+    counters: go on from where they stand.
+    console: where phases and warnings are shown.
+    save_bad_batch: (step, tensor, arrays) -> the file that a batch which is not finite went to, or None.
+    """
+
+    config: RunConfig
+    algorithm: ResolvedAlgorithm
+    programs: PolicyPrograms
+    engine: RolloutEngine
+    collector: Collector
+    console: Console
+    state: TrainState
+    reference: nnx.State | None = None
+    counters: Counters = field(default_factory=Counters)
+    save_bad_batch: Callable[[int, str, Mapping[str, Any]], Path | None] = lambda step, tensor, arrays: None
+
+    def __call__(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
+        """One step; returns its metrics and what was sampled.
 
         Raises:
           RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps were without a signal.
         """
         clock, start = StepClock(), time.perf_counter()
-        version, skipped_prompts = self.policy_version, self.prompts.skipped
+        version, skipped_prompts = self.counters.policy_version, self.collector.prompts.skipped
         batch = self.collector.collect(step, clock)
         with clock.phase("publish"):
             self.engine.sleep()
@@ -92,26 +105,26 @@ class Trainer:
         else:
             row |= self._learn(step, batch, clock)
         with clock.phase("publish"):
-            self.engine.load_weights(self.state.published, self.policy_version)
+            self.engine.load(self.state.published, self.counters.policy_version)
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
-        row["count/skipped_prompts"] = self.prompts.skipped - skipped_prompts
+        row["count/skipped_prompts"] = self.collector.prompts.skipped - skipped_prompts
         row["rate/rollout_tokens_per_s"] = row["count/rollout_tokens"] / max(clock.seconds["rollout"], 1e-9)
         if "count/train_tokens" in row:
             row["rate/train_tokens_per_s"] = row["count/train_tokens"] / max(clock.seconds["train"], 1e-9)
-        if self.skipped_in_a_row >= self.config.run.max_skipped_steps:
+        if self.counters.skipped_in_a_row >= self.config.run.max_skipped_steps:
             last = problem or "see the warnings"
             raise RunStopped(
-                f"step {step}: {self.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
+                f"step {step}: {self.counters.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
                 f"(run.max_skipped_steps); the last: {last}"
             )
-        row["count/steps_without_signal"] = self.without_signal
+        row["count/steps_without_signal"] = self.counters.without_signal
         self._tell_of_no_signal(step)
         return row, batch
 
     def _tell_of_no_signal(self, step: int) -> None:
         """Warns after ten steps in a row without a signal, again whenever these have doubled; ends the run at its limit."""
-        count, most = self.without_signal, self.config.run.max_steps_without_signal
+        count, most = self.counters.without_signal, self.config.run.max_steps_without_signal
         text = f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing is learned from them"
         hint = "Do the rewards see what the policy writes (samples.jsonl)?"
         if most and count >= most:
@@ -134,7 +147,7 @@ class Trainer:
             seed=(self.config.seed, step),
         )
         if assembly.trained.any():
-            self.without_signal = 0 if assembly.advantages[assembly.trained].any() else self.without_signal + 1
+            self.counters.without_signal = 0 if assembly.advantages[assembly.trained].any() else self.counters.without_signal + 1
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
@@ -152,11 +165,11 @@ class Trainer:
             places += int(sum(np.size(b.segment_ids) for b in micro))
         finite = [norm for norm in norms if norm is not None]
         if finite:
-            self.policy_version += 1
+            self.counters.policy_version += 1
         row = assembly.metrics | rl_metrics.loss_metrics(sums) | _mismatch(pairs)
         row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
         if self.state.loss_scale is not None:
-            row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.overflows}
+            row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.counters.overflows}
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
@@ -187,7 +200,7 @@ class Trainer:
             logprobs.append(host_values)
             progress.advance(1)
         if grads is None or denominators.tokens == 0:
-            self.skipped_in_a_row += 1
+            self.counters.skipped_in_a_row += 1
             self.console.warn(f"step {step}: no completion is trained (none has a reward, or all are masked or rejected); no update")
             return 0.0, None, logprobs
         if not np.isfinite(loss):
@@ -195,29 +208,27 @@ class Trainer:
             return loss, None, logprobs
         self.state, report = self.programs.update(self.state, grads)
         if report.overflow:
-            self.overflows += 1
+            self.counters.overflows += 1
             return loss, None, logprobs
         if report.nonfinite:
             self._skip(step, ", ".join(report.nonfinite[:3]), batch, micro)
             return loss, None, logprobs
-        self.updates += 1
-        self.skipped_in_a_row = 0
+        self.counters.updates += 1
+        self.counters.skipped_in_a_row = 0
         return loss, report.grad_norm, logprobs
 
     def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[TrainBatch]) -> None:
         """Names the tensor, saves the batch, counts the step."""
-        self.skipped_in_a_row += 1
-        where = None
-        if self.run is not None:
-            arrays: dict[str, Any] = {"rewards": batch.rewards}
-            arrays |= {f"reward_{name}": values for name, values in batch.parts.items()}
-            for index, part in enumerate(micro):
-                fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-                arrays |= {f"{name}_{index}": value for name, value in fields.items() if value is not None}
-            if not micro:
-                arrays |= {f"token_ids_{i}": t.token_ids for i, t in enumerate(batch.trajectories)}
-                arrays |= {f"logprobs_{i}": t.logprobs for i, t in enumerate(batch.trajectories)}
-            where = self.run.save_bad_batch(step, tensor, arrays)
+        self.counters.skipped_in_a_row += 1
+        arrays: dict[str, Any] = {"rewards": batch.rewards}
+        arrays |= {f"reward_{name}": values for name, values in batch.parts.items()}
+        for index, part in enumerate(micro):
+            fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            arrays |= {f"{name}_{index}": value for name, value in fields.items() if value is not None}
+        if not micro:
+            arrays |= {f"token_ids_{i}": t.token_ids for i, t in enumerate(batch.trajectories)}
+            arrays |= {f"logprobs_{i}": t.logprobs for i, t in enumerate(batch.trajectories)}
+        where = self.save_bad_batch(step, tensor, arrays)
         self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jetrl_jax import train
 from jetrl_jax.commands.entry import run_entry_point
 from jetrl_jax.precision.parameters import map_params
-from jetrl_jax.runs import grpo
+from jetrl_jax.runs import parts
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import E4M3, E4M3_MAX
 
@@ -33,12 +33,12 @@ def coarsen(weight: Any, mantissa_bits: int) -> Any:
     return ScaledArray(jnp.clip(rounded, -largest, largest).astype(E4M3), weight.scale, weight.block_shape)
 
 
-def coarse_engine(build: Any, mantissa_bits: int, *arguments: Any) -> Any:
-    """The engine of `build(*arguments)`, which rounds what it loads."""
-    engine = build(*arguments)
-    load = engine.load_weights
+def coarse_engine(build: Any, mantissa_bits: int, *arguments: Any, **options: Any) -> Any:
+    """The engine of `build(*arguments, **options)`, which rounds what it loads."""
+    engine = build(*arguments, **options)
+    load = engine.load
     round_all = jax.jit(lambda published: map_params(lambda _, weight: coarsen(weight, mantissa_bits), published))
-    engine.load_weights = lambda published, version: load(round_all(published), version)
+    engine.load = lambda published, version: load(round_all(published), version)
     return engine
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], add_help=False)
     parser.add_argument("--mantissa-bits", type=int, choices=(1, 2, 3), required=True)
     own, others = parser.parse_known_args(argv)
-    grpo.build_engine = functools.partial(coarse_engine, grpo.build_engine, own.mantissa_bits)
+    parts.build_engine = functools.partial(coarse_engine, parts.build_engine, own.mantissa_bits)
     return train.main(others)
 
 

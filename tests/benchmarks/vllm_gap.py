@@ -56,7 +56,7 @@ def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how
     settings, prompts = what
     settings = dataclasses.replace(settings, engine_variant=policy.numerics.engine_variant, **how)
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), settings)
-    engine.load_weights(policy.published, 0)
+    engine.load(policy.published, 0)
     trajectories = engine.generate(prompts, SAMPLING)
     engine.close()
     del engine

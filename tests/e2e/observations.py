@@ -21,7 +21,6 @@ import pytest
 from flax import nnx
 from scripted import ScriptedEngine, ScriptedTrainer
 
-from bridge.vllm.certificate import CertifiedEngine
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.gpu_memory import share_gpu
@@ -55,20 +54,19 @@ class Seen:
 
 
 def step(config: RunConfig) -> Seen:
-    owner = ScriptedTrainer(config)
-    programs = owner.new_programs()
-    state = programs.init(owner.policy.params)
-    with owner._new_rewards(None) as rewards:
-        trainer = owner.new_trainer(programs, state, owner.reference(programs, state), rewards, None)
-        row, batch = trainer.step(1)
+    parts = ScriptedTrainer(config).parts
+    programs, engine = parts.programs, parts.new_engine()
+    state = programs.init(parts.policy.params)
+    with parts.new_rewards() as rewards:
+        row, batch = parts.new_step(engine, rewards, state, parts.reference(state))(1)
     weights = jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
     prompts = [group.prompt.example.prompt for group in batch.groups]
-    return Seen(without_clocks(row), prompts, trainer.engine.asked, programs.shapes, programs.losses, weights)
+    return Seen(without_clocks(row), prompts, engine.asked, programs.shapes, programs.losses, weights)
 
 
 def loss_scale(config: RunConfig) -> Any:
     """The loss scale of the first update, and how often it may grow."""
-    scale = GRPOTrainer(config).new_programs().loss_scale
+    scale = GRPOTrainer(config).parts.programs.loss_scale
     return None if scale is None else (float(scale.factor), scale.growth_interval)
 
 
@@ -90,7 +88,7 @@ def vllm_engine(config: RunConfig) -> Any:
         owned, url = None, None
 
         def __init__(self, model: Any, fp8_paths: Any, settings: Any) -> None:
-            self.settings = settings
+            self.settings, self.after_load = settings, []
 
         def close(self) -> None:
             """Nothing runs."""
@@ -101,12 +99,12 @@ def vllm_engine(config: RunConfig) -> Any:
         patch.setitem(sys.modules, "bridge.vllm.in_process", SimpleNamespace(InProcessEngine=InProcess))
         patch.setattr("jetrl_jax.runs.engines.set_environment", lambda on_cpu, eager: None)
         engine = build_engine(owner.policy, config.rollout)
-    if not isinstance(engine, CertifiedEngine):
+    if not engine.after_load:
         return type(engine).__name__
-    inner: Any = engine.engine
-    seen = (inner.owned, inner.url, dataclasses.asdict(inner.settings), engine.probe, engine.tolerance, engine.on_mismatch)
+    (certificate,) = engine.after_load
+    limits = certificate.probe, certificate.tolerance, certificate.on_mismatch
     engine.close()
-    return seen
+    return engine.owned, engine.url, dataclasses.asdict(engine.settings), *limits
 
 
 def prompts(config: RunConfig) -> Any:
@@ -127,8 +125,8 @@ def batch_shapes(config: RunConfig) -> Any:
 
 def placement(config: RunConfig) -> Any:
     """Where the first and the last matrix lie, device by device."""
-    owner = GRPOTrainer(config)
-    state = owner.new_programs().init(owner.policy.params)
+    parts = GRPOTrainer(config).parts
+    state = parts.programs.init(parts.policy.params)
     values = [value for value in jax.tree.leaves(state.params) if value.ndim == 2]
     return [[(shard.device.id, shard.data.shape) for shard in value.addressable_shards] for value in (values[0], values[-1])]
 
@@ -175,16 +173,16 @@ def warm_start(config: RunConfig) -> Any:
     """The supervised batches of a run, and two arrays after them."""
     owner = ScriptedTrainer(config)
     run(config, owner)
-    programs = owner.made[-1]
+    programs = owner.parts.warm_programs or owner.parts.programs
     return [batch.tolist() for batch in programs.supervised], jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
 
 
 def evaluation(config: RunConfig) -> Any:
     """The metrics of an evaluation and what the engine was asked for."""
-    owner = ScriptedTrainer(config)
-    engine = ScriptedEngine(owner.policy.tokenizer)
-    engine.load_weights(None, 1)
-    return owner._evaluator(engine).metrics, engine.asked
+    parts = ScriptedTrainer(config).parts
+    engine = ScriptedEngine(parts.policy.tokenizer)
+    engine.load(None, 1)
+    return parts.evaluator(engine).metrics, engine.asked
 
 
 def run(config: RunConfig, owner: GRPOTrainer | None = None) -> Any:
@@ -282,7 +280,7 @@ def logprobs(config: RunConfig) -> Any:
     seen, original = [], Decoder.logits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "logits", lambda self, hidden, head=None: seen.append(hidden.shape) or original(self, hidden, head))
-        values = owner.new_programs().logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
+        values = owner.parts.programs.logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
     return values.tobytes(), seen
 
 
@@ -290,7 +288,7 @@ def engine(config: RunConfig) -> Any:
     """What the embedded engine ran for six requests of two to three tokens."""
     policy = build_policy(config)
     made = build_engine(policy, config.rollout)
-    made.load_weights(published_weights(policy), 0)
+    made.load(published_weights(policy), 0)
     made.generate([Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0))
     return made.statistics, made.shapes
 

@@ -17,20 +17,17 @@ from jetrl_jax.runs.grpo import GRPOTrainer
 
 
 def main(words: list[str]) -> None:
-    owner = GRPOTrainer(load_config(words[0], words[1:]))
-    programs = owner.new_programs()
-    state = programs.init(owner.policy.params)
+    parts = GRPOTrainer(load_config(words[0], words[1:])).parts
+    state = parts.programs.init(parts.policy.params)
     asked: list[list[int]] = []
-    with owner._new_rewards(None) as rewards:
-        trainer = owner.new_trainer(programs, state, None, rewards, None)
-        engines: Any = trainer.engine
+    engines: Any = parts.new_engine()
+    with parts.new_rewards() as rewards:
+        take = parts.new_step(engines, rewards, state, None)
         for engine in engines.engines:
-            generate = engine.generate
-            engine.generate = lambda requests, sampling, generate=generate: (
-                asked.append([r.id for r in requests]) or generate(requests, sampling)
-            )
-        rows = [without_clocks(trainer.step(step)[0]) for step in (1, 2)]
-    owner._close_engine()
+            submit = engine.submit
+            engine.submit = lambda requests, sampling, submit=submit: asked.append([r.id for r in requests]) or submit(requests, sampling)
+        rows = [without_clocks(take(step)[0]) for step in (1, 2)]
+    engines.close()
     print("PROBE " + json.dumps({"asked": asked, "rows": rows} | exchanged()), flush=True)
     processes.leave()
 

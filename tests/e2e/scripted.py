@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,26 +11,35 @@ import numpy as np
 
 from jetrl_jax.rl.algorithm import policy_objective
 from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rollout.engine import Results, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.training.programs import TrainState, UpdateReport
 
 
-class ScriptedEngine:
-    """Answers sums, less and less well from version to version; remembers what it was asked."""
+class ScriptedEngine(RolloutEngine):
+    """Answers sums, less and less well from version to version, the last one first; remembers what it was asked."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.policy_version, self.asked = tokenizer, -1, []
+        super().__init__()
+        self.tokenizer, self.asked = tokenizer, []
 
-    def load_weights(self, published: Any, version: int) -> None:
-        self.policy_version = version
+    def check(self, requests: Any, sampling: SamplingParams) -> None:
+        """Takes everything."""
 
-    def sleep(self) -> None:
-        """Has nothing to give back."""
+    def describe(self) -> dict[str, Any]:
+        return {"mode": "scripted"}
 
-    def generate(self, requests: list[Request], sampling: SamplingParams) -> list[Trajectory]:
+    def _load(self, published: Any, version: int) -> None:
+        """Needs none."""
+
+    def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         self.asked.append((len(requests), sampling.temperature, sampling.max_tokens, sampling.greedy))
-        return [self._answer(request, sampling) for request in requests]
+        for request in reversed(requests):
+            yield self._answer(request, sampling)
+
+    def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        return [np.append(np.float32(0), scripted_logprobs(ids[1:], 0)) for ids in sequences]
 
     def _answer(self, request: Request, sampling: SamplingParams) -> Trajectory:
         rng = np.random.default_rng((request.seed, sampling.seed))
@@ -94,11 +104,10 @@ class ScriptedPrograms:
 
 
 class ScriptedTrainer(GRPOTrainer):
-    """The real trainer with `ScriptedPrograms`; `made` are those it made, the RL phase's first."""
+    """The real trainer with `ScriptedPrograms` in both phases."""
 
-    made: list[ScriptedPrograms]
-
-    def new_programs(self, optimizer: Any = None) -> Any:
-        programs = ScriptedPrograms(super().new_programs(optimizer))
-        self.made = [*getattr(self, "made", []), programs]
-        return programs
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        parts = self.parts
+        warm = None if parts.warm_programs is None else ScriptedPrograms(parts.warm_programs)
+        self.parts: Any = dataclasses.replace(parts, programs=ScriptedPrograms(parts.programs), warm_programs=warm)

@@ -53,7 +53,7 @@ from observations import (
 )
 from scripted import ScriptedEngine
 
-import jetrl_jax.runs.grpo
+import jetrl_jax.runs.parts
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.schema import all_fields
@@ -356,7 +356,7 @@ def before() -> dict[str, Any]:
 def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, RunConfig], Any]:
     """Makes an observation in an empty directory, with the scripted engine and a scripted wandb."""
     monkeypatch.setenv("GSM8K_DIR", str(files / "gsm8k"))
-    monkeypatch.setattr(jetrl_jax.runs.grpo, "build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr(jetrl_jax.runs.parts, "build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
     wandb: Any = types.ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)  # libraries that are first imported here ask for it
     wandb.Settings = lambda **settings: None

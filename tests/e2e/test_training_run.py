@@ -44,6 +44,7 @@ def test_run_leaves_its_whole_record(finished):
     assert start["attention"]["name"] == "xla" and "numerics.exact is true" in start["attention"]["reason"]
     assert start["dense_products"]["name"] == "xla_fast" and "the platform is 'cpu'" in start["dense_products"]["reason"]
     assert all(choice["reason"].startswith("auto: ") for choice in start["fp8_products"].values())
+    assert start["rollout_engine"] == {"mode": "jax", "slots": 16, "decode_chunk_tokens": 3}
     table = rows(directory)
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
     assert all("mismatch/k3" in row and "reward/mean" in row for row in table[1:])

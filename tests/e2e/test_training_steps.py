@@ -15,9 +15,11 @@ from tiny import TINY, rows, shorter, tiny_config
 
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.rollout.embedded.programs import EnginePrograms
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.training.programs import PolicyPrograms
+from jetrl_jax.training.step import Counters
 from tests.unit.test_tokenizer import write_files
 
 LONG = pytest.mark.long
@@ -25,7 +27,7 @@ LONG = pytest.mark.long
 
 def scripted_trainer(directory, monkeypatch, engine=ScriptedEngine, rewards=(shorter,), resume=False, **fields):
     """A trainer of sums whose engine and programs follow the script."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: engine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: engine(policy.tokenizer))
     task = {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}}
     return ScriptedTrainer(tiny_config(directory, task=task, warm_start=None, **fields), reward_functions=list(rewards), resume=resume)
 
@@ -89,7 +91,7 @@ def test_every_algorithm_takes_a_step(algorithm, compiled, tmp_path, monkeypatch
     else:
         trainer = scripted_trainer(tmp_path / "run", monkeypatch, algorithm=algorithm)
         row = trainer.dry_run()["metrics"]
-        assert trainer.made[0].updates == algorithm.get("minibatches", 1) * algorithm.get("epochs", 1)
+        assert trainer.parts.programs.updates == algorithm.get("minibatches", 1) * algorithm.get("epochs", 1)
     assert np.isfinite(row["loss/total"])
     assert ("policy/reference_kl" in row) == ("kl_coef" in algorithm)
 
@@ -172,7 +174,7 @@ def test_python_interface_takes_records_and_a_function(tmp_path, monkeypatch):
     """Trained for real in test_readme.py."""
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
     config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": 1, "tensorboard": False})
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
     outcome = ScriptedTrainer(config, dataset=records, reward_functions=[shorter]).train()
     assert outcome["steps"] == 1 and outcome["stopped_by"] is None
     assert "reward/shorter_mean" in rows(tmp_path / "run")[1]
@@ -262,7 +264,7 @@ def test_non_finite_gradient_leaves_the_policy_as_it_was(tmp_path):
     from flax import nnx
 
     trainer = GRPOTrainer(tiny_config(tmp_path / "run", warm_start=None))
-    programs = trainer.new_programs()
+    programs = trainer.parts.programs
     state = programs.init(trainer.policy.params)
     before = jax.tree.map(np.array, (state.params, state.opt_state))
     bad = "layers.0.mlp.up_proj.weight"
@@ -345,7 +347,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": str(a + b), "l
 
 def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
     """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
-    monkeypatch.setattr("jetrl_jax.runs.grpo.build_engine", lambda policy, rollout, layout: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
 
     def trainer(data, steps, **options):
         config = tiny_config(tmp_path / "run", task=None, warm_start=None, run={"steps": steps, "tensorboard": False})
@@ -392,10 +394,10 @@ def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_pat
             calls.append("sleep")
             asleep[0] = True
 
-        def load_weights(self, published, version):
+        def load(self, published, version):
             calls.append("load")
             asleep[0] = False
-            super().load_weights(published, version)
+            super().load(published, version)
 
         def generate(self, requests, sampling):
             calls.append("generate")
@@ -417,3 +419,25 @@ def test_the_engine_sleeps_while_the_trainer_learns_and_at_no_other_time(tmp_pat
     scripted_trainer(tmp_path / "run", monkeypatch, Engine, algorithm={"minibatches": 2}).dry_run()
     order = [name for name, _ in itertools.groupby(calls)]
     assert order == ["load", "generate", "sleep", "logprobs", "policy_gradient", "update", "policy_gradient", "update", "load"]
+
+
+def test_a_resumed_run_goes_on_from_its_counters_and_loads_its_weights_once(tmp_path, monkeypatch):
+    loaded = []
+
+    class Engine(ScriptedEngine):
+        def _load(self, published, version):
+            loaded.append(version)
+
+    def train(steps, resume=False):
+        trainer = scripted_trainer(tmp_path / "run", monkeypatch, Engine, resume=resume, run={"steps": steps, "tensorboard": False})
+        trainer.train()
+        with CheckpointStore(tmp_path / "run" / "checkpoints", read_only=True) as store:
+            return store.read_metadata(steps)["metadata"]
+
+    first = train(2)
+    assert loaded == [0, 1, 2] and first["policy_version"] == first["updates"] == 2
+    second = train(3, resume=True)
+    assert loaded == [0, 1, 2, 2, 3] and second["policy_version"] == second["updates"] == 3
+    assert second["prompt_cursor"] * 2 == first["prompt_cursor"] * 3 and list(second) == list(first)
+    counters = Counters.of(second)
+    assert {name: second[name] for name in dataclasses.asdict(counters)} == dataclasses.asdict(counters)

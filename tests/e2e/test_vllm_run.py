@@ -56,3 +56,6 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, co
     assert max(row["mismatch/logprob_abs_max"] for row in after[1:]) == 0
     certificates = [json.loads(line) for line in (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()]
     assert certificates and all(row["holds"] for row in certificates)
+    (first, second) = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
+    assert first["rollout_engine"]["mode"] == second["rollout_engine"]["mode"] == "server"
+    assert second["rollout_engine"]["operations"] == certificates[-1]["engine"]["operations"]

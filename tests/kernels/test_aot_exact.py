@@ -19,10 +19,10 @@ from flax import nnx
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import COMPILER_OPTIONS, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.rl.logprobs import completion_logprobs
 from pallas_kernels import implementations
 from tests.kernels import aot
 from tests.parity.small_policy import CONFIG

@@ -28,11 +28,11 @@ from jetrl_jax.models import attention
 from jetrl_jax.models import flash_attention as flash
 from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.planning import abstract_run
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.rl.logprobs import completion_logprobs
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS
 from tests.oracles import attention_oracle, tolerances
 from tests.parity.small_policy import CONFIG, resolved

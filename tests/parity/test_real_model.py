@@ -26,7 +26,7 @@ from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
-from jetrl_jax.runs.engines import build_engine, close_engine
+from jetrl_jax.runs.engines import build_engine
 from jetrl_jax.runs.policy import Policy, build_policy, published_weights
 from jetrl_jax.text.tokenizer import HuggingFaceTokenizer
 from pallas_kernels import ScaledArray
@@ -89,10 +89,10 @@ def completions(policy: Policy, *, greedy: bool = False) -> list[Trajectory]:
     requests = [Request(i, policy.tokenizer.encode_prompt(text), i) for i, text in enumerate(QUESTIONS)]
     engine = build_engine(policy, policy.config.rollout)
     try:
-        engine.load_weights(published_weights(policy), 0)
+        engine.load(published_weights(policy), 0)
         return engine.generate(requests, SamplingParams(1.0, TOKENS, tuple(policy.tokenizer.eos_ids), 0, greedy))
     finally:
-        close_engine(engine)
+        engine.close()
 
 
 def gap(policy: Policy, trajectories: list[Trajectory]) -> np.ndarray:

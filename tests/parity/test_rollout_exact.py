@@ -1,7 +1,7 @@
 """Rollout against trainer and against itself, bit for bit: prefill and cached decode in batches that change, packed full forward.
 
 The trainer's side is its own: trajectories packed into rows (`jetrl_jax.rl.batching`), logprobs in chunks
-(`jetrl_jax.rl.logprobs`), weights bound as in training.  Widths that are no multiples of 128 give partial FP8 blocks.
+(`jetrl_jax.models.logprobs`), weights bound as in training.  Widths that are no multiples of 128 give partial FP8 blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jetrl_jax.models import cache as cache_module
 from jetrl_jax.models.cache import KVCache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
-from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from pallas_kernels import quantize
@@ -66,7 +66,7 @@ class Setup:
         engine = JaxEngine(
             self.decoder, self.plan, max_prompt_tokens=MAX_PROMPT, max_completion_tokens=self.max_completion, pad_id=0, **sizes
         )
-        engine.load_weights(self.published, 3)
+        engine.load(self.published, 3)
         return engine
 
     def _logprobs_program(self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -120,6 +120,15 @@ def test_rollout_logprobs_are_the_trainers_bits(preset: str, exact: bool) -> Non
     ours, engines = setup(preset, exact).compare(trajectories)
     unequal = int((ours.view(np.int32) != engines.view(np.int32)).sum())
     assert unequal == 0, f"{unequal} of {len(ours)} tokens differ, by up to {np.abs(ours - engines).max()}"
+
+
+def test_scores_are_the_bits_that_sampling_reports() -> None:
+    """At temperature 1, of completions of 1 to 40 tokens, by the full forward in rows of two lengths."""
+    one = setup("fp8_unified", True)
+    trajectories = one.engine.generate(requests()[:12], dataclasses.replace(one.sampling, temperature=1.0))
+    scores = one.engine.score([t.token_ids for t in trajectories])
+    for trajectory, row in zip(trajectories, scores, strict=True):
+        assert np.array_equal(row[trajectory.sampled].view(np.int32), trajectory.sampled_logprobs.view(np.int32))
 
 
 @pytest.mark.parametrize(("preset", "exact"), FLOWS)

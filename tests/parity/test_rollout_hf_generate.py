@@ -36,13 +36,19 @@ def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
     engine = JaxEngine(
         decoder, plan, slots=5, prefill_rows=3, decode_chunk_tokens=4, max_prompt_tokens=16, max_completion_tokens=MAX_TOKENS, pad_id=0
     )
-    engine.load_weights(jit(plan.publish)(params), 0)
+    engine.load(jit(plan.publish)(params), 0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in LENGTHS * 2]
     stops = config.eos_token_ids
     got = engine.generate(
         [Request(i, prompt, i) for i, prompt in enumerate(prompts)], SamplingParams(1.0, MAX_TOKENS, stops, 0, greedy=True)
     )
+    for trajectory, scored in zip(got, engine.score([t.token_ids for t in got]), strict=True):
+        ids = torch.tensor(trajectory.token_ids[None].astype(np.int64))
+        log_softmax = torch.log_softmax(reference(ids).logits[0].double(), -1).detach().numpy()
+        expected = log_softmax[np.arange(ids.shape[1] - 1), trajectory.token_ids[1:]]
+        assert scored[0] == 0
+        np.testing.assert_allclose(scored[1:], expected, rtol=0, atol=5e-5)
     finish_reasons = set()
     for trajectory, prompt in zip(got, prompts, strict=True):
         ids = torch.tensor([prompt])

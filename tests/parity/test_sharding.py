@@ -264,12 +264,13 @@ SIZES = {"slots": 4, "prefill_rows": 2, "decode_chunk_tokens": 4, "max_prompt_to
 
 
 @pytest.fixture
-def sampled_by_one(flow: str) -> list[Trajectory]:
-    """What an engine on one device samples with the policy of a flow."""
+def sampled_by_one(flow: str) -> tuple[list[Trajectory], list[np.ndarray]]:
+    """What an engine on one device samples with the policy of a flow, and how it scores the first of it."""
     one = policy(flow)
     single = JaxEngine(one.model, one.plan, **SIZES)
-    single.load_weights(one.published, 5)
-    return single.generate(REQUESTS, SAMPLING)
+    single.load(one.published, 5)
+    trajectories = single.generate(REQUESTS, SAMPLING)
+    return trajectories, single.score([t.token_ids for t in trajectories[:5]])
 
 
 @pytest.mark.parametrize(
@@ -280,10 +281,13 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_
     many = Layout(section(mesh), one.plan, one.model)
     build = functools.partial(JaxEngine, one.model, one.plan, **SIZES)
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
-    engines.load_weights(jax.device_put(one.published, many.shardings(one.params)), 5)
+    engines.load(jax.device_put(one.published, many.shardings(one.params)), 5)
     ours = engines.generate(REQUESTS, SAMPLING)
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
-    for a, b in zip(ours, sampled_by_one, strict=True):
+    theirs, scores = sampled_by_one
+    for a, b in zip(engines.score([t.token_ids for t in ours[:5]]), scores, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
         assert (a.finish_reason, a.oldest_version) == (b.finish_reason, 5)

@@ -12,7 +12,7 @@ from bridge.hf.write import save_published
 from bridge.vllm.settings import set_environment
 from jetrl_jax.commands import parity
 from jetrl_jax.config.load import config_from_dict
-from jetrl_jax.runs.engines import trainer_scorer
+from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.policy import build_policy, published_weights
 
 set_environment(True)
@@ -50,7 +50,7 @@ def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None
         for out, ids in zip(outputs, sequences, strict=True)
     ]
     llm.llm_engine.engine_core.shutdown()
-    score = trainer_scorer(policy.model)
+    score = Scorer(policy.model)
     row = parity.gap([score(published, ids) for ids in sequences], engine)
     print(f"\nexported FP8 checkpoint in vLLM: {row}")
     assert row["tokens"] == 8 * 23 and row["logprob_abs_max"] == 0

@@ -92,13 +92,12 @@ def take_turns(mode: str) -> dict[str, Any]:
     share_gpu(config)
     policy = build_policy(config)
     published = published_weights(policy)
-    engine = build_vllm_engine(policy.model, policy.plan, config)
     rows: list[dict[str, Any]] = []
-    engine.attach(rows.append, print, None)
+    engine = build_vllm_engine(policy, record=rows.append, warn=print)
     total = _memory_bytes()
     try:
         for version in range(3):
-            engine.load_weights(published, version)
+            engine.load(published, version)
             sampled = engine.generate([Request(i, [5, 6, 7], i) for i in range(8)], SamplingParams(1.0, 8, (1,), 0))
             assert {t.oldest_version for t in sampled} == {version}
             engine.sleep()

@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
 
-from bridge.vllm.certificate import CertifiedEngine
+from bridge.hf.tensors import hf_tensors, to_host
+from bridge.vllm.certificate import Certificate
 from bridge.vllm.settings import EngineFailed, set_environment
 from jetrl_jax.commands.mismatch import first_difference
 from jetrl_jax.commands.parity import operator_differences, where_they_part
@@ -23,7 +24,9 @@ from jetrl_jax.diagnostics.operators import _LAYER, Difference
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.parameters import map_params
-from jetrl_jax.runs.engines import probe_tokens, trainer_scorer
+from jetrl_jax.rollout.embedded import score as trainer
+from jetrl_jax.rollout.manifest import Manifest
+from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
@@ -53,7 +56,7 @@ def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
     """An engine of a test's own.  One at a time: closing one ends what vLLM shares in a process."""
     close_shared()
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), dataclasses.replace(SETTINGS, **settings))
-    engine.load_weights(policy.published, 0)
+    engine.load(policy.published, 0)
     return engine
 
 
@@ -67,7 +70,7 @@ def shared_policy() -> Iterator[SmallPolicy]:
 def qwen3(shared_policy: SmallPolicy) -> tuple[SmallPolicy, InProcessEngine]:
     """The engine that tests share, with the policy's weights loaded anew as a run loads them at every step."""
     if SHARED:
-        SHARED[0].load_weights(shared_policy.published, 0)
+        SHARED[0].load(shared_policy.published, 0)
     else:
         engine = make_engine(shared_policy)
         SHARED.append(engine)
@@ -182,7 +185,7 @@ def test_trainer_and_vllm_agree_where_layers_are_bf16(architecture: ModelConfig,
     """In BF16 a bias joins the FP32 sums before the one rounding; in FP8 it joins the rounded product."""
     policy = sampled_policy(preset, architecture, overrides=overrides)
     engine = make_engine(policy)
-    assert engine.description["operations"]["linear"] == "ExactLinearMethod"
+    assert engine.describe()["operations"]["linear"] == "ExactLinearMethod"
     trajectories = engine.generate(requests(8), SAMPLING)
     prompts = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in trajectories[:4]]
     scored, parted = engine.score(prompts), where_they_part(policy.rollout_model(), engine, prompts[:2])
@@ -200,7 +203,7 @@ def test_trainer_and_vllms_own_operations_are_one_policy_but_for_single_rounding
     policy = sampled_policy("fp8_unified", QWEN3)
     engine = make_engine(policy, exact=False)
     try:
-        assert engine.description["operations"]["attention"] == "CPUAttentionBackendImpl"
+        assert engine.describe()["operations"]["attention"] == "CPUAttentionBackendImpl"
         check(policy, engine, count=48, exact=False)
     finally:
         engine.close()
@@ -257,21 +260,22 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("syncs", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_syncs_with_optimiser_steps_between_them(syncs: int, qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+def test_syncs_with_optimiser_steps_between_them(
+    syncs: int, qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, engine = qwen3
     programs = PolicyPrograms(policy.model, policy.plan, optax.adam(1e-3), temperature=1.0, chunk_tokens=64)
     state = programs.init(policy.params)
     rows: list[dict[str, Any]] = []
-    certified = CertifiedEngine(engine, trainer_scorer(policy.rollout_model()), probe_tokens(128, 32), tolerance=0.0)
-    certified.attach(rows.append, print, None)
+    monkeypatch.setattr(engine, "after_load", [certificate(engine, policy, rows=rows, probe=probe_tokens(128, 32), tolerance=0.0)])
     memory = []
     for version in range(1, syncs + 1):
         noise = jax.random.normal(jax.random.key(version), (256, 256))
         grads = map_params(lambda _, value, noise=noise: jnp.resize(noise, value.shape) * jnp.sign(value + 1e-6), policy.params)
         state, report = programs.update(state, grads)
         assert report.nonfinite == ()
-        certified.load_weights(state.published, version)
-        trajectories = certified.generate(requests(4, version), SAMPLING)
+        engine.load(state.published, version)
+        trajectories = engine.generate(requests(4, version), SAMPLING)
         assert {t.oldest_version for t in trajectories} == {version}
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     assert [row["policy_version"] for row in rows] == list(range(1, syncs + 1)) and all(
@@ -285,53 +289,52 @@ def test_syncs_with_optimiser_steps_between_them(syncs: int, qwen3: tuple[SmallP
     close_shared()
     fresh = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
     SHARED.append(fresh)
-    fresh.load_weights(state.published, syncs)
+    fresh.load(state.published, syncs)
     after = fresh.generate(requests(8, 99), SAMPLING)
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
 
 
-class Stale:
-    """An engine that says it took new weights and kept the old ones."""
-
-    def __init__(self, engine: InProcessEngine) -> None:
-        self._engine = engine
-        self.held, self.score, self.description = engine.held, engine.score, engine.description
-
-    def load_weights(self, published: nnx.State, version: int) -> Any:
-        from bridge.hf.tensors import hf_tensors, to_host
-        from bridge.vllm.manifest import Manifest
-
-        return Manifest.of([(name, to_host(array)) for name, array in hf_tensors(self._engine.model, published)], version)
+def certificate(engine: InProcessEngine, policy: SmallPolicy, *, rows: list[dict[str, Any]], **changes: Any) -> Certificate:
+    """Of an engine against a policy's trainer; without a probe, unless one is given."""
+    fields = {"score": trainer.Scorer(policy.rollout_model()), "probe": [], "tolerance": 0.02, "record": rows.append, "warn": print}
+    return Certificate(engine=engine, **(fields | changes))
 
 
 @pytest.mark.parametrize("on_mismatch", ["stop", "warn"])
-def test_certificate_sees_an_engine_that_kept_its_weights(qwen3: tuple[SmallPolicy, InProcessEngine], on_mismatch: Any) -> None:
+def test_certificate_sees_an_engine_that_kept_its_weights(
+    qwen3: tuple[SmallPolicy, InProcessEngine], on_mismatch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, engine = qwen3
     changed = map_params(dropped_scale, policy.published)
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
-    certified = CertifiedEngine(Stale(engine), trainer_scorer(policy.rollout_model()), [], tolerance=0.02, on_mismatch=on_mismatch)
-    certified._record, certified._warn = rows.append, warnings.append
+    hook = certificate(engine, policy, rows=rows, warn=warnings.append, on_mismatch=on_mismatch)
+    sent = Manifest.of([(name, to_host(array)) for name, array in hf_tensors(engine.model, changed)], 1)
+    monkeypatch.setattr(engine, "after_load", [hook])
+    monkeypatch.setattr(engine, "_hand_over", lambda published, version: sent)  # it says that it took them
     if on_mismatch == "stop":
         with pytest.raises(RunStopped, match=r"1 tensors differ: .*layers\.1\.mlp\.down_proj\.weight_scale_inv"):
-            certified.load_weights(changed, 1)
+            engine.load(changed, 1)
+        with pytest.raises(RuntimeError, match="policy version 1 was not accepted"):
+            engine.generate(requests(1), SAMPLING)
     else:
-        certified.load_weights(changed, 1)
+        engine.load(changed, 1)
         assert "1 tensors differ" in warnings[0]
     assert rows[0]["holds"] is False and len(rows[0]["differences"]) == 1
 
 
-def test_probe_sees_weights_that_are_held_but_computed_otherwise(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+def test_probe_sees_weights_that_are_held_but_computed_otherwise(
+    qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same bytes on both sides, and a trainer that multiplies other ones: only the probe can tell."""
     policy, engine = qwen3
-    score = trainer_scorer(policy.rollout_model())
-    certified = CertifiedEngine(
-        engine, lambda published, ids: score(map_params(dropped_scale, published), ids), probe_tokens(128, 32), tolerance=0.02
-    )
+    score, probe = trainer.Scorer(policy.rollout_model()), probe_tokens(128, 32)
+    hook = certificate(engine, policy, rows=[], probe=probe, score=lambda published, ids: score(map_params(dropped_scale, published), ids))
+    monkeypatch.setattr(engine, "after_load", [hook])
     with pytest.raises(RunStopped, match=r"logprob difference\| of the probe: got .* expected at most 0\.02"):
-        certified.load_weights(policy.published, 3)
+        engine.load(policy.published, 3)
 
 
 def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +350,7 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     for ask in (lambda: engine.generate(requests(1), sampling), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
         with pytest.raises(RuntimeError, match="the engine sleeps and has no weights"):
             ask()
-    manifest = engine.load_weights(policy.published, 1)
+    manifest = engine.load(policy.published, 1).manifest
     assert stub.calls[4:] == ["sleep 2", "wake weights", "start", "update", "finish", "wake kv_cache", "reset"]
     assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].oldest_version == 1
 
@@ -361,7 +364,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
     assert engine.llm.llm_engine.is_sleeping()
-    engine.load_weights(policy.published, 1)
+    engine.load(policy.published, 1)
     assert not engine.llm.llm_engine.is_sleeping()
     for one, other in zip(before, engine.generate(requests(8), SAMPLING), strict=True):
         np.testing.assert_array_equal(one.sampled_logprobs, other.sampled_logprobs)
@@ -375,10 +378,10 @@ def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypa
         make_engine(sampled_policy("fp8_unified", QWEN3))
 
 
-def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no earlier one."""
     policy, engine = qwen3
-    assert engine.description["operations"] == {
+    assert engine.describe()["operations"] == {
         "attention": "ExactCpuAttention",
         "fp8_product": "ReferenceFp8BlockScaledMMKernel",
         "logits": "ExactLogitsProcessor",
@@ -401,6 +404,5 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         said = first_difference(found)
         print(f"\n{said}")
         assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
-    spoiled = Stale(engine)
-    spoiled.description = {"mode": "server"}
-    assert "vllm.mode=in_process" in where_they_part(policy.rollout_model(), spoiled, sequences)["first_difference"]
+    monkeypatch.setattr(engine, "describe", lambda: {"mode": "server"})
+    assert "vllm.mode=in_process" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]

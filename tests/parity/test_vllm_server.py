@@ -29,8 +29,7 @@ LIMIT_S = 8.0
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallPolicy, ServerEngine]]:
     policy = sampled_policy("fp8_unified", QWEN3)
     settings = dataclasses.replace(SETTINGS, startup_timeout_s=240.0, request_timeout_s=120.0, sync_timeout_s=60.0, restarts=1)
-    engine = ServerEngine(QWEN3, fp8_paths(policy), settings)
-    engine.log_directory = tmp_path_factory.mktemp("server")
+    engine = ServerEngine(QWEN3, fp8_paths(policy), settings, log_directory=tmp_path_factory.mktemp("server"))
     yield policy, engine
     engine.close()
 
@@ -42,7 +41,7 @@ def server_processes(engine: ServerEngine) -> list[int]:
 
 def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
-    manifest = engine.load_weights(policy.published, 7)
+    manifest = engine.load(policy.published, 7).manifest
     assert manifest.differences(engine.held(list(manifest.entries))) == []
     trajectories = engine.generate(requests(24), SAMPLING)
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
@@ -55,38 +54,38 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[Smal
     """The server of the fixture, by its address: a second trainer sends its weights, and the first one notices."""
     policy, engine = served
     other = ServerEngine(QWEN3, fp8_paths(policy), SETTINGS, url=engine.url)
-    manifest = other.load_weights(policy.published, 11)
-    assert manifest.differences(other.held(list(manifest.entries))) == [] and other.description["mode"] == "external"
+    manifest = other.load(policy.published, 11).manifest
+    assert manifest.differences(other.held(list(manifest.entries))) == [] and other.describe()["mode"] == "external"
     trajectories = other.generate(requests(8), SAMPLING)
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     assert gap.exact and {t.oldest_version for t in trajectories} == {11}
     other.close()
     assert alive(server_processes(engine)), "it is not ours to end"
-    with pytest.raises(EngineFailed, match=r"tokens of weights \['11'\], expected 7 alone"):
+    with pytest.raises(EngineFailed, match=r"tokens of weights \['11'\], expected 7 only"):
         engine.generate(requests(1), SAMPLING)
-    engine.load_weights(policy.published, 7)
+    engine.load(policy.published, 7)
 
 
 def test_the_real_server_takes_the_calls_of_sleep(served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its worker ignores them with a warning and its scheduler pauses: the order is taken, nothing is freed."""
     policy, engine = served
-    engine.load_weights(policy.published, 7)
+    engine.load(policy.published, 7)
     monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
     limit = Limit.start("of this test", 60.0)
     assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": True}
-    engine.load_weights(policy.published, 8)
+    engine.load(policy.published, 8)
     assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": False}
     trajectories = engine.generate(requests(8), SAMPLING)
     gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
     assert gap.exact and {t.oldest_version for t in trajectories} == {8}
-    engine.load_weights(policy.published, 7)
+    engine.load(policy.published, 7)
 
 
 @pytest.mark.long
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
-    engine.load_weights(policy.published, 7)
+    engine.load(policy.published, 7)
     before = server_processes(engine)
     for pid in before[1:]:
         os.kill(pid, signal.SIGKILL)
@@ -99,7 +98,7 @@ def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(serve
 def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte of the staged file flips: the worker's check against the manifest refuses it before anything is applied."""
     policy, engine = served
-    names = list(engine.load_weights(policy.published, 8).entries)
+    names = list(engine.load(policy.published, 8).manifest.entries)
     held = engine.held(names)
     post = engine._post
 
@@ -115,15 +114,17 @@ def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, Ser
     monkeypatch.setattr(engine, "restarts_left", 0)
     monkeypatch.setattr(engine, "_stop", lambda: None)  # the server is to be looked at, not ended
     with pytest.raises(EngineFailed):
-        engine.load_weights(policy.published, 9)
+        engine.load(policy.published, 9)
     monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="policy version 8 was not accepted"):
+        engine.generate(requests(1), SAMPLING)
     assert engine.held(names).entries == held.entries
 
 
 @pytest.mark.long
 def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
-    engine.load_weights(policy.published, 10)
+    engine.load(policy.published, 10)
     engine.settings, engine.restarts_left = dataclasses.replace(engine.settings, request_timeout_s=LIMIT_S), 0
     pids = server_processes(engine)
     stop = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids[1:]])

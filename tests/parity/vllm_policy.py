@@ -12,8 +12,8 @@ from flax import nnx
 
 from bridge.vllm.settings import EngineSettings
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.embedded import score
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
-from jetrl_jax.runs.engines import trainer_scorer
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
 QWEN3 = dataclasses.replace(
@@ -45,7 +45,7 @@ class Scorer:
     """The trainer's log-probabilities of trajectories, with any published weights of one policy."""
 
     def __init__(self, policy: SmallPolicy, settings: EngineSettings = SETTINGS) -> None:
-        self._score = trainer_scorer(policy.rollout_model())
+        self._score = score.Scorer(policy.rollout_model())
         self._length = settings.max_prompt_tokens + settings.max_completion_tokens
 
     def __call__(self, published: nnx.State, trajectories: Sequence[Trajectory]) -> np.ndarray:
@@ -55,7 +55,7 @@ class Scorer:
     def whole(self, published: nnx.State, trajectory: Trajectory) -> np.ndarray:
         """Logprobs of prompt and completion; entry 0 is meaningless."""
         ids = [*trajectory.prompt_ids.tolist(), *trajectory.completion_ids.tolist()]
-        return self._score(published, ids + [0] * (self._length - len(ids)))[: len(ids)]
+        return self._score(published, ids, self._length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from bridge.vllm.manifest import Manifest
 from bridge.vllm.settings import EXACT, FP8_PRODUCTS
+from jetrl_jax.rollout.manifest import Manifest
 
 TOKEN, LOGPROB = 1, -0.5  # what it samples: one token, always
 OPERATIONS = {name: f"Exact{name.title()}" for name in EXACT} | {"fp8_product": FP8_PRODUCTS["deepgemm"][0]}  # what it says it runs
@@ -29,7 +29,14 @@ class StubVllm:
         self.staged: Manifest | None = None
         self.weights: Manifest | None = None
         self.updating = self.stale = False
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+        self.queue: list[Any] = []
+        self.count = 0
+        self.llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
+            has_unfinished_requests=lambda: bool(self.queue),
+            step=self.step,
+            abort_request=self.abort,
+        )
 
     def init_weight_transfer_engine(self, request: Any) -> None:
         """Nothing to agree on."""
@@ -79,13 +86,27 @@ class StubVllm:
         assert self.weights is not None and not self.asleep
         return [self.weights.to_json()]
 
-    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
-        """One answer a prompt; an error where anything is asleep, dropped, or cached from older weights."""
+    def enqueue(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[str]:
+        """An error where anything is asleep, dropped, or cached from older weights."""
         assert self.weights is not None and not self.asleep and not self.stale and not self.updating
+        names = []
+        for prompt in prompts:
+            names.append(f"{self.count}-abcdef")
+            self.queue.append((str(self.count), prompt))
+            self.count += 1
+        return names
+
+    def step(self) -> list[Any]:
+        """One answer, the newest request's first."""
+        name, prompt = self.queue.pop()
         entry = SimpleNamespace(logprob=LOGPROB)
         completion = SimpleNamespace(token_ids=[TOKEN], logprobs=[{TOKEN: entry}], finish_reason="stop")
-        prompt_logprobs = [[None, *({token: entry} for token in prompt["prompt_token_ids"][1:])] for prompt in prompts]
-        return [SimpleNamespace(outputs=[completion], prompt_logprobs=one) for one in prompt_logprobs]
+        of_prompt = [None, *({token: entry} for token in prompt["prompt_token_ids"][1:])]
+        return [SimpleNamespace(request_id=name, finished=True, outputs=[completion], prompt_logprobs=of_prompt)]
+
+    def abort(self, names: list[str], internal: bool) -> None:
+        assert internal and names == [f"{name}-abcdef" for name, _ in self.queue]
+        self.queue.clear()
 
     def answer(self, url: str, body: dict[str, Any]) -> Any:
         """What the server says to one POST."""
@@ -106,7 +127,7 @@ class StubVllm:
         if route == "/collective_rpc":
             return {"results": self.collective_rpc(body["method"])}
         assert route == "/inference/v1/generate"
-        self.generate([], [], False)
+        self.enqueue([], [], False)
         assert self.weights is not None
         choice = {"token_ids": [TOKEN], "logprobs": {"content": [{"logprob": LOGPROB}]}, "finish_reason": "stop"}
         logprobs = [None, *({str(token): {"logprob": LOGPROB}} for token in body["token_ids"][1:])]

@@ -28,7 +28,7 @@ REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,)
 
 def engine_with(restarts: int, url: str | None = None) -> ServerEngine:
     engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, restarts=restarts), url=url)
-    engine._weights, engine._ready = (Path("staged"), 3), True
+    engine._weights, engine._ready, engine._version = (Path("staged"), 3), True, 3
     return engine
 
 
@@ -121,7 +121,7 @@ def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
     with StubServer() as server:
         engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
         push = ["start", "update", "pause", "finish", "reset", "resume"]
-        engine.load_weights(policy.published, 0)
+        engine.load(policy.published, 0)
         assert server.engine.calls == push
         assert len(engine.generate(REQUESTS, SAMPLING)) == len(engine.score([[3, 4, 5]])) == 1
         engine.sleep()
@@ -129,12 +129,12 @@ def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
         for ask in (lambda: engine.generate(REQUESTS, SAMPLING), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
             with pytest.raises(RuntimeError, match="the engine sleeps and has no weights"):
                 ask()
-        manifest = engine.load_weights(policy.published, 1)
+        manifest = engine.load(policy.published, 1).manifest
         assert server.engine.calls[len(push) :] == [
             "sleep 2", "wake weights", "start", "update", "pause", "finish", "wake kv_cache", "reset", "resume",
         ]  # fmt: skip
         assert engine.held(list(manifest.entries)) == manifest
-        assert engine.generate(REQUESTS, SAMPLING)[0].oldest_version == 1 and engine.description["sleep"]
+        assert engine.generate(REQUESTS, SAMPLING)[0].oldest_version == 1 and engine.describe()["sleep"]
         engine.close()
 
 
@@ -142,7 +142,7 @@ def test_a_server_that_was_not_told_to_sleep_stays_awake():
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
         engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
-        engine.load_weights(policy.published, 0)
+        engine.load(policy.published, 0)
         engine.sleep()
         assert engine.generate(REQUESTS, SAMPLING) and "sleep 2" not in server.engine.calls
         engine.close()
@@ -153,12 +153,12 @@ def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
         engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
-        engine.load_weights(policy.published, 0)
+        engine.load(policy.published, 0)
         engine.sleep()
         post = engine._post
         monkeypatch.setattr(engine, "_post", lambda route, body, limit: route == skipped or post(route, body, limit))
         with pytest.raises(EngineFailed, match="AssertionError"):
-            engine.load_weights(policy.published, 1)
+            engine.load(policy.published, 1)
             engine.generate(REQUESTS, SAMPLING)
         engine.close()
 
@@ -241,7 +241,7 @@ def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):
         monkeypatch.setattr(server.engine, "answer", lambda url, body: time.sleep(1.4 * url.startswith(slow)) or answer(url, body))
         engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sync_timeout_s=2.0), url=server.url)
         with pytest.raises(EngineFailed, match=r"^vLLM: /finish_weight_update: it did not answer in time \(vllm\.sync_timeout_s: 2 s\)\."):
-            engine.load_weights(policy.published, 0)
+            engine.load(policy.published, 0)
         assert "resume" in server.engine.calls
         engine.close()
 
@@ -261,7 +261,7 @@ def test_no_connection_outlives_its_call():
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
         engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
-        engine.load_weights(policy.published, 0)
+        engine.load(policy.published, 0)
         before = server.connections
         for _ in range(3):
             engine.score([[3, 4, 5]])

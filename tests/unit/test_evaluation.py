@@ -49,14 +49,9 @@ def test_pass_at_k_counts_subsets(n: int) -> None:
 class StubEngine:
     """Answers from a table: prompt -> completions of its samples, and the greedy one."""
 
-    policy_version = 0
-
     def __init__(self, sampled: dict[str, list[str]], greedy: dict[str, str]) -> None:
         self.sampled, self.greedy = sampled, greedy
         self.calls: list[tuple[list[Request], SamplingParams]] = []
-
-    def load_weights(self, published: Any, version: int) -> None:
-        raise AssertionError("an evaluation loads nothing")
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
         self.calls.append((list(requests), sampling))

@@ -12,9 +12,9 @@ import pytest
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl.batching import TrainBatch, pack, unpack
-from jetrl_jax.rl.logprobs import completion_logprobs
 from jetrl_jax.rollout.types import Trajectory
 from tests.oracles.tolerances import U_FP32, gamma
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories

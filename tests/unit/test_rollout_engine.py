@@ -22,7 +22,6 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.shapes import batch_sizes, cache_buckets, prompt_buckets
-from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.small_model import small_model
 
@@ -73,7 +72,7 @@ def engine(**changes: int) -> JaxEngine:
     }
     decoder = model()
     built = JaxEngine(decoder, plan_of(decoder), **(sizes | changes))
-    built.load_weights(countdown_weights(), 7)
+    built.load(countdown_weights(), 7)
     return built
 
 
@@ -120,10 +119,6 @@ def check(trajectories: list[Trajectory], requests: list[Request], max_tokens: i
         assert (trajectory.sampled_logprobs > -1e-6).all()
 
 
-def test_engine_follows_the_protocol(shared: JaxEngine) -> None:
-    assert isinstance(shared, RolloutEngine) and shared.policy_version == 7
-
-
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 23])
 def test_any_number_of_requests_is_answered_in_order(shared: JaxEngine, count: int) -> None:
     lasts = np.random.default_rng(count).integers(2, 40, count)
@@ -140,7 +135,7 @@ def test_max_tokens_of_the_call_ends_a_completion(shared: JaxEngine, max_tokens:
 
 def test_stop_tokens_of_the_call_end_a_completion_and_are_part_of_it(shared: JaxEngine) -> None:
     stops = dataclasses.replace(GREEDY, stop_token_ids=(20, 5))
-    got = shared.generate([request(25), request(15), request(21)], stops)
+    got = shared.generate([request(25), request(15, identity=1), request(21, identity=2)], stops)
     assert [t.completion_ids.tolist() for t in got] == [[24, 23, 22, 21, 20], list(range(14, 4, -1)), [20]]
     assert {t.finish_reason for t in got} == {"stop"}
     unstopped = shared.generate([request(4)], dataclasses.replace(GREEDY, stop_token_ids=(), max_tokens=5))[0]
@@ -183,7 +178,7 @@ def test_few_requests_and_last_long_answers_use_a_smaller_batch() -> None:
 def test_tokens_of_a_sequence_are_independent_and_repeatable() -> None:
     """With all weights zero every token is uniform; two tokens that shared their noise would be equal."""
     uniform = engine(slots=31)
-    uniform.load_weights(jax.tree.map(jnp.zeros_like, countdown_weights()), 0)
+    uniform.load(jax.tree.map(jnp.zeros_like, countdown_weights()), 0)
     requests = [Request(i, [5, 6], i) for i in range(100)]
     call = SamplingParams(1.0, 40, (), 3)
     tokens, again, other = (
@@ -206,7 +201,7 @@ def test_nothing_compiles_after_warmup(compile_events: list[str]) -> None:
     compilations, _ = warm.compilations, compile_events.clear()
     rng = np.random.default_rng(0)
     for step, count in enumerate([1, 7, 32, 33, 90]):
-        warm.load_weights(weights, step)
+        warm.load(weights, step)
         requests = [request(int(rng.integers(2, 140)), int(rng.integers(1, 9)), i) for i in range(count)]
         sampling = SamplingParams(0.5 + 0.1 * step, 20 + 26 * step, (STOP, 5 + step), step, greedy=step == 2)
         assert len(warm.generate(requests, sampling)) == count
@@ -218,24 +213,24 @@ def test_non_finite_weights_do_not_reach_the_next_call() -> None:
     fresh = engine()
     requests = [request(9, 3, i) for i in range(4)]
     good = countdown_weights()
-    fresh.load_weights(map_params(lambda path, value: value * jnp.nan if "v_proj" in path else value, good), 7)
+    fresh.load(map_params(lambda path, value: value * jnp.nan if "v_proj" in path else value, good), 7)
     bad = fresh.generate(requests, dataclasses.replace(GREEDY, max_tokens=20))
     assert all(np.isnan(t.sampled_logprobs).all() for t in bad)
-    fresh.load_weights(good, 7)
+    fresh.load(good, 7)
     check(fresh.generate(requests, GREEDY), requests)
 
 
-def test_load_weights_takes_them_by_reference() -> None:
+def test_load_takes_weights_by_reference() -> None:
     weights = countdown_weights()
     fresh = engine()
-    fresh.load_weights(weights, 11)
+    fresh.load(weights, 11)
     assert fresh.policy_version == 11
     held = {id(leaf) for leaf in jax.tree.leaves(fresh._weights)}
     assert held == {id(leaf) for leaf in jax.tree.leaves(weights)}
     assert fresh.generate([request(5)], GREEDY)[0].oldest_version == 11
 
 
-def test_load_weights_raises_on_weights_of_another_plan_or_model(shared: JaxEngine) -> None:
+def test_load_raises_on_weights_of_another_plan_or_model(shared: JaxEngine) -> None:
     def broken(path: str, value: jax.Array) -> jax.Array:
         if path == "norm.weight":
             return value[:-1]
@@ -243,14 +238,14 @@ def test_load_weights_raises_on_weights_of_another_plan_or_model(shared: JaxEngi
 
     listed = r"2 weights.*q_proj.weight: got bfloat16.*norm.weight: got float32 \(159,\), expected float32 \(160,\)"
     with pytest.raises(ValueError, match=listed):
-        shared.load_weights(map_params(broken, countdown_weights()), 8)
+        shared.load(map_params(broken, countdown_weights()), 8)
     decoder = model()
     fp8 = PrecisionPlan([path for path, _ in named_params(nnx.state(decoder, nnx.Param))], "fp8_unified")
     with pytest.raises(ValueError, match=r"float8_e4m3fn.*blocks \(128, 128\).*expected float32"):
-        shared.load_weights(jit(fp8.publish)(nnx.state(decoder, nnx.Param)), 8)
+        shared.load(jit(fp8.publish)(nnx.state(decoder, nnx.Param)), 8)
     tied = Decoder(dataclasses.replace(CONFIG, tie_word_embeddings=True), decoder.numerics, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing"):
-        shared.load_weights(nnx.state(tied, nnx.Param), 8)
+        shared.load(nnx.state(tied, nnx.Param), 8)
     assert shared.policy_version == 7
 
 
@@ -266,7 +261,7 @@ def test_generate_raises_without_weights() -> None:
         max_completion_tokens=4,
         pad_id=0,
     )
-    with pytest.raises(RuntimeError, match="load_weights"):
+    with pytest.raises(RuntimeError, match=r"no weights: got policy_version=-1, expected load\(\.\.\.\)"):
         bare.generate([request(3)], dataclasses.replace(GREEDY, max_tokens=4))
 
 

@@ -143,9 +143,10 @@ def test_environment_keeps_every_start(tmp_path: Path) -> None:
         environment = collect_environment(["train", "--config", "c.yaml"])
         run.write_environment(environment)
         run.write_environment({"command": ["second"]})
+        run.add_to_environment({"rollout_engine": {"mode": "jax"}})
         starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert starts[0] == environment
-    assert starts[1] == {"command": ["second"]}
+    assert starts[1] == {"command": ["second"], "rollout_engine": {"mode": "jax"}}
     assert environment["packages"]["jax"] and environment["packages"]["orbax-checkpoint"]
     assert environment["backend"] == "cpu" and environment["device_count"] >= 1
     assert environment["command"] == ["train", "--config", "c.yaml"]

@@ -26,8 +26,8 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from bridge.vllm.manifest import Manifest, TensorEntry
 from bridge.vllm.worker.exact import operations
+from jetrl_jax.rollout.manifest import Manifest, TensorEntry
 from pallas_kernels.formats import BLOCK
 
 BACKEND = "jetrl"

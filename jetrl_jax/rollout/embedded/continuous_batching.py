@@ -1,4 +1,4 @@
-"""One call of `generate`: who waits, who sits in which slot, and what was sampled so far.  Host side, numpy.
+"""One submission: who waits, who sits in which slot, and what was sampled so far.  Host side, numpy.
 
     queue -> prefill each distinct prompt once -> insert into free slots -> decode a chunk of all slots -> collect
                                   ^                                                                 |
@@ -10,7 +10,7 @@ follow each other.  Nothing here loops over tokens: a chunk's reports are read a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 @dataclass
 class EngineStatistics:
-    """What the last call of `generate` ran.
+    """What the last submission has run so far.
 
     prefills, inserts, decodes: program calls.
     decode_steps: tokens' steps inside the decode calls.
@@ -40,7 +40,7 @@ class EngineStatistics:
 
 
 class Generation:
-    """The state of one call.
+    """The state of one submission.
 
     Args:
       programs, shapes: what is compiled.
@@ -102,16 +102,23 @@ class Generation:
         self.queue = np.argsort(rank[self.prompt_of], kind="stable")
         self.prefilled: tuple[int, Prefilled] | None = None
 
-    def run(self, version: int) -> list[Trajectory]:
-        """Refills, decodes and collects until every request is done; trajectories carry `version`."""
+    def run(self, version: int) -> Iterator[Trajectory]:
+        """Refills, decodes and collects until every request is done; trajectories carry `version` and come chunk by chunk.
+
+        Those of a chunk are given while the devices decode the next one.
+        """
+        finished = np.zeros(0, np.int64)
         while True:
             self._refill()
             busy = self.occupant >= 0
+            if busy.any():
+                self._shrink(busy)
+                self._decode()
+            for index in finished.tolist():
+                yield self._trajectory(index, version)
             if not busy.any():
-                return [self._trajectory(index, version) for index in range(len(self.requests))]
-            self._shrink(busy)
-            self._decode()
-            self._collect()
+                return
+            finished = self._collect()
 
     def _refill(self) -> None:
         """Gives free slots to the next requests of the queue."""
@@ -175,8 +182,8 @@ class Generation:
         self.state, report = self.programs.decode(self.weights, self.state, self.controls, idle_limit)
         self.reports.append(report)
 
-    def _collect(self) -> None:
-        """Reads the reports and frees the slots of finished requests."""
+    def _collect(self) -> np.ndarray:
+        """Reads the reports and frees the slots of finished requests; returns these in the order of their last tokens."""
         tokens, bits = np.concatenate([np.asarray(report) for report in self.reports], axis=1)
         busy = np.flatnonzero(self.occupant >= 0)
         occupants, valid = self.occupant[busy], tokens[:, busy] >= 0
@@ -193,6 +200,8 @@ class Generation:
         last = self.tokens[occupants, self.sampled[occupants] - 1]
         finished = self.is_stop[last] | (self.sampled[occupants] == self.max_tokens)
         self.occupant[busy[finished]] = -1
+        ended = np.cumsum(valid[:, finished], axis=0).argmax(axis=0)
+        return occupants[finished][np.argsort(ended, kind="stable")]
 
     def _trajectory(self, index: int, version: int) -> Trajectory:
         count = int(self.sampled[index])

@@ -10,8 +10,11 @@ so that every process has all trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -21,10 +24,11 @@ from flax import nnx
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.engine import Results, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
-class DataParallelEngine:
+class DataParallelEngine(RolloutEngine):
     """`RolloutEngine` over several devices.
 
     Args:
@@ -39,56 +43,87 @@ class DataParallelEngine:
     def __init__(
         self, build: Callable[[Layout], JaxEngine], copies: Sequence[Layout], replicate: Callable[[nnx.State], list[nnx.State]]
     ) -> None:
+        super().__init__()
         self._replicate = replicate
         self.engines = [build(copy) for copy in copies]
         self._first_devices = [copy.mesh.devices.flat[0] for copy in copies]
         self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="rollout")
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load_weights`."""
-        return self.engines[0].policy_version
-
-    def load_weights(self, published: nnx.State, version: int) -> None:
-        """Copies published weights, split or not, to the devices of every engine.
-
-        Raises:
-          ValueError: as `JaxEngine.load_weights`.
-        """
-        for engine, copy in zip(self.engines, self._replicate(published), strict=True):
-            engine.load_weights(copy, version)
-
     def warmup(self) -> None:
         """Compiles every program for every engine."""
         self._each(lambda engine, _: engine.warmup(), [[] for _ in self.engines])
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """One trajectory per request, in the order of the requests, which are dealt out in even runs.
+    def describe(self) -> Mapping[str, Any]:
+        """One of the engines, and how many there are in this process."""
+        return {**self.engines[0].describe(), "copies": len(self.engines)}
 
-        Raises:
-          RuntimeError, ValueError: as `JaxEngine.generate`.
-        """
+    def _load(self, published: nnx.State, version: int) -> None:
+        """Copies published weights, split or not, to the devices of every engine; errors as `JaxEngine`."""
+        for engine, copy in zip(self.engines, self._replicate(published), strict=True):
+            engine.load(copy, version)
+
+    def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """As any of the engines, which are alike."""
+        self.engines[0].check(requests, sampling)
+
+    def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
+        """Requests are dealt out in even runs.  Trajectories come as any engine has them; with several processes when all are done."""
         parts = np.array_split(np.arange(len(requests)), len(self.engines) * processes.count())
         first = len(self.engines) * processes.index()
         shares = [[requests[i] for i in part] for part in parts[first : first + len(self.engines)]]
-        sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
-        return sampled if processes.count() == 1 else _exchange(requests, sampled, self.policy_version)
+        if processes.count() > 1:
+            sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
+            yield from _exchange(requests, sampled, self.policy_version)
+            return
+        done: SimpleQueue[Trajectory | None] = SimpleQueue()  # None: an engine has ended
+        given_up = threading.Event()
 
-    def sleep(self) -> None:
-        """As `JaxEngine.sleep`."""
+        def run(engine: JaxEngine, share: list[Request]) -> None:
+            try:
+                engine.submit(share, sampling)
+                with contextlib.closing(engine.results()) as results:
+                    for trajectory in results:
+                        done.put(trajectory)
+                        if given_up.is_set():
+                            return
+            finally:
+                done.put(None)
 
-    def close(self) -> None:
-        """Ends the threads."""
+        calls = self._start(run, shares)
+        try:
+            for _ in calls:
+                yield from iter(done.get, None)
+        finally:
+            given_up.set()
+            wait(calls)
+        for call in calls:
+            call.result()
+
+    def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Dealt out over this process's engines; each process scores all."""
+        shares = [[sequences[i] for i in part] for part in np.array_split(np.arange(len(sequences)), len(self.engines))]
+        return [scores for share in self._each(lambda engine, share: engine.score(share), shares) for scores in share]
+
+    def _close(self) -> None:
+        """Ends the engines and their threads."""
+        for engine in self.engines:
+            engine.close()
         self._threads.shutdown()
 
     def _each(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        """`run(engine, share)` for every engine at once, what has no place yet on its first device."""
+        """What `run(engine, share)` gives for every engine, all at once."""
+        calls = self._start(run, shares)
+        wait(calls)  # also where one fails: none is left at work
+        return [call.result() for call in calls]
+
+    def _start(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Future[Any]]:
+        """`run(engine, share)` for every engine in its thread, what has no place yet on its first device."""
 
         def one(engine: JaxEngine, device: jax.Device, share: Any) -> Any:
             with jax.default_device(device):
                 return run(engine, share)
 
-        return list(self._threads.map(one, self.engines, self._first_devices, shares))
+        return [self._threads.submit(one, *given) for given in zip(self.engines, self._first_devices, shares, strict=True)]
 
 
 def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:

@@ -12,7 +12,7 @@ depend on the compiled shape, though not on its slot or on the other sequences i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +26,19 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
-from jetrl_jax.rollout.embedded.shapes import EngineShapes, batch_sizes, cache_buckets, prompt_buckets
-from jetrl_jax.rollout.types import MAX_SEED, Request, SamplingParams, Trajectory
+from jetrl_jax.rollout.embedded.score import Scorer
+from jetrl_jax.rollout.embedded.shapes import EngineShapes, batch_sizes, cache_buckets, prompt_buckets, smallest_fit
+from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
+from jetrl_jax.rollout.types import MAX_SEED, Request, SamplingParams
 from pallas_kernels import ScaledArray
 
-SHOWN_PROBLEMS = 5
 
-
-class JaxEngine:
+class JaxEngine(RolloutEngine):
     """`RolloutEngine` on the trainer's own model and devices.
 
     Args:
       model: gives architecture and numerics; its parameters are not used and may be abstract (`nnx.eval_shape`).
-      plan: the precision plan that `load_weights`' argument was published with.
+      plan: the precision plan that `load`'s argument was published with.
       slots: sequences decoded at once.
       prefill_rows: prompts prefilled at once.
       decode_chunk_tokens: most tokens decoded between two looks of the host.
@@ -47,7 +47,7 @@ class JaxEngine:
       layout: the devices that the layers are split over; None is JAX's default device.
 
     Attributes:
-      statistics: what the last `generate` ran.
+      statistics: what the last submission has run so far.
 
     Raises:
       ValueError: a size below 1, lengths beyond the model's positions, or a pad id outside the vocabulary.
@@ -82,6 +82,7 @@ class JaxEngine:
             problems.append(f"got pad_id={pad_id}, expected 0 .. vocab_size - 1 = {config.vocab_size - 1}")
         if problems:
             raise ValueError("JaxEngine: bad value: " + "; ".join(problems) + ".")
+        super().__init__()
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.vocab_size, self.pad_id = config.vocab_size, pad_id
         self.shapes = EngineShapes(
@@ -93,9 +94,10 @@ class JaxEngine:
         )
         self.programs = EnginePrograms(model, plan, self.shapes, layout)
         self.statistics = EngineStatistics()
-        self._idle_state: SlotState | None = None  # of the last call, to be used again
-        self._weights: list[Any] | None = None
-        self._version = -1
+        self._scorer = Scorer(model, layout)
+        self._idle_state: SlotState | None = None  # of the last submission, to be used again
+        self._published: Any = None
+        self._weights: list[Any] = []  # the same, in the programs' order
 
     @classmethod
     def from_section(
@@ -115,21 +117,20 @@ class JaxEngine:
         )
 
     @property
-    def policy_version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load_weights`."""
-        return self._version
-
-    @property
     def compilations(self) -> int:
         """Programs compiled so far."""
         return self.programs.compilations
 
-    def load_weights(self, published: Any, version: int) -> None:
-        """Takes published weights by reference (nothing is copied); they must stay alive until the next call.
+    def warmup(self) -> None:
+        """Compiles every program that sampling may need; takes seconds to minutes."""
+        self.programs.compile_all(self._controls(SamplingParams(1.0, 1, (), 0)))
 
-        Args:
-          published: what `PrecisionPlan.publish` returned, under the plan of this engine.
-          version: the policy version that trajectories will carry.
+    def describe(self) -> Mapping[str, Any]:
+        """Its sizes."""
+        return {"mode": "jax", "slots": self.shapes.batch_sizes[-1], "decode_chunk_tokens": self.shapes.chunk}
+
+    def _load(self, published: Any, version: int) -> None:
+        """Takes weights published under this engine's plan by reference; they must stay alive until the next `load`.
 
         Raises:
           ValueError: paths, shapes, dtypes or block shapes that are not the plan's, all listed.
@@ -143,47 +144,32 @@ class JaxEngine:
             if path in given and _describe(given[path]) != _describe(spec)
         ]
         if problems:
-            raise ValueError(f"load_weights: {len(problems)} weights do not fit the precision plan: " + "; ".join(problems) + ".")
-        self._weights = [given[path] for path in expected]
-        self._version = version
+            raise ValueError(f"load: {len(problems)} weights do not fit the precision plan: " + "; ".join(problems) + ".")
+        self._published, self._weights = published, [given[path] for path in expected]
 
-    def warmup(self) -> None:
-        """Compiles every program that `generate` may need; takes seconds to minutes."""
-        self.programs.compile_all(self._controls(SamplingParams(1.0, 1, (), 0)))
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
-        """Samples one completion per request; returns them in the order of the requests.
-
-        Args:
-          requests: any number, also none; more than slots wait in a queue.
-          sampling: for all of them; `max_tokens` at most `max_completion_tokens`.
-
-        Raises:
-          RuntimeError: no weights were loaded.
-          ValueError: a prompt that is empty or longer than `max_prompt_tokens`, an id outside the vocabulary, a seed
-            outside 0 .. 2**32 - 1, or too large a `max_tokens`.
-        """
-        if self._weights is None:
-            raise RuntimeError("generate: no weights: got policy_version=-1, expected load_weights(...) before.")
-        prompts = [tuple(request.prompt_ids) for request in requests]
-        self._check(requests, prompts, sampling)
+    def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
+        """More requests than slots wait in a queue; a slot's next request begins when its trajectory is done."""
+        self.statistics = EngineStatistics()
         if not requests:
-            self.statistics = EngineStatistics()
-            return []
-        state, self._idle_state = self._idle_state, None
-        controls = self._controls(sampling)
+            return
+        state, self._idle_state = self._idle_state, None  # where this ends early, slots are in flight and are not used again
+        prompts, controls = [tuple(request.prompt_ids) for request in requests], self._controls(sampling)
         generation = Generation(self.programs, self.shapes, self._weights, requests, prompts, sampling, controls, state, self.pad_id)
-        trajectories = generation.run(self._version)
         self.statistics = generation.statistics
+        yield from generation.run(self._version)
         if np.isfinite(generation.logprobs).all():  # a NaN left in an idle slot's cache would reach its next occupant
             self._idle_state = generation.state
-        return trajectories
 
-    def sleep(self) -> None:
-        """Nothing: its weights are the trainer's published ones, and its cache waits for the next rollout."""
+    def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """By the trainer's own forward, in rows of a few lengths; with `numerics.exact` the bits that sampling reports."""
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        check_sequences(sequences, longest, self.vocab_size)
+        widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
+        return [self._scorer(self._published, ids, width) for ids, width in zip(sequences, widths, strict=True)]
 
-    def _check(self, requests: Sequence[Request], prompts: list[tuple[int, ...]], sampling: SamplingParams) -> None:
-        problems = []
+    def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary, a bad seed, too large a `max_tokens`."""
+        problems, prompts = [], [tuple(request.prompt_ids) for request in requests]
         if sampling.max_tokens > self.max_completion_tokens:
             problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={self.max_completion_tokens}")
         if any(token >= self.vocab_size for token in sampling.stop_token_ids):
@@ -200,8 +186,8 @@ class JaxEngine:
             if not 0 <= request.seed <= MAX_SEED
         ]
         if problems:
-            more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-            raise ValueError("generate: bad request: " + "; ".join(problems[:SHOWN_PROBLEMS]) + more + ".")
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")
 
     def _controls(self, sampling: SamplingParams) -> Controls:
         is_stop = np.zeros(self.vocab_size, bool)

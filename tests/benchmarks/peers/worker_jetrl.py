@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where the packag
 
 from jetrl_jax import GRPOTrainer, RunConfig
 from jetrl_jax.config.load import config_from_dict
-from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rollout.types import Request, SamplingParams
 
 WORDS = 4096
@@ -97,26 +96,25 @@ def main() -> None:
     setting = job.SETTINGS[options.setting]
     drawn = list(islice(job.words(setting), WORDS))
     records = [{"prompt": job.prompt_of(word), "answer": word[::-1]} for word in drawn]
-    run = GRPOTrainer(build_config(setting, options.flavor), tokenizer=JobTokenizer(), dataset=records)
-    rewards = RewardFunctions.from_functions([reward], run.task)
-    rewards.start()
-    programs = run.new_programs()
-    trainer = run.new_trainer(programs, programs.init(run.policy.params), None, rewards, None)
+    config = build_config(setting, options.flavor)
+    run = GRPOTrainer(config, tokenizer=JobTokenizer(), dataset=records, reward_functions=[reward])
+    engine, rewards = run.parts.new_engine(), run.parts.new_rewards()
+    take = run.parts.new_step(engine, rewards, run.parts.programs.init(run.policy.params), None)
     prompts = [run.policy.tokenizer.encode(job.prompt_of(word)) for word in islice(job.words(setting, 1), setting.prompts)]
     sampling = SamplingParams(temperature=1.0, max_tokens=setting.completion_tokens, stop_token_ids=JobTokenizer.eos_ids, seed=0)
 
     def decode() -> int:
         requests = [Request(i, np.asarray(prompts[i // setting.group_size], np.int32), seed=i) for i in range(setting.sequences)]
-        trajectories = trainer.engine.generate(requests, sampling)
+        trajectories = engine.generate(requests, sampling)
         assert all(len(trajectory.completion_ids) == setting.completion_tokens for trajectory in trajectories)
         return setting.sequences * setting.completion_tokens
 
-    gate = job.StepGate(channel, setting, lambda: jax.block_until_ready(trainer.state), decode)
+    gate = job.StepGate(channel, setting, lambda: jax.block_until_ready(take.state), decode)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.policy.params))
     job.introduce(channel, parameters, {"jax": jax.__version__}, setting)
     for step in range(1, 10**6):
         gate.between_steps()
-        trainer.step(step)
+        take(step)
 
 
 if __name__ == "__main__":

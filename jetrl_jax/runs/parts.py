@@ -1,0 +1,120 @@
+"""What a run is made of: all that is checked before it writes its first file.
+
+GRPOTrainer -> Parts -> Run -> RLStep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from jetrl_jax.collect.collector import Collector
+from jetrl_jax.collect.prompts import PromptStream
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.devices import processes
+from jetrl_jax.devices.layout import Layout
+from jetrl_jax.record.console import Console
+from jetrl_jax.record.run_directory import RunDirectory
+from jetrl_jax.record.stop_signals import StopSignals
+from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.runs.engines import build_engine, unrecorded
+from jetrl_jax.runs.policy import Policy
+from jetrl_jax.tasks.base import Task
+from jetrl_jax.training.evaluation import Evaluator
+from jetrl_jax.training.programs import PolicyPrograms, TrainState
+from jetrl_jax.training.step import RLStep
+from jetrl_jax.training.warm_start import SolutionSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a run.
+
+    config: with everything in it; policy: to start from; task: its problems; fingerprints: of task and tokenizer.
+    layout: the mesh; None is one device.
+    algorithm: with every null resolved; programs: of the RL phase.
+    sampler, warm_programs: of the warm start; None where there is none.
+    prompts: the stream of training prompts; evaluator: of held-out ones, judged by `eval_verifier`.
+    reward_functions: in place of the config's; None takes these.
+    console: where a run is shown; stop_signals: what ends it early.
+    """
+
+    config: RunConfig
+    policy: Policy
+    task: Task
+    fingerprints: Mapping[str, Any]
+    layout: Layout | None
+    algorithm: ResolvedAlgorithm
+    programs: PolicyPrograms
+    sampler: SolutionSampler | None
+    warm_programs: PolicyPrograms | None
+    prompts: PromptStream
+    evaluator: Evaluator
+    eval_verifier: str
+    reward_functions: Sequence[Callable[..., Any] | str] | None
+    console: Console
+    stop_signals: StopSignals
+
+    def new_rewards(self, log_directory: Path | None = None) -> RewardFunctions:
+        """The reward functions, started; close them."""
+        if self.reward_functions is not None:
+            rewards = RewardFunctions.from_functions(self.reward_functions, self.task, log_directory=log_directory)
+        else:
+            rewards = RewardFunctions.from_config(self.config.rewards, self.task, log_directory=log_directory)
+        rewards.start()
+        return rewards
+
+    def new_engine(self, directory: RunDirectory | None = None) -> RolloutEngine:
+        """The rollout engine, without weights; close it.  `directory`: where certificates and logs go."""
+        record, logs = (unrecorded, None) if directory is None else (directory.append_certificate, directory.path)
+        return build_engine(self.policy, self.config.rollout, self.layout, record=record, warn=self.console.warn, log_directory=logs)
+
+    def reference(self, state: TrainState) -> nnx.State | None:
+        """The frozen start policy of the KL term; None where there is no such term."""
+        return self.programs.frozen(state) if self.algorithm.needs_reference else None
+
+    def new_step(
+        self, engine: RolloutEngine, rewards: RewardFunctions, state: TrainState, reference: nnx.State | None, **others: Any
+    ) -> RLStep:
+        """Steps from `state` on, whose weights the engine has loaded then; `others`: as `RLStep`."""
+        collector = Collector(
+            config=self.config,
+            algorithm=self.algorithm,
+            engine=engine,
+            rewards=rewards,
+            tokenizer=self.policy.tokenizer,
+            prompts=self.prompts,
+            console=self.console,
+        )
+        step = RLStep(
+            config=self.config,
+            algorithm=self.algorithm,
+            programs=self.programs,
+            engine=engine,
+            collector=collector,
+            console=self.console,
+            state=state,
+            reference=reference,
+            **others,
+        )
+        engine.load(state.published, step.counters.policy_version)
+        return step
+
+    def record(self) -> dict[str, Any]:
+        """What was resolved, for the run's record."""
+        return {
+            "algorithm": self.algorithm.record(),
+            "engine": self.config.rollout.engine,
+            "eval_verifier": self.eval_verifier,
+            "sharding": None if self.layout is None else self.layout.record(),
+            "processes": processes.count(),
+            **self.policy.model.numerics.choices.record(),
+            "task_notes": list(getattr(self.task, "notes", ())),
+            "tokenizer": self.policy.tokenizer.fingerprint(),
+        }
