@@ -130,7 +130,8 @@ def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any],
         numerics, flat = model.numerics, logits[:, :-1].reshape(-1, logits.shape[-1])
 
         def program(flat: Any, targets: Any) -> Any:
-            return vocabulary.token_logprobs(vocabulary.scale_logits(flat, policy.config.rollout.temperature, numerics), targets, numerics)
+            scaled = vocabulary.scale_logits(flat, policy.config.rollout.temperature, exact=numerics.exact)
+            return vocabulary.token_logprobs(scaled, targets, exact=numerics.exact)
 
         values = np.asarray(jit(program)(flat, ids[:, 1:].reshape(-1))).reshape(ids.shape[0], -1)
         return np.pad(values, ((0, 0), (1, 0)))

@@ -83,7 +83,7 @@ def _linear(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -
 def _head(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
     logits = dense(arrays["x"], arrays["weight"], jnp.float32, numerics)
     every = jnp.tile(jnp.arange(logits.shape[1], dtype=jnp.int32)[None], (logits.shape[0], 1))
-    logprobs = jax.vmap(lambda ids: vocabulary.token_logprobs(logits, ids, numerics), in_axes=1, out_axes=1)(every)
+    logprobs = jax.vmap(lambda ids: vocabulary.token_logprobs(logits, ids, exact=numerics.exact), in_axes=1, out_axes=1)(every)
     return {"logits": logits, "logprobs": logprobs}
 
 

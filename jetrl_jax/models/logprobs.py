@@ -44,12 +44,12 @@ def completion_logprobs(
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
 
     head = model.head()  # gathered once, not in every chunk
-    split = model.splits(head)
+    split, exact = model.splits(head), model.numerics.exact
 
     @jax.checkpoint
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = vocabulary.scale_logits(model.logits(part[0], head), temperature, model.numerics)
-        return vocabulary.token_logprobs(logits, part[1], model.numerics, split=split), vocabulary.entropy(logits, split=split)
+        logits = vocabulary.scale_logits(model.logits(part[0], head), temperature, exact=exact)
+        return vocabulary.token_logprobs(logits, part[1], exact=exact, split=split), vocabulary.entropy(logits, split=split)
 
     outputs = one_chunk((flat[0], targets[0])) if flat.shape[0] == 1 else jax.lax.map(one_chunk, (flat, targets))
     rows = [part.reshape(-1)[:count].reshape(token_ids.shape[0], -1) for part in outputs]

@@ -35,9 +35,9 @@ def _log_normalizer(split: bool, dtype: Any, logits: jax.Array) -> jax.Array:
     return (jnp.log(tensor_parallel.total(total) if split else total) + top[..., 0]).astype(jnp.float32)
 
 
-def log_normalizer(logits: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
-    """log(sum(exp(logits))) over the vocabulary, float32."""
-    return _log_normalizer(split, numerics.exact, logits)
+def log_normalizer(logits: jax.Array, *, exact: bool = True, split: bool = False) -> jax.Array:
+    """log(sum(exp(logits))) over the vocabulary, float32; `exact`: as `Numerics.exact`."""
+    return _log_normalizer(split, exact, logits)
 
 
 @shape_independent
@@ -45,17 +45,17 @@ def _divide(_: None, dtype: Any, logits: jax.Array, divisor: jax.Array) -> jax.A
     return (logits.astype(dtype) / divisor.astype(dtype)).astype(jnp.float32)
 
 
-def scale_logits(logits: jax.Array, temperature: float | jax.Array, numerics: Numerics) -> jax.Array:
+def scale_logits(logits: jax.Array, temperature: float | jax.Array, *, exact: bool = True) -> jax.Array:
     """logits / temperature in FP32 (the identity at 1), float32 [..., V].
 
-    With `exact` a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
+    With `exact` (as `Numerics.exact`) a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
     """
     if isinstance(temperature, float | int) and temperature == 1:
         return logits
-    return _divide(None, numerics.exact, logits, jnp.asarray(temperature, jnp.float32))
+    return _divide(None, exact, logits, jnp.asarray(temperature, jnp.float32))
 
 
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
+def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, exact: bool = True, split: bool = False) -> jax.Array:
     """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
 
     Engine and trainer both call this on logits already scaled by the temperature.
@@ -66,7 +66,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, numerics: Numerics, 
         chosen = tensor_parallel.total(jnp.where(mine, chosen, jnp.zeros_like(chosen)))
     else:
         chosen = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
-    return chosen - log_normalizer(logits, numerics, split=split)
+    return chosen - log_normalizer(logits, exact=exact, split=split)
 
 
 def entropy(logits: jax.Array, *, split: bool = False) -> jax.Array:

@@ -53,9 +53,9 @@ def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[
         def one(cache, position):
             places = jnp.full((ids.shape[0], 1), position, jnp.int32)
             hidden, cache = decoder.extend(jax.lax.dynamic_index_in_dim(ids, position, 1), places, cache)
-            logits = vocabulary.scale_logits(decoder.logits(hidden[:, 0]), temperature, decoder.numerics)
+            logits = vocabulary.scale_logits(decoder.logits(hidden[:, 0]), temperature, exact=decoder.numerics.exact)
             following = jax.lax.dynamic_index_in_dim(ids, position + 1, 1, keepdims=False)
-            return cache, vocabulary.token_logprobs(logits, following, decoder.numerics)
+            return cache, vocabulary.token_logprobs(logits, following, exact=decoder.numerics.exact)
 
         cache = empty_cache(decoder.config, decoder.numerics, ids.shape[0], ids.shape[1])
         return jax.lax.scan(one, cache, jnp.arange(ids.shape[1] - 1, dtype=jnp.int32))[1].T

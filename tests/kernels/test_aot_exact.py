@@ -53,8 +53,8 @@ def programs(preset: str) -> dict[str, str]:
     def engine(published: Any, ids: jax.Array, positions: jax.Array, cache: Any, temperature: jax.Array) -> Any:
         bound = nnx.merge(graphdef, published)
         hidden, cache = bound.extend(ids[:, None], positions[:, None], cache)
-        logits = vocabulary.scale_logits(bound.logits(hidden[:, 0]), temperature, numerics)
-        return vocabulary.token_logprobs(logits, ids, numerics), cache
+        logits = vocabulary.scale_logits(bound.logits(hidden[:, 0]), temperature, exact=numerics.exact)
+        return vocabulary.token_logprobs(logits, ids, exact=numerics.exact), cache
 
     row, slot = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((ROWS, TOKENS), (SLOTS,)))
     cache, temperature = jax.eval_shape(lambda: empty_cache(SIZES, model.numerics, SLOTS, 128)), jax.ShapeDtypeStruct((), jnp.float32)

@@ -57,8 +57,8 @@ def decoded(small: SmallPolicy, chosen: list[Trajectory]) -> list[np.ndarray]:
     def step(model_tokens: jax.Array, next_tokens: jax.Array, positions: jax.Array, cache):
         model = small.rollout_model()
         hidden, cache = model.extend(model_tokens[:, None], positions[:, None], cache)
-        logits = vocabulary.scale_logits(model.logits(hidden[:, 0]), jnp.float32(TEMPERATURE), small.numerics)
-        return vocabulary.token_logprobs(logits, next_tokens, small.numerics), cache
+        logits = vocabulary.scale_logits(model.logits(hidden[:, 0]), jnp.float32(TEMPERATURE), exact=small.numerics.exact)
+        return vocabulary.token_logprobs(logits, next_tokens, exact=small.numerics.exact), cache
 
     cache, columns = empty_cache(CONFIG, small.numerics, len(chosen), length + 5), []
     for t in range(length):
@@ -165,11 +165,10 @@ def test_entropy_carries_no_gradient() -> None:
 
 def test_temperature_as_constant_and_as_scalar_gives_the_same_bits() -> None:
     """The trainer closes over a number, the engine passes an array; at 1 nothing is divided."""
-    numerics = policy("bf16").numerics
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(50, VOCAB)) * 8, jnp.float32)
     for temperature in (0.7, 1.3, 1e-2):
-        constant = jit(lambda x, t=temperature: vocabulary.scale_logits(x, t, numerics))(logits)
-        scalar = jit(lambda x, t: vocabulary.scale_logits(x, t, numerics))(logits, jnp.float32(temperature))
+        constant = jit(lambda x, t=temperature: vocabulary.scale_logits(x, t))(logits)
+        scalar = jit(lambda x, t: vocabulary.scale_logits(x, t))(logits, jnp.float32(temperature))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(scalar))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(logits) / np.float32(temperature))  # IEEE division
-    assert vocabulary.scale_logits(logits, 1.0, numerics) is logits
+    assert vocabulary.scale_logits(logits, 1.0) is logits

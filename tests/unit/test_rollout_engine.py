@@ -225,7 +225,7 @@ def test_load_takes_weights_by_reference() -> None:
     fresh = engine()
     fresh.load(weights, 11)
     assert fresh.policy_version == 11
-    held = {id(leaf) for leaf in jax.tree.leaves(fresh._weights)}
+    held = {id(leaf) for leaf in jax.tree.leaves(fresh.published)}
     assert held == {id(leaf) for leaf in jax.tree.leaves(weights)}
     assert fresh.generate([request(5)], GREEDY)[0].oldest_version == 11
 

@@ -149,7 +149,7 @@ def test_a_nan_is_reported_not_hidden() -> None:
 def test_the_engines_and_the_trainers_temperature_give_the_same_bits(temperature: float) -> None:
     """The engine divides by a float32 argument, the trainer by a constant (at 1 by nothing)."""
     logits = np.random.default_rng(3).normal(0, 9, (512, 64)).astype(np.float32)
-    as_argument = jit(lambda x, t: vocabulary.scale_logits(x, t, Numerics()))(logits, jnp.float32(temperature))
-    as_constant = jit(lambda x: vocabulary.scale_logits(x, temperature, Numerics()))(logits)
+    as_argument = jit(lambda x, t: vocabulary.scale_logits(x, t))(logits, jnp.float32(temperature))
+    as_constant = jit(lambda x: vocabulary.scale_logits(x, temperature))(logits)
     np.testing.assert_array_equal(as_argument, as_constant)
     np.testing.assert_array_equal(as_argument, logits / np.float32(temperature))

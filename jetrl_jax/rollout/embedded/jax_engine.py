@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jetrl_jax.config.rollout import RolloutSection
 from jetrl_jax.devices.layout import Layout
@@ -96,7 +97,7 @@ class JaxEngine(RolloutEngine):
         self.statistics = EngineStatistics()
         self._scorer = Scorer(model, layout)
         self._idle_state: SlotState | None = None  # of the last submission, to be used again
-        self._published: Any = None
+        self._published: nnx.State | None = None
         self._weights: list[Any] = []  # the same, in the programs' order
 
     @classmethod
@@ -115,6 +116,17 @@ class JaxEngine(RolloutEngine):
             pad_id=pad_id,
             layout=layout,
         )
+
+    @property
+    def published(self) -> nnx.State:
+        """The weights that it multiplies, as they were handed over: parameter path -> array or `ScaledArray` (`named_params`).
+
+        Raises:
+          RuntimeError: none were loaded.
+        """
+        if self._published is None:
+            raise RuntimeError("published: no weights: got policy_version=-1, expected load(...) before.")
+        return self._published
 
     @property
     def compilations(self) -> int:

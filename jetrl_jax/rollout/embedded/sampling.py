@@ -62,7 +62,7 @@ def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: C
     Returns:
       (token ids int32 [B], float32 log-probabilities [B]).  A row with a NaN gives the last id and NaN.
     """
-    scaled = vocabulary.scale_logits(logits, controls.temperature, numerics)
+    scaled = vocabulary.scale_logits(logits, controls.temperature, exact=numerics.exact)
     bits = jax.vmap(_uniform_bits, in_axes=(0, 0, None))(keys, positions, logits.shape[-1])
     with jax.enable_x64(numerics.exact):
         wide = scaled.astype(jnp.float64 if numerics.exact else jnp.float32)
@@ -73,4 +73,4 @@ def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: C
     # The first of the best, by two plain reductions: XLA's argmax is slow on CPU.
     ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32)[None], logits.shape)
     tokens = jnp.where(best, ids, logits.shape[-1] - 1).min(-1)
-    return tokens, vocabulary.token_logprobs(scaled, tokens, numerics)
+    return tokens, vocabulary.token_logprobs(scaled, tokens, exact=numerics.exact)
