@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge.hf.config import to_hf
 from bridge.hf.names import to_hf_name
 from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import EngineFailed, EngineSettings
@@ -56,7 +57,7 @@ def oracle_scores(ids: list[int]) -> np.ndarray:
     """In float64, by numpy."""
     small = policy("fp32")
     weights = {to_hf_name(path): np.asarray(value) for path, value in named_params(small.params)}
-    config = CONFIG.to_hf() | {"rope_theta": CONFIG.rope_theta, "rope_scaling": None}
+    config = to_hf(CONFIG) | {"rope_theta": CONFIG.rope_theta, "rope_scaling": None}
     logits = decoder_oracle.logits(config, weights, ids)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return np.array([0.0, *(logprobs[t, token] for t, token in enumerate(ids[1:]))])
