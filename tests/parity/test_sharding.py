@@ -270,7 +270,7 @@ def sampled_by_one(flow: str) -> tuple[list[Trajectory], list[np.ndarray]]:
     single = JaxEngine(one.model, one.plan, **SIZES)
     single.load(one.published, 5)
     trajectories = single.generate(REQUESTS, SAMPLING)
-    return trajectories, single.score([t.token_ids for t in trajectories[:5]])
+    return trajectories, single.score([t.token_ids for t in trajectories[:2]])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_
     ours = engines.generate(REQUESTS, SAMPLING)
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
     theirs, scores = sampled_by_one
-    for a, b in zip(engines.score([t.token_ids for t in ours[:5]]), scores, strict=True):
+    for a, b in zip(engines.score([t.token_ids for t in ours[:2]]), scores, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
