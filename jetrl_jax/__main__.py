@@ -21,7 +21,7 @@ COMMANDS = {
     "parity": "the same tokens scored by the trainer and by vLLM",
     "check-engine": "the golden vectors of the contract against the installed vLLM",
     "verify-resume": "does a run that is stopped and resumed equal one that is not",
-    "config": "every field of a config with its type, default and meaning",
+    "config": "every field of a config with its type, default and meaning; or a config to start from: config tiny_cpu",
 }
 USAGE = "usage: python -m jetrl_jax COMMAND [...]"
 
@@ -30,8 +30,8 @@ def listing() -> str:
     """What --help prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
-    end = "COMMAND --help lists its options. A run is trained by python -m jetrl_jax.train --config FILE."
-    return "\n".join([USAGE, "", *lines, "", end])
+    train = f"  {'(train)'.ljust(width)}  a run from a config: python -m jetrl_jax.train --config FILE"
+    return "\n".join([USAGE, "", train, *lines, "", "COMMAND --help lists its options and shows an example."])
 
 
 def main(argv: list[str]) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments, run_entry_point
+from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments, run_entry_point
 from jetrl_jax.config.load import dump_config, override_config
 from jetrl_jax.config.run_config import RunConfig
 
@@ -18,7 +18,12 @@ PROFILED_STEPS = 3
 
 def main(argv: list[str]) -> int:
     """Parses the command line, runs, prints the outcome; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax.train", description="Train a language model with GRPO through one FP8 flow.")
+    parser = command_parser(
+        "train",
+        "Train a language model with GRPO through one FP8 flow.",
+        "train --config configs/tiny_cpu.yaml --set run.directory=runs/mine --set seed=1",
+        "train --config configs/tiny_cpu.yaml --set run.directory=runs/mine --set seed=1 --resume",
+    )
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of run.directory")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")

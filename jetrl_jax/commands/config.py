@@ -1,11 +1,11 @@
-"""`python -m jetrl_jax config`: the reference of all fields, which is the page docs/config.md."""
+"""`python -m jetrl_jax config [NAME]`: the reference of all fields, which is the page docs/config.md, or a config to start from."""
 
 from __future__ import annotations
 
-import argparse
-
+from jetrl_jax.commands.entry import command_parser
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.schema import all_fields, default_of, type_of
+from jetrl_jax.config.shipped import shipped_config, shipped_configs
 
 REFERENCE_INTRODUCTION = """
 A config is one YAML file; every entry point takes it as `--config FILE`. Fields that are left out have their default.
@@ -43,7 +43,9 @@ def reference() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the reference; returns the exit status."""
-    argparse.ArgumentParser(prog="python -m jetrl_jax config", description="Print every field of a config.").parse_args(argv)
-    print(reference(), end="")
+    """Prints the reference, or the config of a name; returns the exit status."""
+    parser = command_parser("config", "Print every field of a config, or a config to start from.", "config tiny_cpu > my.yaml")
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(shipped_configs())}: print its file")
+    arguments = parser.parse_args(argv)
+    print(reference() if arguments.name is None else shipped_config(arguments.name), end="")
     return 0

@@ -28,6 +28,22 @@ STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EI
 BROKEN_PIPE = 141
 
 
+def command_parser(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
+    """The parser of `python -m jetrl_jax NAME` (``train``: of `python -m jetrl_jax.train`), whose --help ends with examples.
+
+    examples: what stands behind ``python -m jetrl_jax``, line by line.
+    """
+    program = "python -m jetrl_jax.train" if name == "train" else f"python -m jetrl_jax {name}"
+    start = "python -m jetrl_jax." if name == "train" else "python -m jetrl_jax "
+    lines = "\n".join(f"  {start}{example}" for example in examples)
+    return argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=f"example{'s' if len(examples) > 1 else ''}:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` --config and --set; `config_from_arguments` reads them."""
     parser.add_argument(

@@ -7,11 +7,10 @@ Prints one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 
-from jetrl_jax.commands.entry import add_step_argument
+from jetrl_jax.commands.entry import add_step_argument, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy_config import is_run, policy_config
@@ -19,7 +18,7 @@ from jetrl_jax.runs.policy_config import is_run, policy_config
 
 def main(argv: list[str]) -> int:
     """Parses the command line, evaluates, prints the metrics."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax evaluate", description="Evaluate a policy on held-out prompts.")
+    parser = command_parser("evaluate", "Evaluate a policy on held-out prompts.", "evaluate --checkpoint runs/tiny_cpu --step best")
     parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     add_step_argument(parser)
     parser.add_argument("--config", type=user_path, metavar="FILE", help="config with the task, needed for a Hugging Face directory")

@@ -6,9 +6,7 @@ forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transfor
 
 from __future__ import annotations
 
-import argparse
-
-from jetrl_jax.commands.entry import add_step_argument
+from jetrl_jax.commands.entry import add_step_argument, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy_config import policy_config
@@ -18,8 +16,8 @@ FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def main(argv: list[str]) -> int:
     """Parses the command line, reads the policy, writes the directory."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jetrl_jax export", description="Write a policy as a Hugging Face checkpoint directory."
+    parser = command_parser(
+        "export", "Write a policy as a Hugging Face checkpoint directory.", "export --run runs/tiny_cpu --out out_fp8 --format fp8"
     )
     parser.add_argument("--run", type=user_path, required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
     add_step_argument(parser)

@@ -6,17 +6,18 @@ standard input is a prompt and is answered as it comes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from jetrl_jax.commands.entry import add_step_argument
+from jetrl_jax.commands.entry import add_step_argument, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.runs.policy_config import policy_config
 
 
 def main(argv: list[str]) -> int:
     """Parses the command line and prints completions to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax generate", description="Complete prompts with a trained policy.")
+    parser = command_parser(
+        "generate", "Complete prompts with a trained policy.", "generate --checkpoint runs/tiny_cpu --prompt jetrl= --samples 4"
+    )
     parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     add_step_argument(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (repeatable); without it, lines of standard input")

@@ -8,7 +8,6 @@ log-probabilities; `--out` draws both as a page, `--json` writes the numbers.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetrl_jax.commands.entry import check_output_files
+from jetrl_jax.commands.entry import check_output_files, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy_config import is_run, policy_config
@@ -33,7 +32,11 @@ Tokens = tuple[Any, Any, Any]  # token_ids, positions, segment_ids, int32 [R, T]
 
 def main(argv: list[str]) -> int:
     """Parses the command line, compares, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax mismatch", description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(
+        "mismatch",
+        "Where two precision flows part on the same tokens, operator by operator.",
+        "mismatch --checkpoint runs/tiny_cpu --flow-a bf16 --flow-b fp8_unified",
+    )
     parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
     parser.add_argument("--flow-a", metavar="FLOW", help="preset[:trainer|:rollout]; default: the run's own, trainer")
     parser.add_argument("--flow-b", metavar="FLOW", help="the same; default: flow A's preset, rollout")

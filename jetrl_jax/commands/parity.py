@@ -14,7 +14,6 @@ Prints a table; `--json` writes the numbers.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jetrl_jax.commands.entry import check_output_files
+from jetrl_jax.commands.entry import check_output_files, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy_config import policy_config
@@ -164,7 +163,7 @@ def table(pairs: dict[str, dict[str, Any]]) -> str:
 
 def main(argv: list[str]) -> int:
     """Parses the command line, measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax parity", description="Score the same tokens on trainer and vLLM.")
+    parser = command_parser("parity", "Score the same tokens on trainer and vLLM.", "parity --run runs/tiny_vllm_cpu")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=user_path, metavar="DIR", help="run directory (its latest checkpoint, its flow)")
     source.add_argument(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments
+from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments
 from jetrl_jax.config.load import override_config
 from jetrl_jax.config.rollout import RESERVE
 from jetrl_jax.config.rules.vllm import shares_gpu
@@ -92,7 +92,11 @@ def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelCo
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax plan", description="Plan a run's memory, work and traffic without a device.")
+    parser = command_parser(
+        "plan",
+        "Plan a run's memory, work and traffic without a device.",
+        "plan --config configs/qwen3_8b_8xh100.yaml --model configs/models/qwen3_8b --devices 8xH100",
+    )
     add_config_arguments(parser)
     parser.add_argument("--devices", required=True, metavar="NxKIND", help="such as 8xH100 or 8x80GiB")
     parser.add_argument(

@@ -7,10 +7,10 @@ made while a run goes on.  Without --out it is RUN/report.html for one run, repo
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from jetrl_jax.commands.entry import command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.report.record import read_run
@@ -50,7 +50,9 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Reads the command line, writes the page and says where; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jetrl_jax report", description="Write an HTML page about one or several runs.")
+    parser = command_parser(
+        "report", "Write an HTML page about one or several runs.", "report runs/tiny_cpu", "report runs/a runs/b --out both.html"
+    )
     parser.add_argument("runs", type=user_path, metavar="RUN", nargs="+", help="directory of a run")
     parser.add_argument(
         "--out", type=user_path, metavar="PAGE", help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here"

@@ -8,7 +8,6 @@ data position, and the exported weights.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments, run_entry_point
+from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments, run_entry_point
 from jetrl_jax.config.load import dump_config, load_config, override_config
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import RunStopped, UserError
@@ -127,8 +126,8 @@ def _shown(name: str, one: Any, other: Any) -> str:
 
 def main(argv: list[str]) -> int:
     """Parses the command line, runs, prints what was compared; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jetrl_jax verify-resume", description="Check that a stopped and resumed run is the same."
+    parser = command_parser(
+        "verify-resume", "Check that a stopped and resumed run is the same.", "verify-resume --config configs/tiny_cpu.yaml 3"
     )
     add_config_arguments(parser)
     parser.add_argument("steps", type=int, metavar="K", help="the run is stopped after K steps of 2K")
