@@ -4,7 +4,7 @@
     environment.json   versions, device, commit, command line and rollout engine of every start of the run
     precision.txt      the resolved precision table
     metrics.jsonl      one row a step (`jetrl_jax.record.metrics`)
-    samples.jsonl      a few completions of each step: prompt, answer, reward
+    samples.jsonl      a few completions of each step: prompt, answer, reward, tokens with their log-probabilities
     certificates.jsonl one row a weight sync to vLLM: what differed (`bridge.vllm.certificate`)
     events/            TensorBoard events
     checkpoints/       Orbax checkpoints (`jetrl_jax.record.checkpoint`)

@@ -1,4 +1,4 @@
-"""The page of `jetrl_jax.commands.report`: a summary, the charts, tables; one string of HTML, legible in light and dark.
+"""The page of `jetrl_jax.commands.report`: a summary, what ran, charts, tables, samples; one string of HTML, in light and dark.
 
 One colour is one run through the whole page, named once at its top.  Nothing is fetched from outside: the chart
 library and the style are in the page.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plotly.offline import get_plotlyjs
@@ -17,6 +17,7 @@ from plotly.offline import get_plotlyjs
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.report.charts import DASHES, DRAW_CHARTS, RUN_COLOURS, chart_sections, escape, members, points_of
+from jetrl_jax.report.samples import DRAW_SAMPLES, sample_browsers
 
 if TYPE_CHECKING:
     from jetrl_jax.report.record import RunRecord
@@ -32,18 +33,18 @@ def render(records: Sequence[RunRecord]) -> str:
         f'<p class="soft">Written {time.strftime("%Y-%m-%d %H:%M")}. In a chart: drag to zoom, double-click to return.</p>',
         f'<p class="legend">{_legend(records)}</p>',
         _summary(records),
+        _what_ran(records),
         *chart_sections(records),
         _precision(records),
         _config(records),
-        _samples(records),
-        _environment(records),
+        sample_browsers(records),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)} · training report</title>\n<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
         + "\n".join(part for part in body if part)
-        + f"\n<script>{DRAW_CHARTS}</script>\n</body>\n</html>\n"
+        + f"\n<script>{DRAW_CHARTS}{DRAW_SAMPLES}</script>\n</body>\n</html>\n"
     )
 
 
@@ -123,39 +124,59 @@ def _config(records: Sequence[RunRecord]) -> str:
     return "\n".join(parts)
 
 
-def _samples(records: Sequence[RunRecord]) -> str:
-    """The samples of the last step that has some, for each run."""
-    parts = []
-    for record in records:
-        if not record.samples:
-            continue
-        last = record.samples[-1].get("step")
-        rows = [sample for sample in record.samples if sample.get("step") == last]
-        columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "step"]
-        table = _table(columns, [[_value(row.get(name, "")) for name in columns] for row in rows[:16]], literal=True)
-        parts.append(_details(f"{record.name}, step {last}", table))
-    return "<h2>Samples</h2>\n" + "\n".join(parts) if parts else ""
+def _what_ran(records: Sequence[RunRecord]) -> str:
+    """Presets, kernels, engine, versions and machine of each run's newest start; a row that no run has is left out."""
+    columns = [_facts(record) for record in records]
+    names = list(dict.fromkeys(name for facts in columns for name in facts))
+    rows = [[name, *(facts.get(name) or "–" for facts in columns)] for name in names if any(facts.get(name) for facts in columns)]
+    return "<h2>What ran</h2>\n" + _table(["", *(record.name for record in records)], rows, kind="facts") if rows else ""
 
 
-def _environment(records: Sequence[RunRecord]) -> str:
-    rows = []
-    for record in records:
-        environment = record.environment
-        commit = (environment.get("commit") or "–")[:12] + (" + changes" if environment.get("dirty") else "")
-        packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
-        device = f"{environment.get('device_count', '')} × {environment.get('device_kind', '')}" if environment else "–"
-        command = " ".join(str(part) for part in environment.get("command", []))
-        started = str(environment.get("time", "–"))
-        rows.append([record.name, started, str(record.starts), commit, device, str(environment.get("python", "–")), packages, command])
-    headings = ["run", "last start", "starts", "commit", "device", "Python", "packages", "command"]
-    return "<h2>Environment</h2>\n" + _table(headings, rows)
+def _facts(record: RunRecord) -> dict[str, str]:
+    environment, config = record.environment, record.config
+    engine = environment.get("rollout_engine") or environment.get("engine")
+    facts = {
+        "precision": str(config.get("precision.preset", "")),
+        "exact": _value(config["numerics.exact"]) if "numerics.exact" in config else "",
+        "algorithm": str((environment.get("algorithm") or {}).get("name", "")),
+        "rollout engine": _in_words(flatten(engine)) if isinstance(engine, dict) else str(engine or ""),
+    }
+    facts |= {name.replace("_", " "): served for name, value in environment.items() if (served := _choices(value))}
+    devices = f"{environment.get('device_count', '')} × {environment.get('device_kind', '')}" if environment else ""
+    processes = environment.get("processes", 1)
+    return facts | {
+        "device": devices + (f", {processes} processes" if processes != 1 else ""),
+        "sharding": _in_words(environment.get("sharding") or {}),
+        "packages": _in_words({"Python": environment.get("python", "–"), **environment.get("packages", {})}) if environment else "",
+        "variables": _in_words(environment.get("variables") or {}),
+        "commit": (environment.get("commit") or "")[:12] + (" + changes" if environment.get("dirty") else ""),
+        "last start": f"{environment.get('time', '–')}, start {record.starts}" if environment else "",
+        "command": " ".join(str(part) for part in environment.get("command", [])),
+    }
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], literal: bool = False) -> str:
+def _in_words(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+
+
+def _choices(value: Any) -> str:
+    """What served an operation and why, in words; empty for what is no choice of an implementation."""
+    if not isinstance(value, dict) or not value:
+        return ""
+    if value.keys() == {"name", "reason"}:
+        return f"{value['name']} ({value['reason']})"
+    if not all(isinstance(one, dict) and one.keys() == {"name", "reason"} for one in value.values()):
+        return ""
+    by_reason: dict[str, list[str]] = {}
+    for operation, choice in value.items():
+        by_reason.setdefault(choice["reason"], []).append(f"{operation.replace('_', ' ')} {choice['name']}")
+    return "; ".join(f"{', '.join(served)} ({reason})" for reason, served in by_reason.items())
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = ' class="literal"' if literal else ""
-    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _details(summary: str, content: str, unfolded: bool = False) -> str:
@@ -203,7 +224,16 @@ figcaption { min-height: 66px; } figcaption .soft { line-height: 1.35; margin: 2
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 10px; text-align: left; vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--line); }
 tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
-.literal td { white-space: pre-wrap; font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px; overflow-wrap: anywhere; }
+.facts td { white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
+.facts td:first-child { white-space: nowrap; color: var(--soft); min-width: 0; }
+.bar { display: flex; align-items: center; gap: 8px; margin: 8px 0; } .bar .step { flex: 1; max-width: 420px; min-width: 60px; }
+.bar button { background: var(--card); color: var(--ink); border: 1px solid var(--line); border-radius: 6px; padding: 2px 8px; }
+.token { min-height: 20px; margin: 4px 0 8px; overflow-wrap: anywhere; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(320px, 100%), 1fr)); gap: 12px; }
+.card { padding: 10px 12px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; min-width: 0; }
+.card .head { display: flex; justify-content: space-between; margin: 0 0 6px; }
+.card pre { margin: 4px 0; padding: 6px 8px; max-height: 260px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+.card .prompt { background: none; color: var(--soft); } .card .soft { overflow-wrap: anywhere; }
 pre { overflow-x: auto; margin: 8px 0; padding: 12px; font-size: 12px; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 details { margin: 10px 0; } summary { cursor: pointer; margin-bottom: 8px; }

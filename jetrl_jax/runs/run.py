@@ -19,6 +19,7 @@ import jax
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch
+from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
@@ -211,6 +212,7 @@ class Run:
                 "reward": float(group.rewards[0]),
                 "finish_reason": group.trajectories[0].finish_reason,
                 "policy_version": group.trajectories[0].oldest_version,
+                **token_record(self.parts.policy.tokenizer, group.trajectories[0]),
             }
             for group in batch.groups[: self.config.run.samples_per_step]
         ]

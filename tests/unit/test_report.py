@@ -23,9 +23,24 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.record.metrics import MetricsWriter, find_metric
 from jetrl_jax.record.run_directory import RunDirectory
 from jetrl_jax.report.charts import MAX_POINTS, SECTIONS
+from jetrl_jax.report.samples import MAX_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+
+
+ENVIRONMENT = {
+    "commit": "0123456789abcdef",
+    "dirty": True,
+    "python": "3.11.7",
+    "device_kind": "cpu",
+    "device_count": 1,
+    "packages": {"jax": "0.10.2", "vllm": "0.32.0"},
+    "algorithm": {"name": "grpo", "clip_low": 0.2},
+    "fp8_products": {"forward": {"name": "xla", "reason": "no GPU"}, "backward": {"name": "xla_fast", "reason": "no GPU"}},
+    "attention": {"name": "cudnn", "reason": "<asked for>"},
+    "rollout_engine": {"mode": "vllm", "operations": {"norm": "ExactRMSNorm"}},
+}
 
 
 def row(step: int, k3: float = 1e-4) -> dict[str, float]:
@@ -63,16 +78,13 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             document = RunConfig.model_validate(config).model_dump(mode="json")
             run.write_config(yaml.safe_dump(document))
             run.write_precision(precision)
-            run.write_environment(
-                {"commit": "0123456789abcdef", "dirty": True, "python": "3.11.7", "device_kind": "cpu", "device_count": 1}
-            )
+            run.write_environment(ENVIRONMENT)
             with MetricsWriter(run.metrics_path) as writer:
                 writer.write(0, {"eval/accuracy": 0.25, "eval/greedy_accuracy": 0.95, "eval/pass_at_2": 0.3, "eval/pass_at_16": 0.6})
                 for step in range(1, steps + 1):
                     writer.write(step, row(step, k3))
-                    run.append_samples(
-                        step, [{"prompt": f"{step}+1=", "completion": "<script>alert(1)</script>", "answer": "2", "reward": 1.0}]
-                    )
+                    sample = {"prompt": f"{step}+1=", "completion": "<script>alert(1)</script>", "answer": "2", "reward": 1.0}
+                    run.append_samples(step, [sample | {"tokens": ["<script>", "alert(1)", "</script>"], "logprobs": [-0.5, -3.0, None]}])
         return tmp_path / name
 
     return make
@@ -84,6 +96,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.figures: dict[str, dict[str, Any]] = {}
+        self.samples: list[list[list[dict[str, Any]]]] = []
         self.fetches: list[str] = []
         self.text = ""
         self._metric = self._script = ""
@@ -103,6 +116,8 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._script == "application/json":
             self.figures[self._metric] = json.loads(data)
+        elif self._script == "application/samples+json":
+            self.samples.append(json.loads(data))
         elif not self._script:
             self.text += data + "\n"
 
@@ -174,6 +189,32 @@ def test_long_runs_are_thinned_without_losing_a_peak(make_run: Callable[..., Pat
     faint, average = page.figures["reward/mean"]["data"]
     assert faint["opacity"] < 1
     assert all(abs(value - 0.5) < 0.02 for value in average["y"][-20:])
+
+
+def test_page_says_what_ran(make_run: Callable[..., Path]) -> None:
+    page = page_of(make_run("one", precision="", numerics={"exact": False}), make_run("two"))
+    words = [line for line in page.text[page.text.index("What ran") :].split("\n") if line.strip()]
+
+    def said(name: str) -> list[str]:
+        return words[words.index(name) + 1 :][:2]
+
+    assert said("precision") == ["fp8_unified", "fp8_unified"]
+    assert said("exact") == ["false", "true"]
+    assert said("rollout engine") == ["mode vllm, operations.norm ExactRMSNorm"] * 2
+    assert said("fp8 products") == ["forward xla, backward xla_fast (no GPU)"] * 2
+    assert said("attention") == ["cudnn (<asked for>)"] * 2
+    assert said("packages") == ["Python 3.11.7, jax 0.10.2, vllm 0.32.0"] * 2
+    assert "sharding" not in words  # none has any
+
+
+def test_page_holds_the_samples_of_some_steps(make_run: Callable[..., Path]) -> None:
+    short, long = page_of(make_run("short", steps=3)), page_of(make_run("long", steps=200), make_run("other", steps=3))
+    assert [[sample["step"] for sample in step] for step in short.samples[0]] == [[1], [2], [3]]
+    assert short.samples[0][2][0]["tokens"] == ["<script>", "alert(1)", "</script>"]
+    assert short.samples[0][2][0]["logprobs"] == [-0.5, -3.0, None]
+    kept = [step[0]["step"] for step in long.samples[0]]
+    assert len(kept) == MAX_STEPS and kept[0] == 1 and kept[-1] == 200 and len(set(kept)) == MAX_STEPS
+    assert len(long.samples) == 2
 
 
 def test_page_is_alone_and_escapes_what_runs_wrote(make_run: Callable[..., Path]) -> None:
@@ -282,3 +323,6 @@ def test_a_browser_without_a_network_draws_every_chart(make_run: Callable[..., P
         assert re.search(r'class="(js-line|point)"', chart), chart[-300:]
         width = int(re.search(r'<svg class="main-svg"[^>]* width="(\d+)', chart).group(1))
         assert 250 < width < 700  # fits its card of the grid
+    assert dom.count('<div class="card">') == 2  # the last step's sample of each run
+    assert len(re.findall(r'title="log-probability -3, probability 0.0498"[^>]*>alert\(1\)</span>', dom)) == 2
+    assert dom.count("&lt;script&gt;</span>") == 2

@@ -1,0 +1,42 @@
+"""A completion token by token, for whoever reads the record of a run: each token's text and its log-probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jetrl_jax.rollout.types import Trajectory
+from jetrl_jax.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 256  # of a sample; the rest is counted
+_PART_OF_A_CHARACTER = "\ufffd"
+
+
+def token_record(tokenizer: Tokenizer, trajectory: Trajectory) -> dict[str, Any]:
+    """Texts and log-probabilities of what follows the prompt, as JSON values.
+
+    tokens           text of each of the first `MAX_TOKENS` tokens; that of a stop token is empty
+    logprobs         of each, as the engine reported it, rounded to 1e-4; None where the policy did not write the token
+    tokens_left_out  how many there are beyond, where there are
+    """
+    start, ids = trajectory.turns[0].stop, trajectory.completion_ids
+    kept = slice(start, start + MAX_TOKENS)
+    logprobs = zip(trajectory.logprobs[kept], trajectory.sampled[kept], strict=True)
+    record: dict[str, Any] = {
+        "tokens": token_texts(tokenizer, ids[:MAX_TOKENS].tolist()),
+        "logprobs": [round(float(logprob), 4) if sampled else None for logprob, sampled in logprobs],
+    }
+    return record | ({"tokens_left_out": len(ids) - MAX_TOKENS} if len(ids) > MAX_TOKENS else {})
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """One text a token; a character of several tokens stands at the last of them, and the others are empty."""
+    texts, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[begin:end])
+        if text.endswith(_PART_OF_A_CHARACTER) and end < len(ids) and end - begin < 4:  # UTF-8 has at most four bytes
+            texts.append("")
+        else:
+            texts.append(text)
+            begin = end
+    return texts
