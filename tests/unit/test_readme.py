@@ -69,7 +69,7 @@ def test_folders_are_read_from_the_list() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_of_the_pages_runs(block: str, tmp_path: Path) -> None:
-    """Each block runs alone, in a directory that holds nothing but the configs."""
+    """Each block runs by itself, in a directory that holds only the configs."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     program = tmp_path / "block.py"
     program.write_text(BLOCKS[block], encoding="utf-8")
