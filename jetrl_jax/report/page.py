@@ -125,11 +125,15 @@ def _config(records: Sequence[RunRecord]) -> str:
 
 
 def _what_ran(records: Sequence[RunRecord]) -> str:
-    """Presets, kernels, engine, versions and machine of each run's newest start; a row that no run has is left out."""
+    """Presets, kernels, engine, versions and machine of each run's newest start: first the rows in which the runs differ."""
     columns = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for facts in columns for name in facts))
     rows = [[name, *(facts.get(name) or "–" for facts in columns)] for name in names if any(facts.get(name) for facts in columns)]
-    return "<h2>What ran</h2>\n" + _table(["", *(record.name for record in records)], rows, kind="facts") if rows else ""
+    differing = [row for row in rows if len(records) == 1 or len(set(row[1:])) > 1]
+    same = [row[:2] for row in rows if row not in differing]
+    parts = [_table(["", *(record.name for record in records)], differing, kind="facts")] if differing else []
+    parts += [_details("The same in all runs", _table(["", "all runs"], same, kind="facts"))] if same else []
+    return "\n".join(["<h2>What ran</h2>", *parts]) if parts else ""
 
 
 def _facts(record: RunRecord) -> dict[str, str]:
