@@ -18,7 +18,7 @@ PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
 BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "configs", *PACKAGES)
 # One step of the tiny config, with as little of everything as it allows.
 SMALL = (
-    "run.steps=1", "warm_start.steps=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.slots=4",
+    "run.steps=1", "warm_start.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
     "batch.microbatch_tokens=76", "eval.prompts=2", "eval.samples=1", "run.directory=run",
 )  # fmt: skip
 
