@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process: nothing is copied to hand it a policy version, and nothing outlives the trainer.
+"""vLLM in the trainer's process: it gets a policy version by reference to its tensors, without files, and nothing outlives the trainer.
 
 A call into vLLM runs in this thread and cannot be given up half way: time limits need `vllm.mode: server`.
 """

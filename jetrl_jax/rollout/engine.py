@@ -44,7 +44,7 @@ class LoadReport:
     """What `load` did.
 
     version: of the weights; seconds: that handing them over took, without the hooks.
-    manifest: of the tensors handed over; None where nothing is copied.
+    manifest: of the tensors handed over; None where the engine multiplies the trainer's own arrays.
     """
 
     version: int
@@ -112,7 +112,8 @@ class RolloutEngine(abc.ABC):
         """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result asked for.
 
         Raises:
-          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine sleeps or is closed.
+          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine is closed, or it
+            gave its memory back in `sleep` (vLLM).
           ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
         """
         self._require("submit")
