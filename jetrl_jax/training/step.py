@@ -129,7 +129,7 @@ class RLStep:
         hint = "Do the rewards see what the policy writes (samples.jsonl)?"
         if most and count >= most:
             raise RunStopped(f"{text} (run.max_steps_without_signal). {hint}")
-        if count >= WARN_WITHOUT_SIGNAL and count in {WARN_WITHOUT_SIGNAL << n for n in range(32)}:  # 10, 20, 40, ...
+        if count in {WARN_WITHOUT_SIGNAL << n for n in range(32)}:  # 10, 20, 40, ...
             self.console.warn(f"{text}. {hint} run.max_steps_without_signal ends such a run.")
 
     # Learning
