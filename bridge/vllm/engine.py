@@ -78,11 +78,6 @@ class VllmEngine(RolloutEngine):
             self._drop()
             self._asleep = True
 
-    def _require(self, what: str, *, weights: bool = True) -> None:
-        super()._require(what, weights=weights)
-        if weights and self._asleep:
-            raise RuntimeError(f"{what}: the engine sleeps and has no weights: got no load(...) since sleep(), expected one before.")
-
     # How vLLM is run; each raises EngineFailed where it fails
 
     @abc.abstractmethod

@@ -42,8 +42,12 @@ class PromptStream:
     def __init__(self, task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int, seed: int) -> None:
         self.task, self.tokenizer = task, tokenizer
         self.max_prompt_tokens, self.seed = max_prompt_tokens, seed
-        self.cursor = self.skipped = 0
+        self.restart()
         self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def restart(self) -> None:
+        """Moves the stream to its start."""
+        self.cursor = self.skipped = 0
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts that fit.

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jetrl_jax.models import attention, fp8_producers, ops, tensor_parallel, vocabulary
@@ -100,6 +101,31 @@ class RMSNorm(nnx.Module):
         weight = gathered(self.weight, self.numerics.dtype)
         normed, total = fp8_producers.rms_norm(x, residual, weight, self.eps, [local(r.weight) for r in readers], self.numerics)
         return (normed.entered() if readers else normed), total
+
+
+def _check_shapes(caller: str, token_ids: jax.Array, others: dict[str, tuple[int, ...]]) -> None:
+    """One shape for all of them: a smaller one would be broadcast, to other positions or to other tokens that are seen."""
+    if token_ids.ndim != 2 or 0 in token_ids.shape or any(shape != token_ids.shape for shape in others.values()):
+        found = " and ".join(f"{name}.shape={shape}" for name, shape in {"token_ids": token_ids.shape, **others}.items())
+        raise ValueError(f"{caller}: wrong shapes: got {found}, expected one shape [rows, tokens] of all, at least one of each.")
+
+
+def _check_cache(shape: tuple[int, ...], positions: jax.Array, cache: Sequence[KVCache], config: ModelConfig) -> None:
+    """A position that is not below S would be written over another head or row."""
+    rows, count = shape
+    problems = [] if len(cache) == config.num_layers else [f"{len(cache)} layers in cache, expected {config.num_layers}"]
+    heads = config.num_kv_heads // tensor_parallel.degree()
+    for index, layer in enumerate(cache):
+        expected = (rows, heads, layer.length, config.head_dim)
+        if not layer.keys.shape == layer.values.shape == expected or layer.length < count:
+            problems.append(f"cache[{index}] {layer.keys.shape}, expected [B, K, S, H] = {expected} and S of at least t={count}")
+            break
+    if not problems and not isinstance(positions, jax.core.Tracer):
+        known = np.asarray(positions)
+        if (known < 0).any() or (known >= cache[0].length).any() or (np.diff(known.astype(np.int64), axis=1) <= 0).any():
+            problems.append(f"positions {known.tolist()}, expected them ascending in each row, from 0 to below S={cache[0].length}")
+    if problems:
+        raise ValueError(f"Decoder.extend: tokens and cache do not fit: got {'; '.join(problems)}.")
 
 
 def _linears(module: str, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs) -> list[Linear]:
@@ -226,6 +252,8 @@ class Decoder(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
         """As `__call__`, and each layer's keys and values (`KVCache.of`); without segment ids only right padding is allowed."""
+        shapes = {"positions": positions.shape} | ({} if segment_ids is None else {"segment_ids": segment_ids.shape})
+        _check_shapes("Decoder", token_ids, shapes)
         mask = None if segment_ids is None else attention.packed_mask(segment_ids, self.numerics)
         return self._run(token_ids, positions, mask, None)
 
@@ -242,13 +270,11 @@ class Decoder(nnx.Module):
           depend on t (tests/parity/test_extend.py).
 
         Raises:
-          ValueError: other shapes.
+          ValueError: other shapes, or a cache of other rows, layers or heads, or shorter than t; outside of `jax.jit`, where they are
+            known, other positions.
         """
-        if token_ids.ndim != 2 or positions.shape != token_ids.shape:
-            raise ValueError(
-                f"Decoder.extend: wrong shapes: got token_ids.shape={token_ids.shape} and positions.shape={positions.shape}, "
-                "expected [B, t] of both."
-            )
+        _check_shapes("Decoder.extend", token_ids, {"positions": positions.shape})
+        _check_cache(token_ids.shape, positions, cache, self.config)
         return self._run(token_ids, positions, None, cache)
 
     def _run(

@@ -34,10 +34,17 @@ def completion_logprobs(
       (logprobs, entropy), float32 [R, T]; entry t belongs to token t, predicted from token t - 1.  Column 0 and
       the first token of each segment hold no prediction (0, or that of a foreign context): mask them.
       The entropy carries no gradient.
+
+    Raises:
+      ValueError: other shapes, or a chunk of no token.
     """
+    if chunk_tokens < 1:
+        raise ValueError(f"completion_logprobs: got chunk_tokens={chunk_tokens}, expected at least 1.")
     hidden = model(token_ids, positions, segment_ids)[:, :-1]
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), token_ids[:, 1:].reshape(-1)
     count = flat.shape[0]
+    if count == 0:  # rows of one token predict nothing
+        return jnp.zeros(token_ids.shape, jnp.float32), jnp.zeros(token_ids.shape, jnp.float32)
     chunk = min(chunk_tokens, count)
     padding = -count % chunk
     flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])

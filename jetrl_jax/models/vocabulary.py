@@ -6,10 +6,12 @@ With `split` logits are those of its part, and only sums and maxima over the voc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import round_to, shape_independent
@@ -40,6 +42,12 @@ def log_normalizer(logits: jax.Array, *, exact: bool = True, split: bool = False
     return _log_normalizer(split, exact, logits)
 
 
+def _problems_of_logits(logits: jax.Array) -> list[str]:
+    if jnp.ndim(logits) and jnp.result_type(logits) == jnp.float32:
+        return []
+    return [f"logits {jnp.result_type(logits)} {jnp.shape(logits)}, expected float32 [..., V]"]
+
+
 @shape_independent
 def _divide(_: None, dtype: Any, logits: jax.Array, divisor: jax.Array) -> jax.Array:
     return (logits.astype(dtype) / divisor.astype(dtype)).astype(jnp.float32)
@@ -49,7 +57,17 @@ def scale_logits(logits: jax.Array, temperature: float | jax.Array, *, exact: bo
     """logits / temperature in FP32 (the identity at 1), float32 [..., V].
 
     With `exact` (as `Numerics.exact`) a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
+
+    Raises:
+      ValueError: logits that are not float32, a temperature that is no scalar or, where it is known, not finite and above 0.
     """
+    problems = _problems_of_logits(logits)
+    if isinstance(temperature, str) or jnp.ndim(temperature) != 0:
+        problems.append(f"temperature {temperature!r}, expected one number")
+    elif not isinstance(temperature, jax.core.Tracer) and not 0 < float(temperature) < math.inf:
+        problems.append(f"temperature={temperature}, expected a finite number above 0")
+    if problems:
+        raise ValueError(f"scale_logits: got {'; '.join(problems)}.")
     if isinstance(temperature, float | int) and temperature == 1:
         return logits
     return _divide(None, exact, logits, jnp.asarray(temperature, jnp.float32))
@@ -59,7 +77,21 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, exact: bool = Tru
     """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
 
     Engine and trainer both call this on logits already scaled by the temperature.
+
+    Raises:
+      ValueError: logits that are not float32, ids of another shape or no integers; where they are known, ids outside the
+        vocabulary (under `jax.jit` those from V on give NaN, and negative ones count from its end).
     """
+    problems = _problems_of_logits(logits)
+    if jnp.shape(token_ids) != jnp.shape(logits)[:-1] or not jnp.issubdtype(jnp.result_type(token_ids), jnp.integer):
+        found = f"token_ids {jnp.result_type(token_ids)} {jnp.shape(token_ids)}"
+        problems.append(f"{found}, expected integers of shape {jnp.shape(logits)[:-1]}, one for each row of logits")
+    elif not split and not isinstance(token_ids, jax.core.Tracer):
+        known = np.asarray(token_ids)
+        if known.size and not 0 <= known.min() <= known.max() < logits.shape[-1]:
+            problems.append(f"token_ids from {known.min()} to {known.max()}, expected 0 to V - 1 = {logits.shape[-1] - 1}")
+    if problems:
+        raise ValueError(f"token_logprobs: got {'; '.join(problems)}.")
     if split:
         ids, mine = tensor_parallel.local_ids(token_ids, logits.shape[-1])
         chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]

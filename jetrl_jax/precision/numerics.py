@@ -8,8 +8,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.formats import BLOCK
-from pallas_kernels.implementations import Choice
+from pallas_kernels.formats import BLOCK, SCALE_FORMATS
+from pallas_kernels.implementations import IMPLEMENTATIONS, Choice
+
+VALUES = ("float32", "bfloat16", "float16")  # dtypes of values
+ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Numerics`
+    "compute_dtype": VALUES,
+    "engine_variant": ("native", "cuda"),
+    "exact": (True, False),
+    "promotion_order": ("deepgemm", "triton"),
+    "wgrad_operand": ("requantize", "dual", "block"),
+    "scale_format": SCALE_FORMATS,
+    "kernels": IMPLEMENTATIONS,
+    "attention": ("auto", "xla", "cudnn"),
+    "dense": ("auto", "float64"),
+    "stored_dtype": (None, *VALUES, "float64"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,9 @@ class Numerics:
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`jetrl_jax.models.cache`).
     resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls where it is built, and
         again where `dataclasses.replace` changed a setting.
+
+    Raises:
+      ValueError: a setting that is none of `ALLOWED`.
     """
 
     compute_dtype: str = "bfloat16"
@@ -89,6 +106,17 @@ class Numerics:
     resolved: Choices | None = None
 
     def __post_init__(self) -> None:
+        problems = [
+            f"got {name}={getattr(self, name)!r}, expected one of {allowed}"
+            for name, allowed in ALLOWED.items()
+            if not any(type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in allowed)
+        ]
+        if not problems and self.stored_dtype not in (None, self.compute_dtype, "float32", "float64"):
+            problems = [
+                f"got stored_dtype={self.stored_dtype!r}, expected a dtype with every value of compute_dtype={self.compute_dtype!r}"
+            ]
+        if problems:
+            raise ValueError("Numerics: bad value: " + "; ".join(problems) + ".")
         if self.resolved is not None and self.resolved.settings != self.settings:
             object.__setattr__(self, "resolved", None)
 

@@ -27,7 +27,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Answers the signals in the block; off the main thread the caller does."""
+        """Answers the signals in the block, those of a block before forgotten; off the main thread the caller does."""
+        self.received = None
         try:
             before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not the main thread

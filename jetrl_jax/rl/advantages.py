@@ -151,7 +151,7 @@ def _checked(function: str, rewards: ArrayLike, mask: ArrayLike | None) -> tuple
             f"{function}: no group to compare within: got rewards.shape={values.shape}, expected [P, G] with G >= 2. "
             "A single completion of a prompt has no advantage."
         )
-    counted = np.ones(values.shape, bool) if mask is None else np.asarray(mask, bool)
+    counted = np.ones(values.shape, bool) if mask is None else as_mask(function, "mask", mask)
     if counted.shape != values.shape:
         raise ValueError(f"{function}: shapes differ: got mask.shape={counted.shape}, expected rewards.shape={values.shape}")
     bad = np.argwhere(counted & ~np.isfinite(values))
@@ -162,6 +162,14 @@ def _checked(function: str, rewards: ArrayLike, mask: ArrayLike | None) -> tuple
             "Leave failed samples out through mask."
         )
     return np.where(counted, values, 0.0), counted
+
+
+def as_mask(function: str, name: str, mask: ArrayLike) -> NDArray[np.bool_]:
+    """A mask as bool.  Raises ValueError for values that are neither true nor false, such as NaN, which numpy takes for true."""
+    given = np.asarray(mask)
+    if given.dtype.kind not in "biuf" or not np.isin(given, (0, 1)).all():
+        raise ValueError(f"{function}: no mask: got {name} {given.dtype} with {given.reshape(-1)[:4]}, expected true or false, or 0 and 1.")
+    return given.astype(bool)
 
 
 def _centred(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -76,7 +76,13 @@ def assemble(
         score: called once with the trained trajectories packed, where the loss reads old or reference log-probabilities.
         row_tokens, microbatch_tokens: as `pack`.
         seed: of the order of groups; the epoch is appended.
+
+    Raises:
+        ValueError: rewards that are not one for each trajectory of each group; else as `pack` and the advantages.
     """
+    shapes, expected = [np.shape(values) for values in rewards], [(len(group),) for group in groups]
+    if shapes != expected or not groups:
+        raise ValueError(f"assemble: rewards do not fit the groups: got rewards of {shapes[:8]}, expected {expected[:8] or 'a group'}.")
     trajectories = [trajectory for group in groups for trajectory in group]
     sizes, total = [len(group) for group in groups], np.concatenate(list(rewards))
     counted, trained = sample_masks(total, [t.finish_reason for t in trajectories], mask_truncated=algorithm.mask_truncated)

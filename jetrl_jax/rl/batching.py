@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jetrl_jax.rl.advantages import as_mask
 from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.types import Trajectory
 
@@ -101,10 +102,11 @@ def split_minibatches(sizes: Sequence[int], minibatches: int, *, seed: int | Seq
         is not shuffled, so a single part is the same for every seed.
 
     Raises:
-        ValueError: no groups, or fewer than one part.
+        ValueError: no groups, a group without trajectories, or fewer than one part.
     """
-    if not sizes or minibatches < 1:
-        raise ValueError(f"split_minibatches: nothing to split: got {len(sizes)} groups, minibatches={minibatches}, expected >= 1")
+    if len(sizes) == 0 or min(sizes) < 1 or minibatches < 1:
+        found = f"{len(sizes)} groups, minibatches={minibatches}, sizes={list(sizes)[:8]}"
+        raise ValueError(f"split_minibatches: nothing to split: got {found}, expected >= 1 of each")
     order = np.random.default_rng(seed).permutation(len(sizes))
     members = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     return [np.concatenate([members[group] for group in np.sort(part)]) for part in np.array_split(order, min(minibatches, len(sizes)))]
@@ -148,12 +150,12 @@ def pack(
         ValueError: sizes or lengths that do not fit, all of them in one message.
     """
     chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices)
-    packed, weights = np.asarray(mask, bool), np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64)
+    packed, weights = as_mask("pack", "mask", mask), np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64)
     values: Any = advantages
     extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "correction": correction}
     per_token = {"rollout_logprobs": [t.sampled_logprobs for t in trajectories]}
     per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
-    checked = per_token if keep is None else per_token | {"keep": [np.asarray(k, bool) for k in keep]}
+    checked = per_token if keep is None else per_token | {"keep": [as_mask("pack", "keep", k) for k in keep]}
     _check_sizes(len(trajectories), {"advantages": values, "mask": packed, "exposure": weights}, row_tokens, microbatch_tokens, checked)
     _check_indices(chosen, weights)
     chosen = chosen[packed[chosen]]
@@ -197,7 +199,13 @@ def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int
     Args:
         batches: the microbatches that share one gradient.
         max_completion_tokens: longest completion, in tokens.
+
+    Raises:
+        ValueError: no microbatch, or a longest completion of no token.
     """
+    if not batches or max_completion_tokens < 1:
+        found = f"{len(batches)} microbatches and max_completion_tokens={max_completion_tokens}"
+        raise ValueError(f"count_denominators: nothing to count: got {found}, expected at least 1 of each.")
     masks = [np.asarray(b.loss_mask) for b in batches]
     index = np.concatenate([np.asarray(b.sequence_index)[mask] for b, mask in zip(batches, masks, strict=True)])
     counts = [np.ones(mask.sum()) if b.exposure is None else np.asarray(b.exposure)[mask] for b, mask in zip(batches, masks, strict=True)]
@@ -217,8 +225,15 @@ def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_traje
     Returns:
         N arrays, one value per trained token (per sampled token, where `pack` had no ``keep``); empty for trajectories that
         were not packed.
+
+    Raises:
+        ValueError: values of other shapes, or trajectories beyond N.
     """
     masks = [np.asarray(b.loss_mask) for b in batches]
+    shapes, most = [np.shape(v) for v in values], max((int(np.max(b.sequence_index)) for b in batches), default=-1)
+    if not masks or shapes != [m.shape for m in masks] or most >= num_trajectories:
+        expected = f"{[m.shape for m in masks]} and more than {most} trajectories"
+        raise ValueError(f"unpack: values do not fit: got values {shapes} and num_trajectories={num_trajectories}, expected {expected}.")
     index = np.concatenate([np.asarray(b.sequence_index)[m] for b, m in zip(batches, masks, strict=True)])
     flat = np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks, strict=True)])
     order = np.argsort(index, kind="stable")  # a trajectory lies in one row, in order
@@ -288,8 +303,8 @@ def _check_sequences(
             problems.append(f"trajectory {i} with {prompt} prompt and {sampled} sampled tokens, expected at least one of each")
         if total > row_tokens:
             problems.append(f"trajectory {i} with {total} tokens, expected at most row_tokens={row_tokens}")
-        if not np.isfinite(advantages[i]).all():
-            problems.append(f"advantages[{i}]={advantages[i]}, expected finite numbers")
+        if not (np.abs(np.asarray(advantages[i], np.float64)) <= np.finfo(np.float32).max).all():
+            problems.append(f"advantages[{i}]={advantages[i]}, expected finite numbers of float32")
         if np.ndim(advantages[i]) and np.shape(advantages[i]) != (sampled,):
             problems.append(f"{np.shape(advantages[i])} advantages of trajectory {i}, expected ({sampled},), one per sampled token")
         for name, arrays in per_token.items():

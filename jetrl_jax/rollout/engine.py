@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from jetrl_jax.rollout.manifest import Manifest
-from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.rollout.types import MAX_SEED, Request, SamplingParams, Trajectory, is_whole
 
 SHOWN = 5
 Results = Generator[Trajectory, None, None]
@@ -50,6 +50,32 @@ class LoadReport:
     version: int
     seconds: float
     manifest: Manifest | None = None
+
+
+def check_kinds(requests: Sequence[Request]) -> None:
+    """Raises ValueError for prompts that are no sequence of whole numbers, and for seeds that no generator takes: no engine rounds them."""
+    problems = []
+    prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}  # those of a group are often one list
+    kinds = {key: _kind_of_ids(ids) for key, ids in prompts.items()}
+    for request in requests:
+        if (kind := kinds[id(request.prompt_ids)]) is not None:
+            problems.append(f"request {request.id}: got prompt_ids of {kind}, expected a sequence of whole numbers")
+        if not is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED:
+            problems.append(f"request {request.id}: got seed={request.seed!r}, expected a whole number from 0 to 2**32 - 1")
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")
+
+
+def _kind_of_ids(ids: Any) -> str | None:
+    """What stands in place of token ids; None: they are whole numbers, or there are none."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        return "unequal parts"
+    if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
+        return None
+    return f"{array.dtype} {array.shape}"
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], longest: int, vocab_size: int) -> None:
@@ -80,6 +106,7 @@ class RolloutEngine(abc.ABC):
         self.after_load: list[AfterLoad] = []
         self._version = -1
         self._accepted = False  # by the hooks
+        self._loading = self._sleeping = False
         self._closed = False
         self._submitted: tuple[list[Request], SamplingParams] | None = None
         self._reading: weakref.ref[Results] | None = None
@@ -96,16 +123,25 @@ class RolloutEngine(abc.ABC):
         raises, the new ones are held and may be scored, and nothing is sampled until a `load` succeeds.
 
         Raises:
-          RuntimeError: results are unread, or the engine is closed.
+          RuntimeError: results are unread, the engine is closed, or a hook loads.
+          ValueError: a version that is no whole number from 0 on.
         """
         self._require("load", weights=False)
+        if self._loading:
+            raise RuntimeError(f"load: version {self._version} is being loaded: got a load(...) by one of its hooks, expected it to raise.")
+        if not is_whole(version) or version < 0:
+            raise ValueError(f"load: got version={version!r}, expected a whole number from 0 on.")
         start = time.perf_counter()
-        manifest = self._load(published, version)
-        report = LoadReport(version, time.perf_counter() - start, manifest)
-        self._version, self._accepted = version, False
-        for hook in self.after_load:
-            hook(published, report)
-        self._accepted = True
+        self._loading = True
+        try:
+            manifest = self._load(published, version)
+            report = LoadReport(version, time.perf_counter() - start, manifest)
+            self._version, self._accepted, self._sleeping = version, False, False
+            for hook in tuple(self.after_load):  # a hook may take itself out, and the next one is called all the same
+                hook(published, report)
+            self._accepted = True
+        finally:
+            self._loading = False
         return report
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
@@ -116,6 +152,7 @@ class RolloutEngine(abc.ABC):
             gave its memory back in `sleep` (vLLM).
           ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
         """
+        requests = list(requests)  # an iterator gives them once only
         self._require("submit")
         if not self._accepted:
             raise RuntimeError(
@@ -124,8 +161,9 @@ class RolloutEngine(abc.ABC):
         twice = [identity for identity, count in Counter(request.id for request in requests).items() if count > 1]
         if twice:
             raise ValueError(f"submit: ids stand twice: got {twice[:SHOWN]}, expected each request with an id of its own.")
+        check_kinds(requests)
         self.check(requests, sampling)
-        self._submitted = list(requests), sampling
+        self._submitted = requests, sampling
 
     def results(self) -> Results:
         """The trajectories of what was submitted, each when it is done, in whatever order that is.
@@ -144,6 +182,7 @@ class RolloutEngine(abc.ABC):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
         """One trajectory per request, in the order of the requests; errors as `submit` and `results`."""
+        requests = list(requests)
         self.submit(requests, sampling)
         with contextlib.closing(self.results()) as results:
             done = {trajectory.request_id: trajectory for trajectory in results}
@@ -157,15 +196,25 @@ class RolloutEngine(abc.ABC):
           ValueError: a sequence that this engine cannot take.
         """
         self._require("score")
-        return self._score([[int(token) for token in ids] for ids in sequences])
+        given = list(sequences)
+        kinds = [(place, kind) for place, ids in enumerate(given) if (kind := _kind_of_ids(ids)) is not None]
+        if kinds:
+            found = "; ".join(f"sequence {place}: got {kind}" for place, kind in kinds[:SHOWN])
+            raise ValueError(f"score: bad sequence: {found}, expected sequences of whole numbers.")
+        return self._score([np.asarray(ids).tolist() for ids in given])
 
     def sleep(self) -> None:
         """The trainer samples nothing until the next `load`: an engine with memory of its own may give it back.
 
         Raises:
-          RuntimeError: results are unread, or the engine is closed.
+          RuntimeError: results are unread, the engine is closed, or a hook of `load` asks.
         """
         self._require("sleep", weights=False)
+        if self._loading:
+            raise RuntimeError(
+                f"sleep: version {self._version} is being loaded: got sleep() by one of its hooks, expected it after load(...)."
+            )
+        self._sleeping = True
         self._sleep()
 
     @abc.abstractmethod
@@ -217,6 +266,8 @@ class RolloutEngine(abc.ABC):
             raise RuntimeError(f"{what}: results are unread: got a submission under way, expected results() read to the end, or closed.")
         if weights and self._version < 0:
             raise RuntimeError(f"{what}: no weights: got policy_version={self._version}, expected load(...) before.")
+        if weights and self._sleeping:
+            raise RuntimeError(f"{what}: the engine sleeps: got no load(...) since sleep(), expected one before.")
 
     def _active(self) -> Results | None:
         """The iterator of a submission that has not ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +13,11 @@ from jetrl_jax.config.types import TEMPERATURES
 FinishReason = Literal["stop", "length"]  # a stop token was sampled, or max_tokens were
 Role = Literal["prompt", "policy", "environment"]
 MAX_SEED = 2**32 - 1
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python or numpy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,19 @@ class SamplingParams:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [
+            f"got {name}={value!r}, expected {expected}"
+            for name, value, holds, expected in (
+                ("temperature", self.temperature, isinstance(self.temperature, float | int | np.floating | np.integer), "a number"),
+                ("max_tokens", self.max_tokens, is_whole(self.max_tokens), "a whole number"),
+                ("seed", self.seed, is_whole(self.seed), "a whole number"),
+                ("stop_token_ids", self.stop_token_ids, all(map(is_whole, self.stop_token_ids)), "whole numbers"),
+                ("greedy", self.greedy, isinstance(self.greedy, bool | np.bool_), "True or False"),
+            )
+            if not holds
+        ]
+        if problems:
+            raise ValueError("SamplingParams: bad value: " + "; ".join(problems) + ".")
         low, high = TEMPERATURES
         if not self.greedy and not low <= self.temperature <= high:
             problems.append(f"got temperature={self.temperature}, expected a number from {low} to {high} (use greedy=True for argmax)")
@@ -126,9 +143,12 @@ class Trajectory:
         if [turn.start for turn in self.turns] != edges[:-1] or edges != sorted(edges) or edges[-1] != total:
             return [f"turns {[(t.start, t.stop) for t in self.turns]}, expected them to divide 0 to {total}"]
         roles = [turn.role for turn in self.turns]
-        if roles[0] != "prompt" or "policy" not in roles:
+        reasons = [turn.finish_reason for turn in self.turns]
+        if not set(roles) <= set(get_args(Role)) or not set(reasons) <= {None, *get_args(FinishReason)}:
+            return [f"turns of {roles} that ended by {reasons}, expected {get_args(Role)} and {get_args(FinishReason)}"]
+        if not roles or roles[0] != "prompt" or "policy" not in roles:
             problems.append(f"turns of {', '.join(roles)}, expected a prompt first and at least one of the policy")
-        if [turn.finish_reason is not None for turn in self.turns] != [role == "policy" for role in roles]:
+        if [reason is not None for reason in reasons] != [role == "policy" for role in roles]:
             problems.append("finish reasons that are not those of the policy's turns")
         if any(self.sampled[turn.start : turn.stop].any() for turn in self.turns if turn.role != "policy"):
             problems.append("sampled tokens outside the policy's turns")

@@ -155,6 +155,7 @@ class GRPOTrainer:
     def dry_run(self) -> dict[str, Any]:
         """Builds everything and compiles and runs one step, without a run directory; returns {"seconds", "metrics"}."""
         start, parts = time.perf_counter(), self.parts
+        parts.prompts.restart()
         with contextlib.closing(parts.evaluator), self.console, parts.new_rewards() as rewards:
             state = parts.programs.init(self.policy.params)
             with contextlib.closing(parts.new_engine()) as engine:

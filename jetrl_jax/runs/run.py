@@ -261,6 +261,7 @@ class Run:
         if restored is None:
             if self.writer.last_step:
                 self.console.warn(f"no checkpoint: the run begins again; its rows up to step {self.writer.last_step} are dropped")
+            self.parts.prompts.restart()  # a dry run, or a run of the same parts that failed, drew from them
             return None
         compare_data_for_resume(restored.metadata, self.parts.fingerprints)
         prompts = self.parts.prompts

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+import signal
 
 import chex
 import numpy as np
@@ -441,3 +442,15 @@ def test_a_resumed_run_goes_on_from_its_counters_and_loads_its_weights_once(tmp_
     assert second["prompt_cursor"] * 2 == first["prompt_cursor"] * 3 and list(second) == list(first)
     counters = Counters.of(second)
     assert {name: second[name] for name in dataclasses.asdict(counters)} == dataclasses.asdict(counters)
+
+
+def test_a_run_does_not_go_on_where_a_dry_run_or_a_stopped_run_of_the_same_trainer_ended(tmp_path, monkeypatch):
+    trainer = scripted_trainer(tmp_path / "run", monkeypatch, run={"steps": 2})
+    prompts = trainer.parts.prompts
+    trainer.dry_run()
+    drawn = prompts.cursor
+    trainer.dry_run()
+    assert 0 < drawn == prompts.cursor
+    trainer.parts.stop_signals.received = signal.SIGTERM  # of a run before
+    assert trainer.train()["stopped_by"] is None
+    assert prompts.cursor == 2 * drawn

@@ -156,8 +156,38 @@ def test_an_empty_cache_and_a_written_one_have_one_layout() -> None:
     np.testing.assert_array_equal(np.asarray(written.values, np.float64), -expected_keys)
 
 
-def test_extend_raises_on_one_axis() -> None:
-    one = case("bf16", QWEN2)
-    cache = empty_cache(QWEN2, one.policy.numerics, 3, SLOTS)
-    with pytest.raises(ValueError, match=r"Decoder\.extend: wrong shapes: got token_ids\.shape=\(3,\) and positions\.shape=\(3,\)"):
-        one.extend(one.weights, one.ids[:, 0], jnp.asarray(STARTS), cache)
+def test_a_decoder_raises_on_shapes_that_would_be_broadcast() -> None:
+    """One segment id for a row would show other tokens, one position would turn all alike."""
+    model = case("bf16", QWEN2).policy.model
+    ids, one = jnp.ones((2, 3), jnp.int32), jnp.ones((2, 1), jnp.int32)
+    for arrays in (ids, ids, one), (ids, one, ids), (ids, ids[:1], ids), (ids, ids, ids[:1]), (ids[0], ids[0], ids[0]), (one[:, :0],) * 3:
+        with pytest.raises(ValueError, match=r"Decoder: wrong shapes: got token_ids\.shape=.*segment_ids\.shape="):
+            model(*arrays)
+    cache = empty_cache(QWEN2, model.numerics, 3, SLOTS)
+    for arrays in (ids[:, 0], ids[:, 0]), (ids, one):
+        with pytest.raises(ValueError, match=r"Decoder\.extend: wrong shapes: got token_ids\.shape="):
+            model.extend(*arrays, cache)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows", "length", "message"),
+    [
+        ([[2, 3, 4]], 1, 4, r"positions \[\[2, 3, 4\]\], expected them ascending in each row, from 0 to below S=4"),
+        ([[-1, 0, 1]], 1, 4, "positions"),
+        ([[2, 1, 0]], 1, 4, "positions"),
+        ([[1, 1, 2]], 1, 4, "positions"),
+        ([[0, 1, 2]], 2, 4, r"cache\[0\] \(2, .*expected \[B, K, S, H\] = \(1,"),
+        ([[0, 1, 2]], 1, 2, "S of at least t=3"),
+    ],
+)
+def test_extend_raises_on_what_would_be_written_elsewhere(positions: list[list[int]], rows: int, length: int, message: str) -> None:
+    """A position beyond the cache is a place of the next head, or of another row."""
+    model = case("bf16", QWEN2).policy.model
+    ids = jnp.ones((1, 3), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        model.extend(ids, jnp.asarray(positions, jnp.int32), empty_cache(QWEN2, model.numerics, rows, length))
+    if "positions" not in message:  # of shapes also under jit
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(model.extend, ids, ids, empty_cache(QWEN2, model.numerics, rows, length))
+    with pytest.raises(ValueError, match="2 layers in cache, expected 1"):
+        model.extend(ids, jnp.asarray([[0, 1, 2]], jnp.int32), 2 * empty_cache(QWEN2, model.numerics, 1, 4))

@@ -352,7 +352,7 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     engine.sleep()
     engine.sleep()  # it does already
     for ask in (lambda: engine.generate(requests(1), sampling), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
-        with pytest.raises(RuntimeError, match="the engine sleeps and has no weights"):
+        with pytest.raises(RuntimeError, match="the engine sleeps: got no load"):
             ask()
     manifest = engine.load(policy.published, 1).manifest
     assert stub.calls[4:] == ["sleep 2", "wake weights", "start", "update", "finish", "wake kv_cache", "reset"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jetrl_jax.config.precision import NumericsSection, PrecisionSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.anatomy import MATRICES
@@ -16,7 +18,7 @@ from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.dense import dense
-from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.numerics import ALLOWED, Numerics
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from pallas_kernels import implementations
@@ -114,3 +116,35 @@ def test_the_record_has_every_choice() -> None:
 def test_the_plans_linear_layers_are_those_of_the_anatomy() -> None:
     paths = [path for path, _ in named_params(nnx.state(abstract(Numerics()), nnx.Param))]
     assert sorted(PrecisionPlan(paths, "fp8_unified").linear) == sorted(f"layers.0.{matrix.path}.weight" for matrix in MATRICES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("compute_dtype", "bf16"),
+        ("compute_dtype", "float64"),
+        ("engine_variant", "CUDA"),
+        ("exact", "false"),
+        ("promotion_order", "deep"),
+        ("wgrad_operand", "two"),
+        ("scale_format", "ue8m0"),
+        ("kernels", "pallas"),
+        ("attention", "flash"),
+        ("dense", "float32"),
+        ("stored_dtype", "float8_e4m3fn"),
+        ("stored_dtype", "float16"),  # of values in BF16
+    ],
+)
+def test_numerics_raise_on_a_setting_that_they_do_not_know(setting: str, value: object) -> None:
+    """Most of these were taken for another setting in silence: `engine_variant="CUDA"` for "native", `exact="false"` for true."""
+    with pytest.raises(ValueError, match=f"Numerics: bad value: got {setting}={value!r}, expected"):
+        Numerics(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_numerics_know_what_the_config_knows() -> None:
+    for name in set(NumericsSection.model_fields) & set(ALLOWED) - {"exact", "kernels"}:
+        assert set(get_args(NumericsSection.model_fields[name].annotation)) == set(ALLOWED[name])
+    for name in set(PrecisionSection.model_fields) & set(ALLOWED):
+        assert set(get_args(PrecisionSection.model_fields[name].annotation)) == set(ALLOWED[name])
+    assert set(get_args(NumericsSection.model_fields["kernels"].annotation)) <= set(ALLOWED["kernels"])
+    assert {field.name for field in dataclasses.fields(Numerics)} == {*ALLOWED, "resolved"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -280,6 +281,87 @@ def test_requests_that_share_an_id_are_refused(case: Case) -> None:
     with pytest.raises(ValueError, match=r"ids stand twice: got \[10\], expected each request with an id of its own"):
         case.engine.submit([*REQUESTS, REQUESTS[0]], SAMPLING)
     assert len(case.engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS)
+
+
+def test_requests_of_an_iterator_are_all_answered(case: Case) -> None:
+    expected = case.engine.generate(REQUESTS, SAMPLING)
+    assert same(case.engine.generate(iter(REQUESTS), SAMPLING), expected)
+    case.engine.submit(map(dataclasses.replace, REQUESTS), SAMPLING)
+    assert len(list(case.engine.results())) == len(REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Request(1, [3.7, 4.2], 0), r"request 1: got prompt_ids of float64 \(2,\), expected a sequence of whole numbers"),
+        (Request(1, [True, False], 0), "got prompt_ids of bool"),
+        (Request(1, "34", 0), "got prompt_ids of <U2"),
+        (Request(1, [[3, 4]], 0), r"got prompt_ids of int64 \(1, 2\)"),
+        (Request(1, [3, [4]], 0), "got prompt_ids of unequal parts"),
+        (Request(1, [3], 1.5), "request 1: got seed=1.5, expected a whole number from 0 to"),
+        (Request(1, [3], -1), "got seed=-1"),
+    ],
+)
+def test_requests_that_would_have_to_be_rounded_are_refused(case: Case, bad: Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        case.engine.submit([*REQUESTS, bad], SAMPLING)
+    with pytest.raises(RuntimeError, match="nothing to read"):
+        case.engine.results()
+
+
+def test_sequences_that_would_have_to_be_rounded_are_not_scored(case: Case) -> None:
+    with pytest.raises(ValueError, match=r"sequence 1: got float64 \(2,\); sequence 2: got <U2 \(\), expected sequences of whole numbers"):
+        case.engine.score([[3, 4], [1.7, 2.9], "12"])
+    for whole in (SEQUENCES, map(np.array, SEQUENCES), [tuple(map(np.int32, ids)) for ids in SEQUENCES]):
+        assert [len(row) for row in case.engine.score(whole)] == [len(ids) for ids in SEQUENCES]
+
+
+@pytest.mark.parametrize("version", [-1, 1.5, "4", True, None])
+def test_a_version_is_a_whole_number(case: Case, version: Any) -> None:
+    with pytest.raises(ValueError, match=r"load: got version=.*expected a whole number from 0 on"):
+        case.engine.load(case.published, version)
+    assert case.engine.policy_version == 3 and len(case.engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS)
+
+
+def test_a_hook_that_takes_itself_out_hides_none(case: Case) -> None:
+    """The second one stands for a certificate."""
+    hooks, seen = case.engine.after_load, []
+
+    def once(published: Any, report: LoadReport) -> None:
+        hooks.remove(once)
+        seen.append("once")
+
+    hooks += [once, lambda published, report: seen.append("certificate")]
+    case.engine.load(case.published, 4)
+    case.engine.load(case.published, 5)
+    assert seen == ["once", "certificate", "certificate"]
+
+
+def test_a_hook_neither_loads_nor_puts_to_sleep(case: Case) -> None:
+    """It raises where it does not take the weights: nothing else of another version comes between."""
+    engine = case.engine
+    engine.after_load.append(lambda published, report: engine.load(published, 9))
+    with pytest.raises(RuntimeError, match="load: version 4 is being loaded"):
+        engine.load(case.published, 4)
+    engine.after_load[:] = [lambda published, report: engine.sleep()]
+    with pytest.raises(RuntimeError, match="sleep: version 4 is being loaded"):
+        engine.load(case.published, 4)
+    engine.after_load.clear()
+    engine.load(case.published, 4)
+    assert len(engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS)
+
+
+def test_nothing_is_asked_of_an_engine_that_sleeps(case: Case) -> None:
+    """Not of one that keeps its memory either."""
+    engine = case.engine
+    engine.sleep()
+    engine.sleep()
+    for ask in (lambda: engine.submit(REQUESTS, SAMPLING), lambda: engine.generate([], SAMPLING), lambda: engine.score(SEQUENCES)):
+        with pytest.raises(RuntimeError, match=r"the engine sleeps: got no load\(\.\.\.\) since sleep\(\)"):
+            ask()
+    engine.after_load.append(lambda published, report: engine.score(SEQUENCES))
+    engine.load(case.published, 4)
+    assert len(engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS)
 
 
 def test_an_engine_describes_itself_in_json(case: Case) -> None:

@@ -172,3 +172,11 @@ def test_temperature_as_constant_and_as_scalar_gives_the_same_bits() -> None:
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(scalar))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(logits) / np.float32(temperature))  # IEEE division
     assert vocabulary.scale_logits(logits, 1.0) is logits
+
+
+def test_rows_of_one_token_predict_nothing_and_a_chunk_has_a_token() -> None:
+    model, ids = SmallPolicy("bf16").model, jnp.ones((2, 1), jnp.int32)
+    for found in completion_logprobs(model, ids, ids, ids, temperature=1.0, chunk_tokens=4):
+        assert found.shape == (2, 1) and not found.any()
+    with pytest.raises(ValueError, match="completion_logprobs: got chunk_tokens=0"):
+        completion_logprobs(model, ids, ids, ids, temperature=1.0, chunk_tokens=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +71,42 @@ def test_logits_and_logprobs_need_no_numerics() -> None:
     wide = logits.astype(np.float64) / 0.5
     expected = wide[np.arange(3), ids] - np.log(np.exp(wide).sum(-1))
     np.testing.assert_allclose(np.asarray(found), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), np.array([1.0, 2.0, 3.0], np.float32), "1"])
+def test_scale_logits_raises_on_a_temperature_that_is_no_positive_number(temperature: Any) -> None:
+    """One for each row would divide the columns."""
+    with pytest.raises(ValueError, match="scale_logits: got temperature"):
+        jetrl_jax.scale_logits(jnp.ones((3, 3)), temperature)
+
+
+@pytest.mark.parametrize("logits", [np.ones((3, 7)), jnp.ones((3, 7), jnp.bfloat16), jnp.ones((3, 7), jnp.int32), np.float32(1)])
+def test_functions_of_logits_raise_on_other_dtypes(logits: Any) -> None:
+    for ask in (lambda: jetrl_jax.scale_logits(logits, 1.0), lambda: jetrl_jax.token_logprobs(logits, np.zeros(3, np.int32))):
+        with pytest.raises(ValueError, match=r"got logits .*, expected float32 \[\.\.\., V\]"):
+            ask()
+
+
+@pytest.mark.parametrize("ids", [[1], [[1], [2], [3]], 1, [1.0, 2.0, 3.0], [True, False, True], [-100, 0, 1], [0, 1, 7]])
+def test_token_logprobs_raises_on_ids_that_are_not_one_for_each_row(ids: Any) -> None:
+    """One id would be broadcast, and -100, which other libraries mask, would count from the vocabulary's end."""
+    with pytest.raises(ValueError, match="token_logprobs: got token_ids"):
+        jetrl_jax.token_logprobs(jnp.ones((3, 7)), np.asarray(ids))
+
+
+def test_assemble_raises_on_rewards_of_other_groups() -> None:
+    config = jetrl_jax.load_config(None, [])
+    algorithm = jetrl_jax.resolve_algorithm(config.algorithm, 4, config.correction)
+    group = [jetrl_jax.Trajectory.of_completion(i, [1], [2, 3], [-1.0, -1.0], "stop", 0) for i in range(2)]
+    for rewards in ([np.array([0.0, 1.0, 1.0]), np.array([0.0])], [np.array([0.0, 1.0])], np.zeros(4), []):
+        with pytest.raises(ValueError, match="assemble: rewards do not fit the groups"):
+            jetrl_jax.assemble(
+                [group, group],
+                rewards,
+                algorithm,
+                config.correction,
+                lambda micro: (None, None),
+                row_tokens=8,
+                microbatch_tokens=8,
+                seed=(0, 1),
+            )

@@ -136,3 +136,10 @@ def test_overlong_penalty_without_buffer_is_off():
 def test_overlong_penalty_raises_on_buffer_that_does_not_fit(buffer):
     with pytest.raises(ValueError, match=f"buffer_tokens={buffer}"):
         advantages.overlong_penalty([1], 10, buffer)
+
+
+@pytest.mark.parametrize("mask", [[[np.nan, 1.0, 1.0]], [[0.5, 1.0, 1.0]], [["True", "", ""]], [[2, 1, 1]]])
+def test_advantages_raise_on_a_mask_that_is_none(mask):
+    for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.reinforce_pp, advantages.informative_groups):
+        with pytest.raises(ValueError, match=r"no mask: got mask .* expected true or false, or 0 and 1"):
+            function([[1.0, 2.0, 3.0]], mask)

@@ -432,3 +432,53 @@ def test_a_completion_with_other_token_ids_or_logprobs_is_refused():
             sampled([1], ids, [0.0])
     with pytest.raises(ValueError, match=r"got logprobs \(2,\), expected \(3,\)"):
         sampled([1, 2], [3, 4, 5], [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": [np.nan, 1, 1]}, "pack: no mask: got mask float64"),
+        ({"mask": [0.3, 1, 1]}, "no mask: got mask"),
+        ({"mask": ["False", "", ""]}, "no mask: got mask <U5"),
+        ({"keep": [[0.2, 0, 0], [1.0], [1, 1, 1]]}, "no mask: got keep float64"),
+        ({"advantages": [1e39, 1, 1]}, r"advantages\[0\]=1e\+39, expected finite numbers of float32"),
+    ],
+)
+def test_pack_raises_on_masks_and_advantages_that_would_become_others(change, message):
+    given = {"advantages": np.ones(3), "mask": np.ones(3, bool)} | change
+    with pytest.raises(ValueError, match=message):
+        pack(of_lengths((2, 3), (1, 1), (2, 3)), given.pop("advantages"), given.pop("mask"), 8, 16, **given)
+
+
+def test_pack_takes_a_mask_of_zeros_and_ones():
+    (batch,) = pack(of_lengths((2, 3), (1, 1), (2, 3)), np.ones(3), [0, 1.0, True], 8, 16)
+    assert set(batch.sequence_index[batch.loss_mask].tolist()) == {1, 2}
+
+
+def test_counts_and_parts_raise_on_what_does_not_fit():
+    (batch,) = pack(of_lengths((2, 3), (1, 1)), np.ones(2), np.ones(2, bool), 8, 16)
+    values = batch.rollout_logprobs
+    for given, count in ([values[:, :5]], 2), ([values.T], 2), ([], 2), ([values], 1), ([np.ones((*values.shape, 3))], 2):
+        with pytest.raises(ValueError, match="unpack: values do not fit"):
+            unpack([batch], given, count)
+    for batches, longest in ([], 3), ([batch], 0):
+        with pytest.raises(ValueError, match="count_denominators: nothing to count"):
+            count_denominators(batches, longest)
+    for sizes in [2, -1, 3], [2, 0]:
+        with pytest.raises(ValueError, match="split_minibatches: nothing to split"):
+            split_minibatches(sizes, 2, seed=0)
+
+
+def of_lengths(*lengths):
+    """Trajectories of (prompt, completion) lengths."""
+    return [Trajectory.of_completion(i, np.arange(p) + 1, np.arange(c), np.full(c, -1.0), "stop", 0) for i, (p, c) in enumerate(lengths)]
+
+
+def test_a_trajectory_raises_on_turns_that_are_none():
+    none = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
+    with pytest.raises(ValueError, match="turns of , expected a prompt first"):
+        Trajectory(0, *none, (), ())
+    one = of_lengths((1, 1))[0]
+    for turn in Turn(1, 2, "policy", "cut"), Turn(1, 2, "user"):
+        with pytest.raises(ValueError, match=r"turns of .* that ended by"):
+            dataclasses.replace(one, turns=(one.turns[0], turn))

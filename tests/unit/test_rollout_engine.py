@@ -272,7 +272,7 @@ def test_generate_raises_without_weights() -> None:
         (Request(4, [5] * 13, 0), "request 4: got a prompt of 13 tokens"),
         (Request(5, [5, VOCAB], 0), "request 5: got a token id outside"),
         (Request(6, [-1], 0), "request 6: got a token id outside"),
-        (Request(7, [5], 2**32), "request 7: got seed=4294967296"),
+        (Request(7, [5], 2**32), "request 7: got seed=4294967296, expected a whole number from 0 to"),
     ],
 )
 def test_generate_raises_on_bad_requests(shared: JaxEngine, bad: Request, message: str) -> None:
@@ -298,6 +298,12 @@ def test_generate_raises_on_bad_sampling(shared: JaxEngine) -> None:
         {"stop_token_ids": (-1,)},
         {"seed": -1},
         {"seed": 2**32},
+        {"seed": 1.5},
+        {"max_tokens": 2.0},
+        {"max_tokens": True},
+        {"stop_token_ids": (1.5,)},
+        {"temperature": "1"},
+        {"greedy": "no"},
     ],
 )
 def test_sampling_params_raise_on_bad_values(change: dict[str, object]) -> None:

@@ -30,7 +30,7 @@ from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.embedded.shapes import EngineShapes, batch_sizes, cache_buckets, prompt_buckets, smallest_fit
 from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
-from jetrl_jax.rollout.types import MAX_SEED, Request, SamplingParams
+from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
 
 
@@ -179,8 +179,12 @@ class JaxEngine(RolloutEngine):
         widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
         return [self._scorer(self._published, ids, width) for ids, width in zip(sequences, widths, strict=True)]
 
+    def _close(self) -> None:
+        """Lets go of the weights."""
+        self._published, self._weights, self._idle_state = None, [], None
+
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary, a bad seed, too large a `max_tokens`."""
+        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary, too large a `max_tokens`."""
         problems, prompts = [], [tuple(request.prompt_ids) for request in requests]
         if sampling.max_tokens > self.max_completion_tokens:
             problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={self.max_completion_tokens}")
@@ -192,11 +196,6 @@ class JaxEngine(RolloutEngine):
                 problems.append(f"{name}: got a prompt of {len(prompt)} tokens, {limit}")
             elif min(prompt) < 0 or max(prompt) >= self.vocab_size:
                 problems.append(f"{name}: got a token id outside 0 .. vocab_size - 1 = {self.vocab_size - 1}")
-        problems += [
-            f"request {request.id}: got seed={request.seed}, expected 0 .. 2**32 - 1"
-            for request in requests
-            if not 0 <= request.seed <= MAX_SEED
-        ]
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")
