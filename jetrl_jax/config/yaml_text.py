@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from jetrl_jax.config.rules.types import Problem
+from jetrl_jax.config.rule import Problem
 from jetrl_jax.config.schema import Path, dotted
 from jetrl_jax.errors import UserError
 

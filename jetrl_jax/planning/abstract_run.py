@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.choices import resolve
@@ -49,7 +50,7 @@ class AbstractRun:
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
-        numerics = resolve(build_numerics(config.precision, config.numerics, config.rollout.engine), sizes, elsewhere=on_gpu)
+        numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu)
         self.attention = numerics.choices.attention
         if on_gpu and self.attention.name == "cudnn":
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
@@ -63,7 +64,8 @@ class AbstractRun:
         self.state = self.programs.abstract(params)
         self.frozen = self.programs.abstract_frozen(self.state)
         self.algorithm = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction)
-        self.engine = self._engine() if config.rollout.engine == "jax" else None
+        engine = config.rollout.engine
+        self.engine = self._engine(engine) if isinstance(engine, JaxEngineSection) else None
 
     @property
     def rows(self) -> int:
@@ -126,9 +128,9 @@ class AbstractRun:
         shapes = self.engine.shapes
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
 
-    def _engine(self) -> JaxEngine:
+    def _engine(self, section: JaxEngineSection) -> JaxEngine:
         layout = self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
-        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout)
+        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, section, 0, layout)
 
 
 def on_one_device(tree: Any) -> int:
