@@ -36,7 +36,7 @@ class _Algorithm(Section):
         given = self.overlong_buffer_tokens
         return max_completion_tokens // OVERLONG_FRACTION if given is None else given
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if not self.dynamic_sampling:
             yield from self.idle("dynamic sampling is off", "max_generation_rounds")
 
@@ -136,7 +136,7 @@ class MaskWeightSection(BoundedWeightSection):
     kind: Literal["token_mask", "sequence_mask"] = "token_mask"
     low: PositiveFloat = Field(0.5, description="Ratio below which a mask weight is 0.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         expected = f"at most correction.weight.high = {show(self.high)}"
         yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the mask", expected, involves=("high",))
 
@@ -180,7 +180,7 @@ class RatioStatisticSection(StatisticSection):
         """Smallest and largest statistic that is kept."""
         return math.log(self.low), math.log(self.high)
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         expected = f"at most correction.reject.high = {show(self.high)}"
         yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the rejection", expected, involves=("high",))
 

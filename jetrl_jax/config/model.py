@@ -27,7 +27,7 @@ class NewModelSection(Section):
     rms_norm_eps: PositiveFloat = Field(1e-6, description="Epsilon added to the mean square in the RMSNorm.")
     tie_word_embeddings: bool = Field(True, description="Whether the head is the embedding matrix.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         of_heads = f"of model.num_heads = {self.num_heads}"
         yield Rule(
             self.num_heads % self.num_kv_heads == 0,
@@ -72,7 +72,7 @@ class CharacterSection(_Tokenizer):
     kind: Literal["character"] = "character"
     characters: Text = Field("0123456789+-*= abcdefghijklmnopqrstuvwxyz", description="Alphabet, one token per character.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         twice = sorted({x for x in self.characters if self.characters.count(x) > 1})
         told = f"each once; twice: {json.dumps(''.join(twice))}"
         yield Rule(not twice, "characters", "a character stands twice in the alphabet", told)
@@ -93,7 +93,7 @@ class HuggingFaceSection(_Tokenizer):
     chat_template_kwargs: Options = Field({}, description="Keyword arguments of the chat template, such as enable_thinking: false.")
     system_prompt: str | None = Field(None, description="System message put before each prompt by the chat template; null: none.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if not self.chat_template:
             yield from self.idle("tokenizer.chat_template is false", "chat_template_kwargs", "system_prompt")
 

@@ -104,7 +104,7 @@ class NumericsSection(Section):
         "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
     )
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         for name, inexact, what, other in (
             ("kernels", "xla_fast", "bits of xla_fast depend on the number of rows", "auto, xla or a mosaic kernel"),
             ("attention", "cudnn", "bits of cuDNN's attention depend on shapes", "auto or xla"),

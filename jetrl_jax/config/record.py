@@ -49,6 +49,6 @@ class RunSection(Section):
     wandb_project: Text | None = Field(None, description="Weights & Biases project; null: off. Its failures never stop a run.")
     profile_steps: NonNegativeInt = Field(0, description="RL steps traced by jax.profiler, from the third on; 0 is off, --profile sets 3.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if self.steps < 3:
             yield from self.idle("the trace begins at the third step of the run", "profile_steps")

@@ -54,7 +54,7 @@ class VllmSection(_Engine):
     )
     on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a weight sync does whose certificate does not hold.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if self.probe_tokens == 0:
             yield from self.idle("probe_tokens is 0", "probe_logprob_tolerance")
 
@@ -106,8 +106,8 @@ class ExternalVllmSection(ServedVllmSection):
     kind: Literal["vllm_external"] = "vllm_external"
     url: Text = Field(description="Address of the server, such as http://127.0.0.1:8000.")
 
-    def rules(self) -> Iterator[Rule]:
-        yield from super().rules()
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
         yield Rule(_is_address(self.url), "url", "an address names http or https and a host", "http://HOST:PORT")
 
 
@@ -135,7 +135,7 @@ class RolloutSection(Section):
         description="Candidate tokens of the sampling; must be 0 (off), since a truncated distribution is not the policy that is trained.",
     )
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         yield Rule(
             TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1],
             "temperature",

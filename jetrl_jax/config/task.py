@@ -27,7 +27,7 @@ class _Task(Section):
         {}, description="Options of the task, by kind; an unknown one is an error that lists them. function: its keyword arguments."
     )
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         holds = "{prompt}" in self.prompt_template
         yield Rule(holds, "prompt_template", "the prompt has no place in the template", "text with {prompt} in it")
 
@@ -66,8 +66,8 @@ class FileSection(RowsSection):
     path: UserPath = Field(description="Path of the training file.")
     eval_path: UserPath | None = Field(None, description="The held-out file; null holds out eval_fraction of path.")
 
-    def rules(self) -> Iterator[Rule]:
-        yield from super().rules()
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
         if self.eval_path is not None:
             yield from self.idle("task.eval_path gives the held-out items", "eval_fraction")
 
@@ -78,8 +78,8 @@ class DatasetsSection(RowsSection):
     kind: Literal["datasets"] = "datasets"
     name: Text = Field(description="A hub name or a local directory.")
 
-    def rules(self) -> Iterator[Rule]:
-        yield from super().rules()
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
         if "eval_split" in self.options:
             yield from self.idle("task.options.eval_split gives the held-out items", "eval_fraction")
 
@@ -97,8 +97,8 @@ class FunctionSection(RowsSection):
     kind: Literal["function"] = "function"
     name: Text = Field(description="The function, as module:function.")
 
-    def rules(self) -> Iterator[Rule]:
-        yield from super().rules()
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
         hint = "the module is imported from the current directory or from the installed packages"
         yield Rule(FUNCTION.fullmatch(self.name) is not None, "name", "no Python function", FUNCTION_FORM, hint)
 
@@ -118,7 +118,7 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = Field(10.0, description="Time after which a call counts as failed and its sample is masked, in seconds.")
     separate_process: bool = Field(False, description="Whether it runs in worker processes; module:function always does.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         known = self.name in BUILTIN_REWARDS or FUNCTION.fullmatch(self.name) is not None
         yield Rule(known, "name", "unknown reward", f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}")
 

@@ -64,6 +64,9 @@ class Section(BaseModel):
 
     def rules(self) -> Iterable[Rule]:
         """What its fields demand of each other; `jetrl_jax.config.rules` has what they demand of other sections."""
+        return self._rules()
+
+    def _rules(self) -> Iterable[Rule]:
         return ()
 
     def idle(self, because: str, *names: str) -> Iterator[Rule]:

@@ -253,12 +253,7 @@ CHANGES = (
     Change("rollout.temperature", 0.5, sampling),
     Change("rollout.engine.kind", "vllm", vllm_engine, {**BLOCKS, **NO_SLOTS}),
     Change("rollout.engine.kind", "vllm_server", vllm_engine, VLLM),
-    Change(
-        "rollout.engine.url",
-        "http://127.0.0.1:2",
-        vllm_engine,
-        VLLM | {"rollout.engine.mode": "external", "rollout.engine.url": "http://127.0.0.1:1"},
-    ),
+    Change("rollout.engine.url", "http://127.0.0.1:2", vllm_engine, EXTERNAL),
     Change("rollout.engine.startup_timeout_s", 7.0, vllm_engine, SERVER),
     Change("rollout.engine.request_timeout_s", 7.0, vllm_engine, SERVER),
     Change("rollout.engine.sync_timeout_s", 7.0, vllm_engine, SERVER),
