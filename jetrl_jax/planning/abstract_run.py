@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
-from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.choices import resolve
@@ -64,8 +63,7 @@ class AbstractRun:
         self.state = self.programs.abstract(params)
         self.frozen = self.programs.abstract_frozen(self.state)
         self.algorithm = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction)
-        engine = config.rollout.engine
-        self.engine = self._engine(engine) if isinstance(engine, JaxEngineSection) else None
+        self.engine = None if config.samples_by_vllm else self._engine()
 
     @property
     def rows(self) -> int:
@@ -128,9 +126,9 @@ class AbstractRun:
         shapes = self.engine.shapes
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
 
-    def _engine(self, section: JaxEngineSection) -> JaxEngine:
+    def _engine(self) -> JaxEngine:
         layout = self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
-        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, section, 0, layout)
+        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout)
 
 
 def on_one_device(tree: Any) -> int:

@@ -136,5 +136,5 @@ def build_engine(
     """
     if not isinstance(rollout.engine, JaxEngineSection):
         return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)
-    build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, rollout.engine, policy.tokenizer.pad_id)
+    build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
     return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)

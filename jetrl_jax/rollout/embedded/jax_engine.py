@@ -102,15 +102,12 @@ class JaxEngine(RolloutEngine):
 
     @classmethod
     def from_section(
-        cls,
-        model: Decoder,
-        plan: PrecisionPlan,
-        section: RolloutSection,
-        engine: JaxEngineSection,
-        pad_id: int,
-        layout: Layout | None = None,
+        cls, model: Decoder, plan: PrecisionPlan, section: RolloutSection, pad_id: int, layout: Layout | None = None
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout`; arguments and errors as the class."""
+        """The engine with the sizes of a config's `rollout`, whose engine it is; arguments and errors as the class."""
+        engine = section.engine
+        if not isinstance(engine, JaxEngineSection):
+            raise ValueError(f"JaxEngine.from_section: another engine's section: got rollout.engine.kind={engine.kind}, expected jax")
         return cls(
             model,
             plan,
