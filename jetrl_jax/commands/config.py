@@ -46,16 +46,19 @@ def reference() -> str:
 def _row(path: str, found: list[Found]) -> str:
     """A field's row; where variants of its section have other defaults, or some have no such field, it says which."""
     types = dict.fromkeys(field.takes.in_words() for field in found)
-    defaults = {field.owner: default_of(field.info) for field in found}
-    parent = look_up(tuple(path.split(".")[:-1]))
-    several = parent is not None and len(parent.takes.sections) > 1 and path.rsplit(".", 1)[-1] != parent.takes.tag
-    first, only = defaults[found[0].owner], ""
-    others = []
-    if parent is not None and several:
-        only = f"Of {parent.takes.named(defaults)}. " if len(defaults) < len(parent.takes.sections) else ""
-        others = [f"{parent.takes.named([owner])}: `{value}`" for owner, value in defaults.items() if value != first]
     meanings = " ".join(dict.fromkeys(field.meaning for field in found))
-    return f"| `{path}` | {'; or '.join(types)} | {'; '.join([f'`{first}`', *others])} | {only}{meanings} |"
+    parts, only, default, others = path.split("."), "", default_of(found[0].info), []
+    for end in range(1, len(parts)):
+        parent = look_up(tuple(parts[:end]))
+        if parent is None or parent.takes.kind != "section":
+            break
+        having = [section for section in parent.takes.sections if parts[end] in section.model_fields]
+        if len(having) < len(parent.takes.sections):
+            only += f"Of {parent.takes.named(having)}. "
+        if end == len(parts) - 1 and parts[end] != parent.takes.tag:
+            own = {section: default_of(section.model_fields[parts[end]]) for section in having}
+            others = [f"{parent.takes.named([section])}: `{value}`" for section, value in own.items() if value != default]
+    return f"| `{path}` | {'; or '.join(types)} | {'; '.join([f'`{default}`', *others])} | {only}{meanings} |"
 
 
 def main(argv: list[str]) -> int:
