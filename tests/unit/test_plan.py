@@ -248,7 +248,7 @@ def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
 
 
 def test_a_vllm_that_sleeps_holds_its_share_in_the_rollout_alone() -> None:
-    config = [change for change in SMALL if not change.startswith(("sharding", "rollout.engine.slots", "rollout.prefill"))]
+    config = [change for change in SMALL if not change.startswith(("sharding", "rollout.engine"))]
     config += ["rollout.engine=vllm", "precision.preset=bf16", "rollout.engine.gpu_memory_utilization=0.25"]
     sizes = dataclasses.replace(SIZES, num_layers=1)
     asleep, awake = (
