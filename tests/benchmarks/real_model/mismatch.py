@@ -68,7 +68,7 @@ def config_of(preset: str, options: argparse.Namespace, *, exact: bool = True, e
         "precision": precision,
         "numerics": {"exact": exact},
         "task": {"kind": "gsm8k"} | ({} if options.gsm8k is None else {"path": str(options.gsm8k)}),
-        "rollout": rollout | {"engine": {"kind": engine} | limits},
+        "rollout": rollout,
         "batch": {"microbatch_tokens": 4 * (options.longest + options.tokens), "logprob_chunk_tokens": 256},
     }
     return config_from_dict(fields)
