@@ -32,7 +32,8 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
         return unknown_key(path, source, where, error["input"])
     found = look_up(path, source.data)
     expected = found.takes.in_words() if found else ""
-    if kind == "missing":
+    if kind == "missing":  # a --set of the section's kind asks for it
+        where = next((mark.where for place, mark in source.marks.items() if place[:-1] == path[:-1] and mark.from_set), where)
         return Problem(dotted(path), "missing", "nothing", expected, where=where)
     exact = source.marks.get(path)
     if found is not None and kind == "union_tag_invalid":

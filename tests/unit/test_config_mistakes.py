@@ -291,6 +291,7 @@ OVERRIDES = {
         "rollout.engine.max_num_seqs=4",
         "--set rollout.engine.max_num_seqs=4: rollout.engine.max_num_seqs: max_num_seqs belongs to kind vllm, vllm_server; this is",
     ),
+    "field that another variant needs": ("task.kind=jsonl", "--set task.kind=jsonl: task.path: missing\n  got       nothing"),
     "field that moved": ("vllm.max_num_seqs=4", "vllm: unknown key\n  hint      did you mean rollout.engine.max_num_seqs?"),
     "fit": ("rollout.top_p=0.9", "--set rollout.top_p=0.9: rollout.top_p: training rollouts cannot be truncated"),
 }
