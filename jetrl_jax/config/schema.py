@@ -20,44 +20,39 @@ from jetrl_jax.config.types import INT32_MAX, Section, show
 
 Path = tuple[str | int, ...]
 
-# Names that other trainers give to our fields.
-SYNONYMS = {
-    "lr": "optimizer.learning_rate",
-    "beta": "algorithm.kl_coef",
-    "betas": "optimizer.b1",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "num_generations": "rollout.group_size",
-    "rollouts_per_example": "rollout.group_size",
-    "n": "rollout.group_size",
-    "batch_size": "rollout.prompts_per_step",
-    "max_new_tokens": "rollout.max_completion_tokens",
-    "max_tokens": "rollout.max_completion_tokens",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_steps": "run.steps",
-    "num_iterations": "algorithm.epochs",
-    "ppo_epochs": "algorithm.epochs",
-    "loss_type": "algorithm.loss_aggregation",
-    "mask_truncated_completions": "algorithm.mask_truncated",
-    "max_grad_norm": "optimizer.grad_clip",
-    "lr_scheduler_type": "optimizer.schedule",
-    "output_dir": "run.directory",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "eval.every_steps",
-    "model_name_or_path": "model.path",
-    "num_hidden_layers": "model.num_layers",
-    "num_attention_heads": "model.num_heads",
-    "num_key_value_heads": "model.num_kv_heads",
-    "dataset": "task.kind",
-    "reward": "rewards",
-    "reward_functions": "rewards",
-    "vllm": "rollout.engine",
-    "loss_scale": "precision.loss_scale",
-    "reject_level": "correction.reject.level",
-    "reject_low": "correction.reject.low",
-    "reject_high": "correction.reject.high",
+# Our fields by the names that other trainers, and older versions of this one, give to them.
+_NAMES = {
+    "optimizer.learning_rate": "lr",
+    "algorithm.kl_coef": "beta",
+    "optimizer.b1": "betas",
+    "algorithm.clip_low": "epsilon",
+    "algorithm.clip_high": "epsilon_high",
+    "rollout.group_size": "num_generations rollouts_per_example n",
+    "rollout.prompts_per_step": "batch_size",
+    "rollout.max_completion_tokens": "max_new_tokens max_tokens max_completion_length",
+    "rollout.max_prompt_tokens": "max_prompt_length",
+    "run.steps": "max_steps",
+    "algorithm.epochs": "num_iterations ppo_epochs",
+    "algorithm.loss_aggregation": "loss_type",
+    "algorithm.mask_truncated": "mask_truncated_completions",
+    "optimizer.grad_clip": "max_grad_norm",
+    "optimizer.schedule": "lr_scheduler_type",
+    "run.directory": "output_dir",
+    "checkpoint.every_steps": "save_steps",
+    "eval.every_steps": "eval_steps",
+    "model.path": "model_name_or_path",
+    "model.num_layers": "num_hidden_layers",
+    "model.num_heads": "num_attention_heads",
+    "model.num_kv_heads": "num_key_value_heads",
+    "task.kind": "dataset",
+    "rewards": "reward reward_functions",
+    "rollout.engine": "vllm",
+    "precision.loss_scale": "loss_scale",
+    "correction.reject.level": "reject_level",
+    "correction.reject.low": "reject_low",
+    "correction.reject.high": "reject_high",
 }
+SYNONYMS = {name: field for field, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -182,11 +177,16 @@ def split(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """A field: its type, its declaration and the section that it stands in."""
+    """A field: its type, the section that it stands in and its own name there."""
 
     takes: FieldType
-    info: FieldInfo
     owner: type[Section]
+    name: str
+
+    @property
+    def info(self) -> FieldInfo:
+        """Its declaration."""
+        return self.owner.model_fields[self.name]
 
     @property
     def meaning(self) -> str:
@@ -196,11 +196,6 @@ class Found:
             if info is not None and info.description:
                 return info.description
         return (self.takes.sections[0].__doc__ or "").splitlines()[0] if self.takes.sections else ""
-
-    @property
-    def name(self) -> str:
-        """The field's own name."""
-        return next(name for name, info in self.owner.model_fields.items() if info is self.info)
 
 
 def look_up(path: Path, data: Any = None) -> Found | None:
@@ -217,7 +212,7 @@ def look_up(path: Path, data: Any = None) -> Found | None:
                 return None
             data = data[part] if isinstance(data, list | tuple) and part < len(data) else None
             within = FieldType("section", variants=found.takes.variants)
-            found = Found(within, found.info, found.owner)
+            found = Found(within, found.owner, found.name)
         else:
             owner = next((owner for owner in owners if part in owner.model_fields), None)
             if owner is None:
@@ -226,7 +221,7 @@ def look_up(path: Path, data: Any = None) -> Found | None:
             if within is not None and part == within.tag:
                 of = FieldType("choice", choices=tuple(label for label, _ in within.variants))
             data = data.get(part) if isinstance(data, dict) else None
-            within, found = of, Found(of, owner.model_fields[part], owner)
+            within, found = of, Found(of, owner, part)
         owners = within.candidates(data) if within.kind == "section" else ()
     return found
 
@@ -249,9 +244,9 @@ def all_fields(owner: type[Section] = RunConfig, prefix: str = "", within: Field
         if within is not None and name == within.tag:
             choice = FieldType("choice", choices=tuple(label for label, _ in within.variants))
             default = next(section for section in owners if section is within.variant(None))
-            yield prefix + name, [Found(choice, default.model_fields[name], default)]
+            yield prefix + name, [Found(choice, default, name)]
             continue
-        yield prefix + name, [Found(type_of(section, name), section.model_fields[name], section) for section in holders]
+        yield prefix + name, [Found(type_of(section, name), section, name) for section in holders]
 
 
 def about(path: Path, data: Any) -> str:
