@@ -73,7 +73,7 @@ def unknown_key(path: Path, source: Source, where: str, value: Any) -> Problem:
         return Problem(dotted(path), "unknown key", where=where, hint=suggest(path, source.data))
     exact = source.marks.get(path)
     what = f"{path[-1]} belongs to {home[0]}; this is {home[1]}"
-    return Problem(dotted(path), what, (exact.got() if exact else None) or show(value), "the field left out", where=where)
+    return Problem(dotted(path), what, (exact.got() if exact else None) or show(value), f"the field left out, or {home[0]}", where=where)
 
 
 def _unknown_variant(path: Path, kind: FieldType, source: Source, where: str) -> Problem:

@@ -130,7 +130,7 @@ ONE_PROBLEM = {
     "field of another variant": (
         "rollout:\n  engine:\n    kind: jax\n    max_num_seqs: 4",
         "run.yaml:4: rollout.engine.max_num_seqs: max_num_seqs belongs to kind vllm, vllm_server; this is kind jax\n"
-        "  got       4\n  expected  the field left out\n  meaning   Number of sequences that vLLM decodes at once. Default: 256.",
+        "  got       4\n  expected  the field left out, or kind vllm, vllm_server\n  meaning   Number of sequences that",
     ),
     "field of another model": ("model:\n  path: a\n  num_heads: 4", "num_heads belongs to a new model; this is a checkpoint"),
     "field that a variant needs": (
