@@ -70,5 +70,5 @@ class Certificate:
         if problems:
             message = f"weight sync of policy version {report.version}: engine and trainer differ: " + "; and ".join(problems)
             if self.on_mismatch == "stop":
-                raise RunStopped(message + " (vllm.on_mismatch)")
+                raise RunStopped(message + " (rollout.engine.on_mismatch)")
             self.warn(message)

@@ -56,7 +56,9 @@ class ServerClient:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("httpx") is None:
-            raise UserError("vllm.mode: a server is spoken to by httpx, which is not installed: expected the extra vllm. See docs/vllm.md.")
+            raise UserError(
+                "rollout.engine: a server is spoken to by httpx, which is not installed: expected the extra vllm. See docs/vllm.md."
+            )
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -66,7 +66,7 @@ class VllmEngine(RolloutEngine):
                 yield trajectory(requests[place], *self._completion(answer), sampling, self._version)
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        check_sequences(sequences, self.settings.max_prompt_tokens + self.settings.max_completion_tokens, self.model.vocab_size)
+        check_sequences(sequences, self.settings.longest, self.model.vocab_size)
         answers = dict(self._ask([(ids, scoring_fields()) for ids in sequences]))
         if len(answers) != len(sequences):
             raise EngineFailed(f"vLLM: it left out sequences: got {len(answers)} answers, expected {len(sequences)}.")

@@ -1,6 +1,6 @@
 """vLLM in the trainer's process: it gets a policy version by reference to its tensors, without files, and nothing outlives the trainer.
 
-A call into vLLM runs in this thread and cannot be given up half way: time limits need `vllm.mode: server`.
+A call into vLLM runs in this thread and cannot be given up half way: time limits need `rollout.engine: vllm_server`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class InProcessEngine(VllmEngine):
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
         on_cpu = vllm.platforms.current_platform.is_cpu()
-        set_environment(on_cpu, settings.enforce_eager)  # an engine before this one may have run otherwise
+        set_environment(on_cpu, settings.started.enforce_eager)  # an engine before this one may have run otherwise
         if on_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:

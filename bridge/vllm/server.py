@@ -7,7 +7,7 @@
     end       with the trainer, however that ends (`server_process`)
 
 Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the call
-with `EngineFailed`, unless `vllm.restarts` lets a server of ours be started anew: then it gets the present weights and is
+with `EngineFailed`, unless `rollout.engine.restarts` lets a server of ours be started anew: then it gets the present weights and is
 asked again for what was not answered.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
 """
@@ -45,11 +45,13 @@ from bridge.vllm.settings import (
     require_exact,
     write_model_directory,
 )
+from jetrl_jax.config.rollout import ExternalVllmSection, ServedVllmSection, VllmServerSection
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.manifest import Manifest
 
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
+AT_ONCE = 256  # requests to a server whose own limit is not known
 POLL_S = 0.2
 STOP_S = RESUME_S = 20.0
 
@@ -58,9 +60,8 @@ class ServerEngine(VllmEngine):
     """`VllmEngine` over vLLM's HTTP routes; an own server starts with the first `load`.
 
     Args:
-      model, fp8_paths, settings: as `VllmEngine`.
-      url: of a server that runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1;
-        None starts one.
+      model, fp8_paths, settings: as `VllmEngine`; the engine is one of `vllm_server`, which is started here, or of `vllm_external`,
+        which runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1.
       command: what is started in place of vLLM's server (its flags are appended).
       log_directory: where an own server's output goes; None is a temporary place.
 
@@ -73,13 +74,14 @@ class ServerEngine(VllmEngine):
         fp8_paths: Sequence[str],
         settings: EngineSettings,
         *,
-        url: str | None = None,
         command: Sequence[str] = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         log_directory: Path | None = None,
     ) -> None:
         super().__init__(model, fp8_paths, settings)
-        self.url, self.command = url and url.rstrip("/"), list(command)
-        self.owned, self.restarts_left = url is None, settings.restarts
+        self.command = list(command)
+        self.url = self.limits.url.rstrip("/") if isinstance(self.limits, ExternalVllmSection) else None
+        self.owned = self.url is None
+        self.restarts_left = self.limits.restarts if isinstance(self.limits, VllmServerSection) else 0
         self.log_directory, self._vllm = log_directory, ""
         self._client: ServerClient | None = None
         self._process: subprocess.Popen | None = None
@@ -90,6 +92,12 @@ class ServerEngine(VllmEngine):
         if self.owned:
             write_model_directory(self._directory / "model", model, fp8_paths)
         atexit.register(self.close)
+
+    @property
+    def limits(self) -> ServedVllmSection:
+        """The section of the server, with its limits of time."""
+        assert isinstance(self.settings.rollout.engine, ServedVllmSection)
+        return self.settings.rollout.engine
 
     def _identity(self) -> dict[str, Any]:
         return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url}
@@ -111,7 +119,7 @@ class ServerEngine(VllmEngine):
         self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
 
     def _held(self, names: list[str]) -> str:
-        body = {"method": "jetrl_held_manifest", "args": [names, self._version], "timeout": self.settings.sync_timeout_s}
+        body = {"method": "jetrl_held_manifest", "args": [names, self._version], "timeout": self.limits.sync_timeout_s}
         answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
         return answer["results"][0]
 
@@ -156,14 +164,14 @@ class ServerEngine(VllmEngine):
 
     def _at_once(self, asked: Mapping[int, tuple[Sequence[int], dict[str, Any]]]) -> Answers:
         """One call for each, so many at once as vLLM decodes; calls under way when it ends early are not waited for."""
-        limit = Limit.start("vllm.request_timeout_s", self.settings.request_timeout_s)
+        limit = Limit.start("rollout.engine.request_timeout_s", self.limits.request_timeout_s)
 
         def ask(ids: Sequence[int], fields: dict[str, Any]) -> Any:
             body = {"token_ids": list(ids), "sampling_params": fields, "return_token_ids": True}
             return self._post("/inference/v1/generate", body, limit)
 
         self._connect()
-        pool = ThreadPoolExecutor(max_workers=min(len(asked), self.settings.max_num_seqs))
+        pool = ThreadPoolExecutor(max_workers=min(len(asked), self.settings.started.max_num_seqs if self.owned else AT_ONCE))
         try:
             places = {pool.submit(ask, *one): place for place, one in asked.items()}
             for call in as_completed(places):
@@ -229,7 +237,7 @@ class ServerEngine(VllmEngine):
         print(f"vLLM is restarted ({self.restarts_left} restarts left): {error}", file=sys.stderr, flush=True)
 
     def _sync_limit(self) -> Limit:
-        return Limit.start("vllm.sync_timeout_s", self.settings.sync_timeout_s)
+        return Limit.start("rollout.engine.sync_timeout_s", self.limits.sync_timeout_s)
 
     def _post(self, route: str, body: dict[str, Any], limit: Limit) -> Any:
         return self._request("POST", route, limit, body)
@@ -263,7 +271,7 @@ class ServerEngine(VllmEngine):
         limit = self._sync_limit()
         self._vllm = self._request("GET", "/version", limit).get("version", "?")
         check_version(self._vllm)
-        body = {"method": "jetrl_operations", "timeout": self.settings.sync_timeout_s}
+        body = {"method": "jetrl_operations", "timeout": self.limits.sync_timeout_s}
         self.operations = self._post("/collective_rpc", body, limit)["results"][0]
         if self.owned:
             require_exact(self.operations, self.settings, bool(self.fp8_paths))
@@ -278,7 +286,7 @@ class ServerEngine(VllmEngine):
         on_cpu = jax.default_backend() == "cpu"
         flags = as_flags(self.settings.arguments(self._directory / "model", self.model, on_cpu))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = os.environ | environment(on_cpu, self.settings.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = os.environ | environment(on_cpu, self.settings.started.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -289,7 +297,9 @@ class ServerEngine(VllmEngine):
                 env=variables,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + self.settings.startup_timeout_s
+        assert isinstance(self.limits, VllmServerSection)
+        limit_s = self.limits.startup_timeout_s
+        deadline = time.monotonic() + limit_s
         while True:
             status = self._process.poll()
             if status is not None:
@@ -299,7 +309,7 @@ class ServerEngine(VllmEngine):
                 return
             if time.monotonic() > deadline:
                 raise EngineFailed(
-                    f"vLLM: the server is not ready after {self.settings.startup_timeout_s:g} s (vllm.startup_timeout_s).{self._log_hint()}"
+                    f"vLLM: the server is not ready after {limit_s:g} s (rollout.engine.startup_timeout_s).{self._log_hint()}"
                 )
             time.sleep(POLL_S)
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from bridge.hf.config import to_hf
 from bridge.hf.tensors import quantization_config
+from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection
+from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.config import ModelConfig
@@ -60,34 +62,34 @@ class EngineFailed(RunStopped):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How vLLM runs, resolved from the config sections `vllm`, `rollout` and `precision`.
+    """How vLLM runs: the sections of the config that it reads, and what the device says.
 
-    promotion_order, scale_format: of the FP8 kernel, where it is this project's own; on CUDA the order selects vLLM's.
-    exact: reductions in float64 as `numerics.exact` has them (`bridge.vllm.worker.exact`), for eager engines;
-      engine_variant: whose rounding points these have in norms, as `numerics.engine_variant`.
+    rollout: its `engine` is one of vLLM's; longest prompt and completion.
+    fp8: promotion order and scale format of the FP8 kernel, where it is this project's own; on CUDA the order selects vLLM's.
+    numerics: reductions in float64 where `exact` (`bridge.vllm.worker.exact`), for eager engines, and whose rounding points.
     sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
-    max_prompt_tokens, max_completion_tokens: longest prompt and completion; max_num_seqs: sequences decoded at once.
     """
 
-    max_prompt_tokens: int
-    max_completion_tokens: int
-    max_num_seqs: int = 64
-    promotion_order: str = "deepgemm"
-    scale_format: str = "float32"
-    exact: bool = True
-    engine_variant: str = "native"
-    gpu_memory_utilization: float = 0.4
-    sleep: bool = False
-    kv_cache_memory_mb: int | None = None
-    enforce_eager: bool = True
-    startup_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
-    sync_timeout_s: float = 300.0
-    restarts: int = 0
+    rollout: RolloutSection
+    fp8: Fp8UnifiedSection
+    numerics: NumericsSection
+    sleep: bool
+
+    @property
+    def started(self) -> StartedVllmSection:
+        """The section of a vLLM that this project starts."""
+        assert isinstance(self.rollout.engine, StartedVllmSection)
+        return self.rollout.engine
+
+    @property
+    def longest(self) -> int:
+        """Longest prompt with its completion, in tokens."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
         """vLLM's engine arguments by name, all JSON values; a server gets the same as flags."""
-        longest = min(self.max_prompt_tokens + self.max_completion_tokens + 1, model.max_position_embeddings)  # + 1: scoring samples one
+        longest = min(self.longest + 1, model.max_position_embeddings)  # + 1: scoring samples one
+        section = self.started
         arguments: dict[str, Any] = {
             "model": str(model_directory),
             "load_format": "dummy",  # weights come by transfer, before the first request
@@ -98,37 +100,44 @@ class EngineSettings:
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": 1,
             "max_model_len": longest,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": max(longest, self.max_num_seqs * longest),
+            "max_num_seqs": section.max_num_seqs,
+            "max_num_batched_tokens": max(longest, section.max_num_seqs * longest),
             "enable_chunked_prefill": False,
             "seed": 0,
-            "enforce_eager": self.enforce_eager,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "enforce_eager": section.enforce_eager,
+            "gpu_memory_utilization": section.gpu_memory_utilization,
             "weight_transfer_config": {"backend": "jetrl"},
             "worker_extension_cls": "bridge.vllm.worker.transfer.WorkerExtension",
             "additional_config": {
-                "jetrl": {name: getattr(self, name) for name in ("promotion_order", "scale_format", "exact", "engine_variant")}
+                "jetrl": {
+                    "promotion_order": self.fp8.promotion_order,
+                    "scale_format": self.fp8.scale_format,
+                    "exact": self.numerics.exact,
+                    "engine_variant": self.numerics.engine_variant,
+                }
             },
         }
         if not on_cpu:
-            arguments["linear_backend"] = LINEAR_BACKENDS[self.promotion_order]
-        if self.exact and not on_cpu:
+            arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
+        if self.numerics.exact and not on_cpu:
             arguments["attention_backend"] = "FLASH_ATTN"  # which the plugin's exact attention stands for
         if self.sleep:
             arguments["enable_sleep_mode"] = True
-        if self.kv_cache_memory_mb is not None:
-            arguments["kv_cache_memory_bytes"] = self.kv_cache_memory_mb << 20
+        if section.kv_cache_memory_mb is not None:
+            arguments["kv_cache_memory_bytes"] = section.kv_cache_memory_mb << 20
         return arguments
 
 
 def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
-    """Environment variables of a process that runs vLLM; `eager` as `vllm.enforce_eager`.
+    """Environment variables of a process that runs vLLM; `eager` as `rollout.engine.enforce_eager`.
 
     Raises:
       UserError: the user's own environment keeps torch from compiling, and vLLM is to be compiled.
     """
     if not eager and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        raise UserError("vllm.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, expected true, or that unset.")
+        raise UserError(
+            "rollout.engine.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, expected true, or that unset."
+        )
     # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
     compiler = {COMPILER_SWITCH: "1" if eager and on_cpu else "0"}
     return ENVIRONMENT | compiler | (CPU_ENVIRONMENT if on_cpu else {})
@@ -147,11 +156,11 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
 
     operations: of `bridge.vllm.worker.exact.operations`; fp8: whether the model has FP8 layers.
     """
-    if not settings.exact:
+    if not settings.numerics.exact:
         return
     served = {name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"}
     wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
-    products, product = FP8_PRODUCTS[settings.promotion_order], operations.get("fp8_product", "nothing")
+    products, product = FP8_PRODUCTS[settings.fp8.promotion_order], operations.get("fp8_product", "nothing")
     if fp8 and product not in products:
         wrong.append(f"fp8_product by {product}, expected {' or '.join(products)}")
     if wrong:
@@ -206,11 +215,12 @@ def check_requests(requests: Sequence[Request], sampling: SamplingParams, settin
     low, high = VLLM_TEMPERATURES
     if not sampling.greedy and not low <= sampling.temperature <= high:
         problems.append(f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are")
-    if sampling.max_tokens > settings.max_completion_tokens:
-        problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={settings.max_completion_tokens}")
+    longest = settings.rollout.max_completion_tokens
+    if sampling.max_tokens > longest:
+        problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={longest}")
     for request in requests:
-        if not 0 < len(request.prompt_ids) <= settings.max_prompt_tokens:
-            limit = f"expected 1 to max_prompt_tokens={settings.max_prompt_tokens}"
+        if not 0 < len(request.prompt_ids) <= settings.rollout.max_prompt_tokens:
+            limit = f"expected 1 to max_prompt_tokens={settings.rollout.max_prompt_tokens}"
             problems.append(f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}")
         elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             problems.append(f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")

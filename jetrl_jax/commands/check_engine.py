@@ -24,6 +24,7 @@ import numpy as np
 
 import bridge.vllm
 from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments
+from jetrl_jax.config.precision import fp8_choices
 from jetrl_jax.errors import RunStopped, UserError
 
 CONTRACT = Path(bridge.vllm.__file__).with_name("contract.json")
@@ -200,7 +201,7 @@ def main(argv: list[str]) -> int:
     )
     add_config_arguments(parser)
     config = config_from_arguments(parser.parse_args(argv))
-    precision, numerics = config.precision, config.numerics
+    precision, numerics = fp8_choices(config.precision), config.numerics
 
     import importlib.util
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jetrl_jax.commands.entry import command_parser
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import all_fields, default_of, type_of
+from jetrl_jax.config.schema import Found, all_fields, default_of, look_up
 from jetrl_jax.config.shipped import shipped_config, shipped_configs
 
 REFERENCE_INTRODUCTION = """
@@ -16,8 +16,10 @@ A config is one YAML file; every entry point takes it as `--config FILE`. Fields
 - Booleans are `true` and `false` only (`yes` and `on` are text), `1e-6` is a number, a whole number is fine where a number is expected.
 - An unknown field, a field twice, a wrong type, sizes that do not fit together and a field without an effect are errors; all of
   them are told at once, before anything starts, with exit status 2.
-- A field has no effect where another one switches it off (the sizes of a new model beside `model.path`). Where a `--set` is the
-  switch, the file's settings of what is then off are dropped.
+- A task, a tokenizer, a precision, an engine, an algorithm and a correction are one of several kinds, each with its own fields and
+  defaults: "of kind ..." says which. The kind stands alone or with other fields: `algorithm: dapo` is `algorithm: {name: dapo}`. A
+  field of another kind is an error. Where a `--set` changes the kind, the fields in the file that this kind does not have are
+  dropped.
 - There are no anchors, aliases, tags or includes: a config can be read alone.
 """
 
@@ -31,15 +33,32 @@ def reference() -> str:
         "",
         *REFERENCE_INTRODUCTION.strip().splitlines(),
     ]
-    for name, info in RunConfig.model_fields.items():
-        kind = type_of(RunConfig, name)
-        lines += ["", f"## {name}", "", str(info.description), ""]
+    fields = dict(all_fields())
+    for name in RunConfig.model_fields:
+        section = look_up((name,))
+        assert section is not None
+        lines += ["", f"## {name}", "", section.meaning, ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        rows = (
-            [(name, kind, info)] if kind.section is None else list(all_fields(kind.section, name + (".N." if kind.kind == "list" else ".")))
-        )
-        lines += [f"| `{path}` | {row.in_words()} | `{default_of(field)}` | {field.description} |" for path, row, field in rows]
+        lines += [_row(path, found) for path, found in fields.items() if path.split(".")[0] == name]
     return "\n".join(lines).replace("| `required` |", "| required |") + "\n"
+
+
+def _row(path: str, found: list[Found]) -> str:
+    """A field's row; where variants of its section have other defaults, or some have no such field, it says which."""
+    types = dict.fromkeys(field.takes.in_words() for field in found)
+    meanings = " ".join(dict.fromkeys(field.meaning for field in found))
+    parts, only, default, others = path.split("."), "", default_of(found[0].info), []
+    for end in range(1, len(parts)):
+        parent = look_up(tuple(parts[:end]))
+        if parent is None or parent.takes.kind != "section":
+            break
+        having = [section for section in parent.takes.sections if parts[end] in section.model_fields]
+        if len(having) < len(parent.takes.sections):
+            only += f"Of {parent.takes.named(having)}. "
+        if end == len(parts) - 1 and parts[end] != parent.takes.tag:
+            own = {section: default_of(section.model_fields[parts[end]]) for section in having}
+            others = [f"{parent.takes.named([section])}: `{value}`" for section, value in own.items() if value != default]
+    return f"| `{path}` | {'; or '.join(types)} | {'; '.join([f'`{default}`', *others])} | {only}{meanings} |"
 
 
 def main(argv: list[str]) -> int:

@@ -63,7 +63,7 @@ def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
 
 
 def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """{pair: figures} of a policy; starts vLLM once per flow, in this process or as `vllm.mode` says.
+    """{pair: figures} of a policy; starts vLLM once per flow, in this process or as `rollout.engine` says.
 
     Raises:
       UserError: vLLM is missing, or cannot hold the model.
@@ -116,9 +116,9 @@ def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequenc
     from jetrl_jax.commands.mismatch import first_difference
 
     if engine.describe()["mode"] != "in_process":
-        return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set vllm.mode=in_process"}
-    if not engine.settings.enforce_eager:
-        return {"first_difference": "not known: compiled, vLLM runs no single operators; --set vllm.enforce_eager=true"}
+        return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set rollout.engine=vllm"}
+    if not engine.settings.started.enforce_eager:
+        return {"first_difference": "not known: compiled, vLLM runs no single operators; --set rollout.engine.enforce_eager=true"}
     differences = operator_differences(model, engine, tokens)
     return {"first_difference": first_difference(differences), "operators": [dataclasses.asdict(d) for d in differences]}
 
@@ -178,7 +178,8 @@ def main(argv: list[str]) -> int:
     check_output_files("parity", arguments.json)
 
     # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
-    overrides = ["rollout.engine=vllm", "vllm.on_mismatch=warn", *arguments.overrides]
+    engine = [] if policy_config(arguments.run or arguments.model).samples_by_vllm else ["rollout.engine=vllm"]
+    overrides = [*engine, "rollout.engine.on_mismatch=warn", *arguments.overrides]
     policy_config(arguments.run or arguments.model, overrides)
 
     from jetrl_jax.runs.engines import require_vllm

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments
 from jetrl_jax.config.load import override_config
+from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.rollout import RESERVE
-from jetrl_jax.config.rules.vllm import shares_gpu
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
 from jetrl_jax.devices.gpu_memory import variables
@@ -73,8 +73,9 @@ def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelCo
     from jetrl_jax.runs.policy import new_model_config
     from jetrl_jax.text.tokenizer import build_tokenizer
 
-    path = model or config.model.path
+    path = model or config.model_path
     if path is None:
+        assert isinstance(config.model, NewModelSection)
         return new_model_config(config.model, build_tokenizer(config.tokenizer))
     path = user_path(path)
     if not (path / "config.json").is_file():
@@ -147,8 +148,8 @@ def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices
     console.print(table)
     console.print(f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: {budget / GIB:.2f} GiB")
     console.print(f"attention: {plan.run.attention.name} ({plan.run.attention.reason})")
-    if shares_gpu(config):
-        console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.vllm).items()))
+    if config.shared_vllm is not None:
+        console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.shared_vllm).items()))
     for remat in ("none", "layer"):
         console.print(f"gradient's temporaries with batch.remat: {remat}: {plan.gradient_temporaries(remat) / GIB:.2f} GiB")
     if search:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jetrl_jax.config.precision import NumericsSection, PrecisionSection
+from jetrl_jax.config.precision import NumericsSection, PrecisionSection, fp8_choices
 from jetrl_jax.precision.formats import PRESETS
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -12,20 +12,22 @@ from jetrl_jax.precision.plan import PrecisionPlan
 
 def build_plan(paths: Iterable[str], section: PrecisionSection) -> PrecisionPlan:
     """The plan of a model with these parameter paths."""
-    overrides = [(override.pattern, override.format) for override in section.overrides]
-    return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=section.wgrad_operand, scale_format=section.scale_format)
+    fp8 = fp8_choices(section)
+    overrides = [(override.pattern, override.format) for override in fp8.overrides]
+    return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=fp8.wgrad_operand, scale_format=fp8.scale_format)
 
 
-def build_numerics(precision: PrecisionSection, numerics: NumericsSection, engine: str) -> Numerics:
-    """The numerics of a model; `engine` is `rollout.engine`."""
+def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm: bool) -> Numerics:
+    """The numerics of a model; `vllm`: whether vLLM samples it."""
+    fp8 = fp8_choices(precision)
     return Numerics(
         compute_dtype=PRESETS[precision.preset].value.dtype,
         engine_variant=numerics.engine_variant,
         exact=numerics.exact,
-        promotion_order=precision.promotion_order,
-        wgrad_operand=precision.wgrad_operand,
-        scale_format=precision.scale_format,
+        promotion_order=fp8.promotion_order,
+        wgrad_operand=fp8.wgrad_operand,
+        scale_format=fp8.scale_format,
         kernels=numerics.kernels,
         attention=numerics.attention,
-        dense="float64" if numerics.exact and engine == "vllm" else "auto",
+        dense="float64" if numerics.exact and vllm else "auto",
     )

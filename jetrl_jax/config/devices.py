@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from jetrl_jax.config.types import NonNegativeInt, PositiveInt, Section, Text
+from jetrl_jax.config.rule import Rule
+from jetrl_jax.config.types import INT32_MAX, NonNegativeInt, PositiveInt, Section, Text
+
+ADDRESS = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 
 class ShardingSection(Section):
@@ -53,3 +58,13 @@ class DistributedSection(Section):
     def on(self) -> bool:
         """Whether the run is one of several processes (where a cluster says how many, there may turn out to be one)."""
         return self.processes != 1
+
+    def _rules(self) -> Iterator[Rule]:
+        if not self.on:
+            yield from self.idle("distributed.processes is 1", "process_id", "coordinator", "timeout_s")
+        last = (self.processes or INT32_MAX) - 1
+        holds = self.process_id is None or self.process_id <= last
+        yield Rule(holds, "process_id", "no such process", f"0 to distributed.processes - 1 = {last}", involves=("processes",))
+        found = ADDRESS.fullmatch(self.coordinator or "node:1")
+        holds = found is not None and 0 < int(found[2]) < 65536
+        yield Rule(holds, "coordinator", "not an address", "HOST:PORT of process 0, such as node1:8476")

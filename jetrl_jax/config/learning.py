@@ -3,124 +3,227 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.types import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from jetrl_jax.config.rule import Rule
+from jetrl_jax.config.types import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, show
 
-AlgorithmName = Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
 
 
-@dataclass(frozen=True)
-class AlgorithmDefaults:
-    """What the null fields of an algorithm stand for."""
-
-    aggregation: Aggregation = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dynamic_sampling: bool = False
-    overlong: bool = False  # whether a fifth of the longest completion is the overlong buffer
-
-
-ALGORITHM_DEFAULTS: dict[str, AlgorithmDefaults] = {
-    "grpo": AlgorithmDefaults(),
-    "dapo": AlgorithmDefaults(clip_high=0.28, dynamic_sampling=True, overlong=True),
-    "dr_grpo": AlgorithmDefaults(aggregation="constant"),
-    "rloo": AlgorithmDefaults(),
-    "reinforce_pp": AlgorithmDefaults(),
-    "gspo": AlgorithmDefaults(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
-    "cispo": AlgorithmDefaults(clip_low=1.0, clip_high=4.0),
-}
-
-
-class AlgorithmSection(Section):
-    """Advantage, loss and the rules around them."""
-
-    name: AlgorithmName = Field("grpo", description="Algorithm; sets the defaults of the null fields below.")
-    loss_aggregation: Aggregation | None = Field(
-        None, description="How token losses become one number; null: constant for dr_grpo, sequence_mean for gspo, else token_mean."
-    )
-    clip_low: PositiveFloat | None = Field(
-        None, description="Distance below 1 at which the importance ratio is clipped; null: 3e-4 for gspo, 1 (off) for cispo, else 0.2."
-    )
-    clip_high: PositiveFloat | None = Field(
-        None,
-        description="Distance above 1 at which the importance ratio is clipped; null: 0.28 for dapo, 4e-4 for gspo, 4 for cispo, else 0.2.",
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Bound c of the loss of negative advantages (3 is common); null: off."
-    )
+class _Algorithm(Section):
+    name: str = Field(description="Algorithm: advantage and loss, with its own defaults.")
+    loss_aggregation: Aggregation = Field("token_mean", description="How token losses become one number.")
+    clip_low: PositiveFloat = Field(0.2, description="Distance below 1 at which the importance ratio is clipped; from 1 on it never is.")
+    clip_high: PositiveFloat = Field(0.2, description="Distance above 1 at which the importance ratio is clipped.")
     kl_coef: NonNegativeFloat = Field(0.0, description="Factor of the KL term to the frozen start policy; 0 is off.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
     epochs: PositiveInt = Field(1, description="Passes over a rollout batch.")
     minibatches: PositiveInt = Field(1, description="Optimiser steps of one pass.")
     mask_truncated: bool = Field(False, description="Whether completions cut at max_completion_tokens get no gradient.")
-    dynamic_sampling: bool | None = Field(
-        None, description="Whether groups with equal rewards are replaced by new ones; null: true for dapo, else false."
-    )
+    dynamic_sampling: bool = Field(False, description="Whether groups with equal rewards are replaced by new ones.")
     max_generation_rounds: PositiveInt = Field(10, description="Most rounds of dynamic sampling in a step.")
     overlong_buffer_tokens: NonNegativeInt | None = Field(
-        None,
-        description="Length of the soft penalty zone before max_completion_tokens, in tokens; null: a fifth of it for dapo, else 0 (off).",
+        0, description="Length of the soft penalty zone before max_completion_tokens, in tokens; 0 is off, null a fifth of it."
     )
 
-    def resolved(self, field: str, max_completion_tokens: int) -> Any:
-        """A field that may be null, or what its null stands for."""
-        value = getattr(self, field)
-        if value is not None:
-            return value
-        defaults = ALGORITHM_DEFAULTS[self.name]
-        if field == "overlong_buffer_tokens":
-            return max_completion_tokens // OVERLONG_FRACTION if defaults.overlong else 0
-        return getattr(defaults, "aggregation" if field == "loss_aggregation" else field)
+    def overlong_tokens(self, max_completion_tokens: int) -> int:
+        """`overlong_buffer_tokens`, or what its null stands for."""
+        given = self.overlong_buffer_tokens
+        return max_completion_tokens // OVERLONG_FRACTION if given is None else given
+
+    def _rules(self) -> Iterator[Rule]:
+        if not self.dynamic_sampling:
+            yield from self.idle("dynamic sampling is off", "max_generation_rounds")
 
 
-class CorrectionSection(Section):
-    """What is done about tokens whose rollout and trainer log-probabilities differ (`jetrl_jax.rl.correction`)."""
+class ClippedSection(_Algorithm):
+    """A loss whose ratio is clipped."""
 
-    mode: Literal["decoupled", "bypass"] = Field(
-        "decoupled",
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Bound c of the loss of negative advantages (3 is common); null: off."
+    )
+
+
+class GrpoSection(ClippedSection):
+    """Group-relative advantages, divided by the group's standard deviation."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DapoSection(ClippedSection):
+    """GRPO with clip-higher, dynamic sampling and a soft penalty of long completions."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: PositiveFloat = 0.28
+    dynamic_sampling: bool = True
+    overlong_buffer_tokens: NonNegativeInt | None = None
+
+
+class DrGrpoSection(ClippedSection):
+    """GRPO without the two divisions that bias it."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    loss_aggregation: Aggregation = "constant"
+
+
+class RlooSection(ClippedSection):
+    """Advantages against the mean of the others of a group."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class ReinforceSection(ClippedSection):
+    """Advantages normalised over the batch."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+
+
+class GspoSection(ClippedSection):
+    """GRPO with the ratio of a whole sequence."""
+
+    name: Literal["gspo"] = "gspo"
+    loss_aggregation: Aggregation = "sequence_mean"
+    clip_low: PositiveFloat = 3e-4
+    clip_high: PositiveFloat = 4e-4
+
+
+class CispoSection(_Algorithm):
+    """The clipped ratio as a constant weight, so that every token keeps a gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 1.0
+    clip_high: PositiveFloat = 4.0
+
+
+AlgorithmSection = Annotated[
+    GrpoSection | DapoSection | DrGrpoSection | RlooSection | ReinforceSection | GspoSection | CispoSection, Field(discriminator="name")
+]
+
+
+class _Weight(Section):
+    kind: str = Field(
+        description="Importance weight of trainer against engine: truncated (TIS) or zeroed outside bounds (MIS, IcePop); none: 1."
+    )
+
+
+class NoWeightSection(_Weight):
+    """No token is weighted."""
+
+    kind: Literal["none"] = "none"
+
+
+class BoundedWeightSection(_Weight):
+    """A weight with an upper bound."""
+
+    high: PositiveFloat = Field(2.0, description="Ratio at which a weight is truncated, or above which a mask weight is 0.")
+    normalize: bool = Field(False, description="Whether weights are divided by their mean over the batch.")
+
+
+class TruncatedWeightSection(BoundedWeightSection):
+    """A weight that is truncated."""
+
+    kind: Literal["token_truncate", "sequence_truncate"] = "token_truncate"
+
+
+class MaskWeightSection(BoundedWeightSection):
+    """A weight that is 0 outside its bounds."""
+
+    kind: Literal["token_mask", "sequence_mask"] = "token_mask"
+    low: PositiveFloat = Field(0.5, description="Ratio below which a mask weight is 0.")
+
+    def _rules(self) -> Iterator[Rule]:
+        expected = f"at most correction.weight.high = {show(self.high)}"
+        yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the mask", expected, involves=("high",))
+
+
+WeightSection = Annotated[NoWeightSection | TruncatedWeightSection | MaskWeightSection, Field(discriminator="kind")]
+
+
+class _Reject(Section):
+    kind: str = Field(description="Statistic by which tokens or sequences leave the loss; none: they all stay.")
+
+
+class NoRejectSection(_Reject):
+    """Nothing leaves the loss."""
+
+    kind: Literal["none"] = "none"
+
+
+class StatisticSection(_Reject):
+    """A statistic with an upper bound."""
+
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
+        "sequence_mean", description="Over what the statistic is taken; a sequence is kept or rejected whole."
+    )
+    high: PositiveFloat = Field(1e-3, description="Largest value that is kept, of k1 the largest inverse ratio.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest statistic that is kept."""
+        return -math.inf, self.high
+
+
+class RatioStatisticSection(StatisticSection):
+    """The logarithm of the inverse ratio, kept between bounds."""
+
+    kind: Literal["k1"] = "k1"
+    high: PositiveFloat = 1.001
+    low: PositiveFloat = Field(0.999, description="Smallest inverse ratio that k1 keeps.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest statistic that is kept."""
+        return math.log(self.low), math.log(self.high)
+
+    def _rules(self) -> Iterator[Rule]:
+        expected = f"at most correction.reject.high = {show(self.high)}"
+        yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the rejection", expected, involves=("high",))
+
+
+class DistanceStatisticSection(StatisticSection):
+    """A distance of the two log-probabilities."""
+
+    kind: Literal["k2", "k3"] = "k2"
+
+
+RejectSection = Annotated[NoRejectSection | RatioStatisticSection | DistanceStatisticSection, Field(discriminator="kind")]
+
+
+class _Correction(Section):
+    mode: str = Field(
         description="decoupled: the ratio compares with the trainer's own logprobs, the weight corrects for the engine; "
         "bypass: the ratio compares with the engine's logprobs, nothing is recomputed.",
     )
-    weight: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = Field(
-        "none", description="Importance weight of trainer against engine: truncated (TIS) or zeroed outside bounds (MIS, IcePop); none: 1."
-    )
-    low: PositiveFloat = Field(0.5, description="Ratio below which a mask weight is 0.")
-    high: PositiveFloat = Field(2.0, description="Ratio at which a weight is truncated, or above which a mask weight is 0.")
-    normalize: bool = Field(False, description="Whether weights are divided by their mean over the batch.")
-    reject: Literal["none", "k1", "k2", "k3"] = Field("none", description="Statistic by which tokens or sequences leave the loss.")
-    reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
-        "sequence_mean", description="Over what the statistic is taken; a sequence is kept or rejected whole."
-    )
-    reject_low: PositiveFloat = Field(0.999, description="Smallest inverse ratio that k1 keeps.")
-    reject_high: PositiveFloat | None = Field(
-        None, description="Largest inverse ratio that k1 keeps, largest value of k2 and k3; null: 1.001 for k1, 0.001 for k2 and k3."
-    )
+
+
+class DecoupledSection(_Correction):
+    """The trainer's own log-probabilities in the ratio (`jetrl_jax.rl.correction`)."""
+
+    mode: Literal["decoupled"] = "decoupled"
+    weight: WeightSection = Field(NoWeightSection(), description="Importance weight of trainer against engine.")
+    reject: RejectSection = Field(NoRejectSection(), description="What leaves the loss.")
     veto: PositiveFloat | None = Field(
         None, description="A sequence with a token of a smaller ratio leaves the loss whole (1e-4 is common); null: off."
     )
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the trainer's log-probabilities at the behaviour version are needed before the loss."""
-        return self.weight != "none" or self.reject != "none" or self.veto is not None
+    def acts(self) -> bool:
+        """Whether it does anything: the trainer's log-probabilities at the behaviour version are then needed before the loss."""
+        return not isinstance(self.weight, NoWeightSection) or not isinstance(self.reject, NoRejectSection) or self.veto is not None
 
-    @property
-    def resolved_reject_high(self) -> float:
-        """`reject_high`, or what its null stands for."""
-        return self.reject_high if self.reject_high is not None else 1.001 if self.reject == "k1" else 1e-3
 
-    @property
-    def reject_bounds(self) -> tuple[float, float]:
-        """Smallest and largest statistic that is kept."""
-        if self.reject == "k1":
-            return math.log(self.reject_low), math.log(self.resolved_reject_high)
-        return -math.inf, self.resolved_reject_high
+class BypassSection(_Correction):
+    """The engine's log-probabilities in the ratio."""
+
+    mode: Literal["bypass"] = "bypass"
+
+
+CorrectionSection = Annotated[DecoupledSection | BypassSection, Field(discriminator="mode")]
 
 
 class OptimizerSection(Section):
@@ -149,7 +252,7 @@ class BatchSection(Section):
         description="Size of one forward and backward pass of one device, in tokens (padding included); rounded down to whole rows.",
     )
     remat: Literal["none", "layer"] = Field(
-        "none", description="What the backward computes again: nothing; or all within a layer, whose input alone is kept."
+        "none", description="What the backward computes again: nothing; or all within a layer, of which only the input is kept."
     )
     logprob_chunk_tokens: PositiveInt = Field(1024, description="Number of tokens whose logits exist at once.")
 
@@ -157,7 +260,7 @@ class BatchSection(Section):
 class WarmStartSection(Section):
     """Supervised steps on the task's worked solutions, for a model that begins from scratch."""
 
-    steps: NonNegativeInt = Field(0, description="Supervised optimiser steps before RL; 0 is off.")
+    steps: PositiveInt = Field(description="Supervised optimiser steps before RL.")
     batch_size: PositiveInt = Field(256, description="Number of examples of one supervised step.")
     learning_rate: PositiveFloat = Field(2e-3, description="Peak learning rate of the supervised steps, cosine to a tenth of it.")
     noise: Fraction = Field(0.0, description="Chance that a token of the worked solution is replaced by another of the alphabet.")

@@ -5,8 +5,8 @@
 
 ``--set KEY=VALUE`` is applied after the file, in order.  KEY is a dotted path; list entries have numbers.  VALUE
 is YAML (``[1, 2]``, ``{path: runs/a/hf}``, ``null``), except for text fields, which take it as it stands.  Where a
-``--set`` switches something off, the file's settings of what is then off are dropped; otherwise a field
-without an effect is an error.
+``--set`` makes a section another kind, what the file says of fields that this kind does not have is dropped; otherwise such
+a field is an error.  A text in place of a section is its kind: ``algorithm: dapo`` stands for ``algorithm: {name: dapo}``.
 
 Everything a user can get wrong in a file and its overrides ends in one `UserError` that lists all of it.
 
@@ -23,11 +23,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jetrl_jax.config.messages import field_problem, raise_all
-from jetrl_jax.config.rules.tables import no_effects
-from jetrl_jax.config.rules.types import Problem
+from jetrl_jax.config.messages import field_problem, raise_all, without_tags
+from jetrl_jax.config.rule import Problem
+from jetrl_jax.config.rules import find_problems
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import FieldType, Path, dotted, in_options, likely_fields, look_up, split, suggest, type_of
+from jetrl_jax.config.schema import FieldType, Found, Path, dotted, in_options, likely_fields, look_up, split, suggest, type_of, value_in
 from jetrl_jax.config.types import Section, show, user_path
 from jetrl_jax.config.yaml_text import Mark, Source, encodable, read_yaml, write_yaml
 from jetrl_jax.errors import UserError
@@ -73,13 +73,12 @@ def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The config as YAML, section by section: `load_config` reads it back as an equal config.
 
-    Every field that has an effect is written, so that the text can be read alone; a null that stands for a
-    value is followed by that value in a comment.
+    Every field is written, so that the text can be read alone; a null that stands for a value is followed by that value in a
+    comment.
     """
-    idle, nulls = {path for path, _ in no_effects(config)}, config.resolved_nulls()
-    parts = []
-    for name, value in _written(config, "", idle).items():
-        text = write_yaml({name: value})
+    parts, nulls = [], config.resolved_nulls()
+    for name in type(config).model_fields:
+        text = write_yaml({name: _written(getattr(config, name))})
         for path, resolved in nulls.items():
             if path.startswith(f"{name}."):
                 line = f"  {path.split('.')[1]}: null\n"
@@ -88,21 +87,13 @@ def dump_config(config: RunConfig) -> str:
     return "".join(parts)
 
 
-def _written(value: Any, path: str, idle: set[str]) -> Any:
-    """Sections as dictionaries and tuples as lists, without the fields that do nothing and the sections left empty."""
+def _written(value: Any) -> Any:
+    """Sections as dictionaries and tuples as lists."""
     if isinstance(value, tuple):
-        return [_written(item, f"{path}{i}.", idle) for i, item in enumerate(value)]
+        return [_written(item) for item in value]
     if not isinstance(value, Section):
         return value
-    result = {}
-    for name, info in type(value).model_fields.items():
-        item = getattr(value, name)
-        if path + name in idle and item == info.default:
-            continue
-        written = _written(item, f"{path}{name}.", idle)
-        if written != {} or not isinstance(item, Section):
-            result[name] = written
-    return result
+    return {name: _written(getattr(value, name)) for name in type(value).model_fields}
 
 
 def _copy(value: Any) -> Any:
@@ -160,25 +151,53 @@ def _apply_override(source: Source, text: str) -> None:
     if not equals or "" in path:
         source.problems.append(Problem("", "not an override", f'"{text}"', "KEY=VALUE, such as rollout.group_size=8", where=where))
         return
-    found = look_up(path)
+    found = look_up(path, source.data)
     if found is None and not in_options(path):
         _report_unknown(source, path, where)
         return
-    value = _override_value(source, path, raw, found[0] if found else None, where)
-    if value is not _NOWHERE:
-        _put(source, path, value, where)
+    if found is not None and found.takes.tag and raw.strip().isidentifier() and raw.strip() != "null":  # a section's kind by itself
+        path = (*path, found.takes.tag)
+        found = look_up(path, source.data)
+    value = _override_value(source, path, raw, found.takes if found else None, where)
+    if value is _NOWHERE:
+        return
+    before = {path[:end]: _variant(source, path[:end]) for end in range(1, len(path) + 1)}
+    _put(source, path, value, where)
+    for place, variant in before.items():
+        if variant is not None and _variant(source, place) is not variant:
+            _leave_out_others(source, place)
+
+
+def _variant(source: Source, path: Path) -> type[Section] | None:
+    """Which of several sections stands at `path`."""
+    found = look_up(path, source.data)
+    several = found is not None and found.takes.kind == "section" and len(found.takes.sections) > 1
+    return found.takes.variant(value_in(source.data, path)) if found is not None and several else None
+
+
+def _leave_out_others(source: Source, path: Path) -> None:
+    """After a ``--set`` of another kind of section: drop what the file says of fields that this kind does not have."""
+    found, section, holder = look_up(path, source.data), _variant(source, path), value_in(source.data, path)
+    if found is None or section is None or not isinstance(holder, dict):
+        return
+    elsewhere = {name for other in found.takes.sections for name in other.model_fields} - set(section.model_fields)
+    for name in elsewhere & set(holder):
+        mark = source.marks.get((*path, name))
+        if mark is None or not mark.from_set:
+            del holder[name]
+            _forget(source, (*path, name))
 
 
 def _report_unknown(source: Source, path: Path, where: str) -> None:
     """Blame the first part of the path that does not exist."""
-    end = next(end for end in range(1, len(path) + 1) if look_up(path[:end]) is None)
-    parent = look_up(path[: end - 1])
-    if parent is not None and parent[0].kind == "list":
+    end = next(end for end in range(1, len(path) + 1) if look_up(path[:end], source.data) is None)
+    parent = look_up(path[: end - 1], source.data)
+    if parent is not None and parent.takes.kind == "list":
         hint = f"entries of {dotted(path[: end - 1])} have numbers, from 0"
-    elif parent is not None and parent[0].section is None:
-        hint = f"{dotted(path[: end - 1])} takes {parent[0].in_words()}"
+    elif parent is not None and not parent.takes.variants:
+        hint = f"{dotted(path[: end - 1])} takes {parent.takes.in_words()}"
     else:
-        hint = suggest(path[:end])
+        hint = suggest(path[:end], source.data)
         if end < len(path) and len(likely := likely_fields(path[:end])) == 1:
             hint = f"did you mean {dotted((likely[0], *path[end:]))}?"
     source.report(path[:end], "unknown key", where, hint=hint)
@@ -237,16 +256,18 @@ def _put(source: Source, path: Path, value: Any, where: str) -> None:
         if end == len(path):
             holder[str(part)] = value
             return
-        if str(part) not in holder:
-            holder[str(part)] = _default_holder(path[:end])
-        holder = holder[str(part)]
+        inner, found = holder.get(str(part)), look_up(path[:end], source.data)
+        if inner is None:
+            inner = holder[str(part)] = _default_holder(found)
+        elif isinstance(inner, str) and found is not None and found.takes.tag:
+            inner = holder[str(part)] = {found.takes.tag: inner}
+        holder = inner
 
 
-def _default_holder(path: Path) -> Any:
-    found = look_up(path)
-    if found is None or found[0].kind in ("section", "options"):
+def _default_holder(found: Found | None) -> Any:
+    if found is None or found.takes.kind in ("section", "options"):
         return {}
-    default = found[1].default
+    default = found.info.default
     return [item.model_dump(exclude_unset=True) for item in default] if isinstance(default, tuple) else default
 
 
@@ -275,44 +296,37 @@ def _validate(source: Source) -> RunConfig | None:
     first_round = True
     while True:
         try:
-            return RunConfig.model_validate(_tuples(source.data, RunConfig))
+            config = RunConfig.model_validate(shaped(source.data, RunConfig))
+            break
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        if errors[0]["type"] == "config_rules":
-            broken = errors[0]["ctx"]["problems"]
-            switched_off = [problem for problem in broken if problem.no_effect and _switched_off_by_set(problem, source)]
-            if not switched_off:
-                source.problems += [problem for problem in broken if not _involves(problem, suspects)]
-                return None
-            for problem in switched_off:
-                _remove(source, split(problem.path))
-            continue
         found = [field_problem(item, source) for item in errors]
         suspects |= {path for problem in found for path in (problem.path, *_meant(problem))}
         if first_round:  # later rounds only see what taking values out has caused
-            source.problems += [problem for problem in found if problem.path not in refused]
+            meant = tuple(f"{path}." for problem in found for path in _meant(problem))
+            of_others = [problem for problem in found if " belongs to " in problem.what and problem.path.startswith(meant)]
+            source.problems += [problem for problem in found if problem.path not in refused and problem not in of_others]
         first_round = False
-        removed = [_remove(source, _outermost(tuple(item["loc"]))) for item in errors]
+        removed = [_remove(source, _outermost(without_tags(tuple(item["loc"])))) for item in errors]
         if not any(removed):
             return None
+    source.problems += [problem for problem in find_problems(config) if not _involves(problem, suspects)]
+    return config
 
 
 def _meant(problem: Problem) -> list[str]:
-    """The fields that an unknown key may have meant, so that they are not blamed for their default."""
-    return likely_fields(split(problem.path)) if problem.what == "unknown key" else []
+    """What an unknown key may have meant, so that it is not blamed for its default: fields, and a section whose kind they decide."""
+    if problem.what != "unknown key":
+        return []
+    path, likely = split(problem.path), likely_fields(split(problem.path))
+    parent = look_up(path[:-1])
+    kinds = parent is not None and len(parent.takes.sections) > 1 and any(split(field)[:-1] == path[:-1] for field in likely)
+    return [*likely, dotted(path[:-1])] if kinds else likely
 
 
 def _involves(problem: Problem, suspects: set[str]) -> bool:
     paths = (problem.path, *problem.involves)
     return any(path == other or path.startswith(other + ".") or other.startswith(path + ".") for path in paths for other in suspects)
-
-
-def _switched_off_by_set(problem: Problem, source: Source) -> bool:
-    def from_set(path: str) -> bool:
-        mark = source.mark(split(path))
-        return mark is not None and mark.from_set
-
-    return not from_set(problem.path) and any(from_set(switch) for switch in problem.involves)
 
 
 def _remove(source: Source, path: tuple[Any, ...]) -> bool:
@@ -325,21 +339,23 @@ def _remove(source: Source, path: tuple[Any, ...]) -> bool:
     return isinstance(holder, dict) and holder.pop(path[-1], _NOWHERE) is not _NOWHERE
 
 
-def _outermost(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _outermost(path: Path) -> Path:
     """The path, cut at the first list or field of free names: what is taken out with a bad value."""
-    ends = [end for end in range(1, len(path)) if (found := look_up(path[:end])) and found[0].kind in ("list", "options")]
+    ends = [end for end in range(1, len(path)) if (found := look_up(path[:end])) and found.takes.kind in ("list", "options")]
     return path[: ends[0]] if ends else path
 
 
-def _tuples(value: Any, owner: type[Section] | None) -> Any:
-    """`value` with a tuple wherever the schema has one and YAML a list."""
+def shaped(value: Any, owner: type[Section] | None) -> Any:
+    """`value` as the schema has it: a tuple for a list, a section with its kind for one that is left out or stands alone."""
     if not isinstance(value, dict) or owner is None:
         return value
     result = dict(value)
     for name, item in value.items():
         kind = type_of(owner, name) if name in owner.model_fields else None
         if kind is not None and kind.kind == "section":
-            result[name] = _tuples(item, kind.section)
+            if kind.tag:
+                item = {kind.tag: item} if isinstance(item, str) else {kind.tag: kind.default} | item if isinstance(item, dict) else item
+            result[name] = shaped(item, kind.variant(item))
         elif kind is not None and kind.kind == "list" and isinstance(item, list):
-            result[name] = tuple(_tuples(entry, kind.section) for entry in item)
+            result[name] = tuple(shaped(entry, kind.sections[0]) for entry in item)
     return result

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jetrl_jax.config.rule import Rule
 from jetrl_jax.config.types import PositiveInt, Section, Text
 
 
@@ -18,31 +20,67 @@ class PrecisionOverride(Section):
     format: Literal["bf16", "fp8"] = Field(description="bf16 takes the matched linear layers out of FP8; fp8 puts them in.")
 
 
-class PrecisionSection(Section):
-    """Which matrix multiplication runs in which format."""
-
-    preset: Literal["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"] = Field(
-        "fp8_unified",
+class _Precision(Section):
+    preset: str = Field(
         description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 backward; "
-        "fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none either and scales its loss.",
+        "fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none either and scales its loss."
     )
+
+
+class UnquantizedSection(_Precision):
+    """One format for every product."""
+
+    preset: Literal["fp32", "bf16"] = "bf16"
+
+
+class LossScaleSection(Section):
+    """Dynamic loss scaling."""
+
+    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(32768.0, description="Factor of the loss at the first update.")
+    growth_interval: PositiveInt = Field(400, description="Finite updates in a row after which the factor doubles; an overflow halves it.")
+
+
+class Fp16Section(_Precision):
+    """FP16, with a scaled loss."""
+
+    preset: Literal["fp16"] = "fp16"
+    loss_scale: LossScaleSection = LossScaleSection()
+
+
+class Fp8Section(_Precision):
+    """FP8 with block scales."""
+
     overrides: tuple[PrecisionOverride, ...] = Field((), description="Exceptions to the preset; the last match wins.")
-    wgrad_operand: Literal["requantize", "dual", "block"] = Field(
-        "requantize",
-        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the paper's), quantised a second time "
-        "from BF16 (dual) or in 128x128 blocks (block).",
-    )
     scale_format: Literal["float32", "power_of_two"] = Field("float32", description="Values that a block's scale may take.")
     promotion_order: Literal["deepgemm", "triton"] = Field(
         "deepgemm", description="Order of the two scale products when a 128-block enters the FP32 accumulator."
     )
 
 
-class LossScaleSection(Section):
-    """Dynamic loss scaling of the FP16 flow."""
+class Fp8WithoutWgradSection(Fp8Section):
+    """FP8 where WGrad has none."""
 
-    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(32768.0, description="Factor of the loss at the first update.")
-    growth_interval: PositiveInt = Field(400, description="Finite updates in a row after which the factor doubles; an overflow halves it.")
+    preset: Literal["fp8_forward", "fp8_rollout_only"] = "fp8_forward"
+
+
+class Fp8UnifiedSection(Fp8Section):
+    """FP8 in every product of the linear layers."""
+
+    preset: Literal["fp8_unified"] = "fp8_unified"
+    wgrad_operand: Literal["requantize", "dual", "block"] = Field(
+        "requantize",
+        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the paper's), quantised a second time "
+        "from BF16 (dual) or in 128x128 blocks (block).",
+    )
+
+
+PrecisionSection = Annotated[UnquantizedSection | Fp16Section | Fp8UnifiedSection | Fp8WithoutWgradSection, Field(discriminator="preset")]
+
+
+def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
+    """What a preset says of FP8, with the defaults of what it does not say."""
+    said = {name: getattr(section, name) for name in type(section).model_fields if name in Fp8UnifiedSection.model_fields}
+    return Fp8UnifiedSection.model_validate(said | {"preset": "fp8_unified"})
 
 
 class NumericsSection(Section):
@@ -65,3 +103,11 @@ class NumericsSection(Section):
         description="What computes attention, in training and in the embedded engine: cuDNN's flash kernels, which keep no scores and "
         "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
     )
+
+    def _rules(self) -> Iterator[Rule]:
+        for name, inexact, what, other in (
+            ("kernels", "xla_fast", "bits of xla_fast depend on the number of rows", "auto, xla or a mosaic kernel"),
+            ("attention", "cudnn", "bits of cuDNN's attention depend on shapes", "auto or xla"),
+        ):
+            holds = not (self.exact and getattr(self, name) == inexact)
+            yield Rule(holds, name, what, f"{other}, or numerics.exact: false", involves=("exact",))

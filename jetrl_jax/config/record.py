@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.types import NonNegativeInt, PositiveInt, Section, Text
+from jetrl_jax.config.rule import Rule
+from jetrl_jax.config.types import NonNegativeInt, PositiveInt, Section, Text, UserPath
 
 
 class EvalSection(Section):
@@ -33,7 +35,7 @@ class CheckpointSection(Section):
 class RunSection(Section):
     """Where a run writes and how long it goes."""
 
-    directory: Text = Field("runs/run", description="Directory that the run writes to.")
+    directory: UserPath = Field("runs/run", description="Directory that the run writes to.")
     steps: PositiveInt = Field(100, description="Number of RL steps.")
     samples_per_step: NonNegativeInt = Field(4, description="Completions written to samples.jsonl each step.")
     max_skipped_steps: PositiveInt = Field(
@@ -46,3 +48,7 @@ class RunSection(Section):
     tensorboard: bool = Field(True, description="Whether TensorBoard events are written.")
     wandb_project: Text | None = Field(None, description="Weights & Biases project; null: off. Its failures never stop a run.")
     profile_steps: NonNegativeInt = Field(0, description="RL steps traced by jax.profiler, from the third on; 0 is off, --profile sets 3.")
+
+    def _rules(self) -> Iterator[Rule]:
+        if self.steps < 3:
+            yield from self.idle("the trace begins at the third step of the run", "profile_steps")

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from jetrl_jax.config.rule import Rule
 from jetrl_jax.errors import UserError
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
@@ -35,16 +37,43 @@ def _plain(value: Any, where: str = "") -> Any:
         return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
-    raise PydanticCustomError("config_value", "{what}", {"what": f"{where.lstrip('.') or 'the value'} cannot be written to a config file"})
+    what = f"{where.lstrip('.') or 'the value'} cannot be written to a config file"
+    raise PydanticCustomError(
+        "config_value", "{what}", {"what": what, "expected": "text, finite numbers, true, false, null, lists and mappings"}
+    )
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+
+
+def _known_home(value: str) -> str:
+    """A path whose ``~name`` is somebody's home, or that has none."""
+    if os.path.expanduser(value).startswith("~"):
+        expected = {"what": "there is no such home directory", "expected": "~ or the name of a user after it"}
+        raise PydanticCustomError("config_value", "{what}", expected)
+    return value
+
+
+UserPath = Annotated[Text, AfterValidator(_known_home)]
 
 
 class Section(BaseModel):
     """A part of the config: immutable, no unknown keys, no silent conversion of types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def rules(self) -> Iterable[Rule]:
+        """What its fields demand of each other; `jetrl_jax.config.rules` has what they demand of other sections."""
+        return self._rules()
+
+    def _rules(self) -> Iterable[Rule]:
+        return ()
+
+    def idle(self, because: str, *names: str) -> Iterator[Rule]:
+        """That fields which do nothing, for a reason, are left at their defaults."""
+        for name in names:
+            same = getattr(self, name) == type(self).model_fields[name].default
+            yield Rule(same, name, "has no effect here", "the field left out", f"{because}; remove it")
 
 
 def value_at(config: Any, path: str) -> Any:

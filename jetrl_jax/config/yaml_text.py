@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from jetrl_jax.config.rules.types import Problem
+from jetrl_jax.config.rule import Problem
 from jetrl_jax.config.schema import Path, dotted
 from jetrl_jax.errors import UserError
 
@@ -31,45 +31,10 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
 )
-_SYNTAX_HINTS: tuple[tuple[str, str], ...] = (
-    (r"character '\\t'", "indent with spaces, not with tabs"),
-    (
-        r"while scanning an (alias|anchor)|aliases",
-        'write the value out; text that begins with * or & needs quotes, such as "*.down_proj.weight"',
-    ),
-    (r"tags", "text that begins with ! needs quotes"),
-    (r"escape", "a backslash between double quotes is written twice; between single quotes it stands for itself"),
-    (r"could not find expected ':'", "a key is followed by a colon and a space; is one missing here or on the line before?"),
-    (
-        r"mapping values are not allowed",
-        "is this line indented like the one before, and has the one before a space after its colon? "
-        "Text that holds a colon and a space needs quotes",
-    ),
-    (r"flow (sequence|mapping)", "is a closing ] or } missing?"),
-    (r"quoted scalar", "is a closing quote missing?"),
-    (r"cannot start any token", "text that begins with this character needs quotes"),
-    (
-        r"but found '<(scalar|block sequence start|flow|\?)",
-        "text that begins with {, [ or a quote and goes on after it needs quotes around all of it",
-    ),
-    (r"expected <block end>", "fields of one section are indented by the same number of spaces"),
+SYNTAX_HINT = (
+    "fields of one section are indented by the same number of spaces, a colon is followed by a space, and text needs quotes that "
+    'holds ": " or begins with one of * & ! % @ ` { ['
 )
-_TOKENS = {
-    "'<stream end>'": "the end of the text",
-    "<stream end>": "the end of the text",
-    "'<document start>'": "a second document",
-    "<document start>": "a second document",
-    "<block end>": "the end of the section",
-    "'<block mapping start>'": "a field indented deeper",
-    "'<block sequence start>'": "a list",
-    "'<block entry>'": "a list entry",
-    "'<scalar>'": "more text",
-    "'<block end>'": "a line indented less",
-    "'the end of the section'": "a line indented less",
-    "could not find expected ':'": "a key without its ':'",
-    "mapping values are not allowed here": "a ': ' that cannot stand here",
-    "found unexpected end of stream": "the text ends",
-}
 
 
 class _Loader(yaml.SafeLoader):
@@ -292,28 +257,16 @@ def encodable(text: str) -> bool:
 
 
 def _syntax_message(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
-    """PyYAML's complaint with its line and column, the line itself, a caret and what usually causes it."""
-    mark = error.problem_mark or error.context_mark
-    problem = error.problem or error.context or "cannot be read"
-    complaint = f"{error.context or ''} {problem}"
-    for token, words in _TOKENS.items():
-        problem = problem.replace(token, words)
-    hint = next((hint for pattern, hint in _SYNTAX_HINTS if re.search(pattern, complaint)), "")
-    if "another document" in complaint or "another document" in problem:
-        problem, hint = "a second document (---)", "a config is one document"
-    line = mark.line if mark else 0
-    column = mark.column if mark else 0
+    """PyYAML's complaint with its line and column, the line itself and a caret."""
     lines = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
-    shown = lines[line] if line < len(lines) else ""
-    if not shown.strip() and error.context_mark is not None:  # the text ended: show where the open thing began
-        problem = f"{problem}, {error.context}"
-        line, column = error.context_mark.line, error.context_mark.column
-        shown = lines[line] if line < len(lines) else ""
-    message = f"{name}:{line + 1}:{column + 1}: YAML syntax: {problem}"
-    shown = shown.replace("\t", "\N{RIGHTWARDS ARROW}")
+    marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
+    mark = next((mark for mark in marks if mark.line < len(lines) and lines[mark.line].strip()), marks[-1])  # of an end: its beginning
+    shown = lines[mark.line].replace("\t", "\N{RIGHTWARDS ARROW}") if mark.line < len(lines) else ""
+    problem = ", ".join(part for part in (error.context, error.problem) if part)
+    message = f"{name}:{mark.line + 1}:{mark.column + 1}: YAML syntax: {problem}"
     if len(shown) <= 160 and shown.isprintable():
-        message += f"\n\n    {shown}\n    {' ' * column}^"
-    return message + (f"\n\n{labelled('hint', hint)}" if hint else "")
+        message += f"\n\n    {shown}\n    {' ' * mark.column}^"
+    return f"{message}\n\n{labelled('hint', SYNTAX_HINT)}"
 
 
 def labelled(label: str, text: str) -> str:

@@ -2,7 +2,7 @@
 
     vLLM sleeps while the trainer learns   XLA takes memory as it needs it and returns what it frees (cuda_async, nothing
                                            preallocated): each side has what the other has given up
-    vLLM stays awake                       XLA preallocates 1 - RESERVE - vllm.gpu_memory_utilization of the GPU
+    vLLM stays awake                       XLA preallocates 1 - RESERVE - rollout.engine.gpu_memory_utilization of the GPU
 
 JAX alone would preallocate 75 % and never return any of it, so that neither way works without these variables, which JAX
 reads once, when it finds the GPU.  Sources: JAX's page on GPU memory allocation; XLA's allocator "cuda_async" sets the
@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jetrl_jax.config.rollout import RESERVE
-from jetrl_jax.config.rules.vllm import shares_gpu
 from jetrl_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from jetrl_jax.config.rollout import VllmSection
+    from jetrl_jax.config.rollout import StartedVllmSection
     from jetrl_jax.config.run_config import RunConfig
 
 
@@ -31,18 +30,20 @@ RETURNING = ("cuda_async", "platform")  # allocators that give memory back to th
 NO = ("false", "False", "0")
 
 
-def sleeps(section: VllmSection, on_gpu: bool) -> bool:
-    """Whether vLLM sleeps while the trainer learns: `vllm.sleep`, and where that is null, on a GPU.
+def sleeps(section: StartedVllmSection, on_gpu: bool) -> bool:
+    """Whether vLLM sleeps while the trainer learns: `rollout.engine.sleep`, and where that is null, on a GPU.
 
     Raises:
       UserError: it is asked for where there is no GPU: vLLM's sleep mode frees nothing on a CPU.
     """
     if section.sleep and not on_gpu:
-        raise UserError("vllm.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or null, which sleeps on GPUs alone.")
+        raise UserError(
+            "rollout.engine.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or null, which sleeps on GPUs alone."
+        )
     return on_gpu if section.sleep is None else section.sleep
 
 
-def variables(section: VllmSection) -> dict[str, str]:
+def variables(section: StartedVllmSection) -> dict[str, str]:
     """The environment of a JAX that shares its GPU with this vLLM; without effect on a CPU."""
     if section.sleep is not False:
         return {ALLOCATOR: RETURNING[0], PREALLOCATE: NO[0]}
@@ -52,33 +53,34 @@ def variables(section: VllmSection) -> dict[str, str]:
 def share_gpu(config: RunConfig) -> None:
     """Gives this process the variables that the user has not set, unless JAX has started, when they come too late."""
     bridge = sys.modules.get("jax._src.xla_bridge")
-    if not shares_gpu(config) or (bridge is not None and bridge.backends_are_initialized()):
+    vllm = config.shared_vllm
+    if vllm is None or (bridge is not None and bridge.backends_are_initialized()):
         return
-    for name, value in variables(config.vllm).items():
+    for name, value in variables(vllm).items():
         if not (name == FRACTION and os.environ.get(OLD_FRACTION)):
             os.environ.setdefault(name, value)
 
 
 def check_device(config: RunConfig, on_gpu: bool) -> None:
     """Raises UserError where vLLM cannot share the trainer's device as `vllm` says: `sleeps` and `check_shared_gpu`."""
-    if shares_gpu(config):
-        sleeps(config.vllm, on_gpu)
+    if config.shared_vllm is not None:
+        sleeps(config.shared_vllm, on_gpu)
         if on_gpu:
-            check_shared_gpu(config.vllm, os.environ)
+            check_shared_gpu(config.shared_vllm, os.environ)
 
 
-def check_shared_gpu(section: VllmSection, environment: Mapping[str, str]) -> None:
+def check_shared_gpu(section: StartedVllmSection, environment: Mapping[str, str]) -> None:
     """Raises UserError where JAX, started in this environment, leaves vLLM no room on the GPU that both use."""
     allocator = environment.get(ALLOCATOR, "default").lower()
     returns = allocator == "platform" or (allocator in RETURNING and environment.get(PREALLOCATE) in NO)
     needed = " ".join(f"{name}={value}" for name, value in variables(section).items())
     if section.sleep is not False:
         fits = returns
-        why = "JAX keeps what it frees while vLLM sleeps (vllm.sleep)"
+        why = "JAX keeps what it frees while vLLM sleeps (rollout.engine.sleep)"
     else:
         share = environment.get(FRACTION) or environment.get(OLD_FRACTION) or "1"
         fits = returns or (float(share) + section.gpu_memory_utilization <= 1)
-        why = f"JAX takes memory beside vllm.gpu_memory_utilization={section.gpu_memory_utilization:g}"
+        why = f"JAX takes memory beside rollout.engine.gpu_memory_utilization={section.gpu_memory_utilization:g}"
     if fits:
         return
     got = ", ".join(f"{name}={environment[name]}" for name in (ALLOCATOR, PREALLOCATE, FRACTION, OLD_FRACTION) if name in environment)

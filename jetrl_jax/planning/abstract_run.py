@@ -49,7 +49,7 @@ class AbstractRun:
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
         self.config, self.sizes = config, sizes
-        numerics = resolve(build_numerics(config.precision, config.numerics, config.rollout.engine), sizes, elsewhere=on_gpu)
+        numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu)
         self.attention = numerics.choices.attention
         if on_gpu and self.attention.name == "cudnn":
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
@@ -63,7 +63,7 @@ class AbstractRun:
         self.state = self.programs.abstract(params)
         self.frozen = self.programs.abstract_frozen(self.state)
         self.algorithm = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction)
-        self.engine = self._engine() if config.rollout.engine == "jax" else None
+        self.engine = None if config.samples_by_vllm else self._engine()
 
     @property
     def rows(self) -> int:

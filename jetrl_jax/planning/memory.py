@@ -7,7 +7,7 @@
     sync       the engine's next weights beside those that it has (where they are a copy)
 
 Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing is freed in
-between, but by a vLLM that sleeps (`vllm.sleep`), which holds its share during the rollout alone. Arrays are counted
+between, but by a vLLM that sleeps (`rollout.engine.sleep`), which holds its share during the rollout alone. Arrays are counted
 exactly, from the shardings that the run uses (`AbstractRun`); temporaries are those of `planning.liveness`, traced at two
 small depths and drawn on to the model's: beyond the first layers each adds the same.
 """
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import jax
 
 from jetrl_jax.config.load import override_config
+from jetrl_jax.config.precision import fp8_choices
 from jetrl_jax.config.rollout import RolloutSection
-from jetrl_jax.config.rules.vllm import shares_gpu
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.gpu_memory import sleeps
 from jetrl_jax.models.config import ModelConfig
@@ -95,7 +95,7 @@ class MemoryPlan:
 
         def fits(steps: int) -> bool:
             length = steps * LENGTH_STEP
-            row = ["batch.row_tokens=null", "algorithm.overlong_buffer_tokens=null", f"batch.microbatch_tokens={prompt + length}"]
+            row = ["batch.row_tokens=null", "algorithm.overlong_buffer_tokens=0", f"batch.microbatch_tokens={prompt + length}"]
             return length <= most and self._fits([f"rollout.max_completion_tokens={length}", *row], budget)
 
         return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))
@@ -114,7 +114,7 @@ class MemoryPlan:
 
 def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ...]:
     """Runs of the model at `DEPTHS`; of a shallow one, or where layers are told apart by name, the model itself."""
-    if sizes.num_layers <= DEPTHS[-1] or config.precision.overrides:
+    if sizes.num_layers <= DEPTHS[-1] or fp8_choices(config.precision).overrides:
         return (AbstractRun(config, sizes),)
     return tuple(AbstractRun(config, dataclasses.replace(sizes, num_layers=depth)) for depth in DEPTHS)
 
@@ -141,7 +141,8 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
         held["reference"] = on_one_device(run.frozen)
     engine = _engine(run, device_bytes)
     awake = held | engine
-    held |= {} if run.engine is None and shares_gpu(run.config) and sleeps(run.config.vllm, on_gpu=True) else engine
+    vllm = run.config.shared_vllm
+    held |= {} if vllm is not None and sleeps(vllm, on_gpu=True) else engine
     copy = held.get("engine's weights", 0)
 
     def used(program: str) -> dict[str, int]:
@@ -163,7 +164,8 @@ def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int
 def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
     """What the rollout engine holds all the time."""
     if run.engine is None:
-        return {"vLLM": int(run.config.vllm.gpu_memory_utilization * device_bytes)}
+        vllm = run.config.shared_vllm
+        return {} if vllm is None else {"vLLM": int(vllm.gpu_memory_utilization * device_bytes)}
     split = run.layout is not None and any(axis is not None for axis in run.layout.axes.values())
     weights = {"engine's weights": on_one_device(run.engine_weights())} if split else {}  # else the published ones
     return weights | {"KV cache": on_one_device(run.slots())}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import collectives
@@ -95,10 +96,10 @@ def _row(name: str, amount: float, unit: str, rate: str) -> Row:
 
 def _decode_bytes(run: AbstractRun) -> float:
     """Weights and, on average, half the cache, read for every token of every turn of the slots."""
-    assert run.engine is not None
     rollout = run.config.rollout
+    assert run.engine is not None and isinstance(rollout.engine, JaxEngineSection)
     sequences = rollout.prompts_per_step * rollout.group_size / run.config.sharding.row_shards
-    turns = max(sequences / rollout.slots, 1.0)
+    turns = max(sequences / rollout.engine.slots, 1.0)
     weights, cache = on_one_device(run.engine_weights()), on_one_device(run.slots())
     return turns * rollout.max_completion_tokens * (weights + cache / 2)
 

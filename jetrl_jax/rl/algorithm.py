@@ -1,4 +1,4 @@
-"""An algorithm's name and its null fields resolved to formulas and numbers, and the loss they make together.
+"""An algorithm's name resolved to formulas, and the loss that they make with its numbers.
 
 | name         | advantage    | loss                | aggregation   | clip          | dynamic sampling, overlong buffer |
 |--------------|--------------|---------------------|---------------|---------------|-----------------------------------|
@@ -10,7 +10,7 @@
 | gspo         | GRPO         | ratio of a sequence | sequence_mean | 3e-4 / 4e-4   | off                               |
 | cispo        | GRPO         | CISPO               | token_mean    | off / 4       | off                               |
 
-A field that the config sets overrides its column.  Everything downstream reads the resolved values only.
+The defaults stand in the classes of `jetrl_jax.config.learning`.  Everything downstream reads the resolved values only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl_jax.config.learning import Aggregation, AlgorithmSection, CorrectionSection
+from jetrl_jax.config.learning import Aggregation, AlgorithmSection, BypassSection, ClippedSection, CorrectionSection, DecoupledSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages, losses
 from jetrl_jax.rl.batching import TrainBatch
@@ -100,7 +100,7 @@ class ResolvedAlgorithm:
 def resolve_algorithm(
     section: AlgorithmSection, max_completion_tokens: int, correction: CorrectionSection | None = None
 ) -> ResolvedAlgorithm:
-    """Replaces every null of the config section by the default of the named algorithm (table above).
+    """The formulas that the section names, with its numbers (table above).
 
     Args:
         section: ``algorithm`` of the run's config.
@@ -113,24 +113,31 @@ def resolve_algorithm(
     Raises:
         UserError: an overlong buffer longer than the longest completion.
     """
-    buffer = section.resolved("overlong_buffer_tokens", max_completion_tokens)
+    buffer = section.overlong_tokens(max_completion_tokens)
     if buffer > max_completion_tokens:
         raise UserError(
             f"resolve_algorithm: the penalty zone does not fit: got algorithm.overlong_buffer_tokens={buffer}, "
             f"expected at most rollout.max_completion_tokens={max_completion_tokens}"
         )
-    names = ("clip_low", "clip_high", "dynamic_sampling", "overlong_buffer_tokens")
-    copied = ("dual_clip", "kl_coef", "kl_estimator", "epochs", "minibatches", "mask_truncated", "max_generation_rounds")
     return ResolvedAlgorithm(
         name=section.name,
         advantage=_ADVANTAGES.get(section.name, advantages.grpo),
-        aggregation=section.resolved("loss_aggregation", max_completion_tokens),
-        bypass=correction is not None and correction.mode == "bypass",
-        recompute=correction is not None and correction.recomputes,
+        aggregation=section.loss_aggregation,
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        dual_clip=section.dual_clip if isinstance(section, ClippedSection) else None,
+        bypass=isinstance(correction, BypassSection),
+        recompute=isinstance(correction, DecoupledSection) and correction.acts,
+        kl_coef=section.kl_coef,
+        kl_estimator=section.kl_estimator,
+        epochs=section.epochs,
+        minibatches=section.minibatches,
+        mask_truncated=section.mask_truncated,
+        dynamic_sampling=section.dynamic_sampling,
+        max_generation_rounds=section.max_generation_rounds,
+        overlong_buffer_tokens=buffer,
         max_completion_tokens=max_completion_tokens,
         notes=_notes(section),
-        **{name: section.resolved(name, max_completion_tokens) for name in names},
-        **{name: getattr(section, name) for name in copied},
     )
 
 
@@ -198,6 +205,6 @@ def _notes(section: AlgorithmSection) -> tuple[str, ...]:
     notes = []
     if section.kl_coef > 0 and section.kl_estimator == "k1":
         notes.append("algorithm.kl_estimator k1 has zero expected gradient as a loss term; k2 has that of the reverse KL")
-    if section.clip_low is not None and section.clip_low >= 1:
+    if section.clip_low >= 1 and section.clip_low != type(section).model_fields["clip_low"].default:
         notes.append(f"algorithm.clip_low = {section.clip_low} never clips: a ratio is positive")
     return tuple(notes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl_jax.config.learning import CorrectionSection
+from jetrl_jax.config.learning import CorrectionSection, DecoupledSection
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
@@ -101,7 +101,7 @@ def assemble(
         if reference is not None:
             arrays["ref_logprobs"] = unpack(micro, reference, len(trajectories))
     engine = [t.sampled_logprobs for t in trajectories]
-    if algorithm.recompute and arrays["old_logprobs"] is not None:
+    if isinstance(correction, DecoupledSection) and algorithm.recompute and arrays["old_logprobs"] is not None:
         corrected = correct(correction, arrays["old_logprobs"], engine, trained)
         arrays |= {"correction": corrected.weights, "keep": corrected.keep}
         metrics |= corrected.metrics

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jetrl_jax.config.learning import CorrectionSection
+from jetrl_jax.config.learning import DecoupledSection, MaskWeightSection, NoWeightSection, StatisticSection
 from jetrl_jax.rl import LOG_RATIO_LIMIT
 
 Arrays = list[NDArray[np.float64]]
@@ -56,7 +56,7 @@ class Correction:
 
 
 def correct(
-    section: CorrectionSection, old_logprobs: Sequence[ArrayLike], rollout_logprobs: Sequence[ArrayLike], mask: ArrayLike
+    section: DecoupledSection, old_logprobs: Sequence[ArrayLike], rollout_logprobs: Sequence[ArrayLike], mask: ArrayLike
 ) -> Correction:
     """Weights and rejections of a batch.
 
@@ -86,7 +86,7 @@ def correct(
     log_ratio = [np.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for d in difference]
     keep, vetoed = _kept(section, difference, log_ratio, trained)
     weights, cut = _weights(section, difference, log_ratio)
-    if section.normalize and section.weight != "none":
+    if not isinstance(section.weight, NoWeightSection) and section.weight.normalize:
         mean = _mean_weight(section, weights, keep)
         weights = [w / mean if mean > 0 else w for w in weights]
     weights = [w if t else np.ones_like(w) for w, t in zip(weights, trained, strict=True)]
@@ -94,16 +94,16 @@ def correct(
 
 
 def _kept(
-    section: CorrectionSection, difference: Arrays, log_ratio: Arrays, trained: NDArray[np.bool_]
+    section: DecoupledSection, difference: Arrays, log_ratio: Arrays, trained: NDArray[np.bool_]
 ) -> tuple[list[NDArray[np.bool_]], NDArray[np.bool_]]:
     """(which tokens stay, which sequences are vetoed)."""
     keep = [np.full(lr.shape, t, bool) for lr, t in zip(log_ratio, trained, strict=True)]
-    if section.reject != "none":
-        low, high = section.reject_bounds
+    if isinstance(section.reject, StatisticSection):
+        low, high = section.reject.bounds
         for index in np.flatnonzero(trained):
-            value = _statistic(section.reject, log_ratio[index])
-            if section.reject_level != "token":
-                value = getattr(value, section.reject_level.removeprefix("sequence_"))()  # its sum, mean or max
+            value = _statistic(section.reject.kind, log_ratio[index])
+            if section.reject.level != "token":
+                value = getattr(value, section.reject.level.removeprefix("sequence_"))()  # its sum, mean or max
             keep[index] &= ~((value < low) | (value > high))  # a NaN stays: it must reach the loss and be named there
     vetoed = np.zeros(len(keep), bool)
     if section.veto is not None:
@@ -118,22 +118,23 @@ def _statistic(name: str, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]
     return 0.5 * log_ratio**2 if name == "k2" else np.expm1(log_ratio) - log_ratio
 
 
-def _weights(section: CorrectionSection, difference: Arrays, log_ratio: Arrays) -> tuple[Arrays, list[NDArray[np.bool_]]]:
+def _weights(section: DecoupledSection, difference: Arrays, log_ratio: Arrays) -> tuple[Arrays, list[NDArray[np.bool_]]]:
     """(weights, where a bound acted)."""
-    if section.weight == "none":
+    weight = section.weight
+    if isinstance(weight, NoWeightSection):
         return [np.ones(lr.shape) for lr in log_ratio], [np.zeros(lr.shape, bool) for lr in log_ratio]
-    level, how = section.weight.split("_")
+    level = weight.kind.split("_")[0]
     if level == "sequence":
         log_ratio = [np.full(d.shape, np.clip(d.sum(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) for d in difference]
     ratios = [np.exp(lr) for lr in log_ratio]
-    if how == "truncate":
-        return [np.minimum(r, section.high) for r in ratios], [r > section.high for r in ratios]
-    cut = [(r < section.low) | (r > section.high) for r in ratios]
+    if not isinstance(weight, MaskWeightSection):
+        return [np.minimum(r, weight.high) for r in ratios], [r > weight.high for r in ratios]
+    cut = [(r < weight.low) | (r > weight.high) for r in ratios]
     return [np.where(c, 0.0, r) for r, c in zip(ratios, cut, strict=True)], cut
 
 
-def _mean_weight(section: CorrectionSection, weights: Arrays, keep: list[NDArray[np.bool_]]) -> float:
-    if section.weight.startswith("sequence"):
+def _mean_weight(section: DecoupledSection, weights: Arrays, keep: list[NDArray[np.bool_]]) -> float:
+    if section.weight.kind.startswith("sequence"):
         kept = [w[:1] for w, k in zip(weights, keep, strict=True) if k.any()]
     else:
         kept = [w[k] for w, k in zip(weights, keep, strict=True)]

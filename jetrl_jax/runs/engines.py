@@ -15,8 +15,8 @@ import numpy as np
 from bridge.vllm.certificate import Certificate
 from bridge.vllm.engine import VllmEngine
 from bridge.vllm.settings import EngineSettings, set_environment
-from jetrl_jax.config.rollout import RolloutSection
-from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.precision import fp8_choices
+from jetrl_jax.config.rollout import InProcessVllmSection, JaxEngineSection, RolloutSection, VllmSection, VllmServerSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.gpu_memory import check_device, sleeps
 from jetrl_jax.devices.layout import Layout
@@ -46,39 +46,40 @@ def build_vllm_engine(
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> VllmEngine:
-    """The engine of the config's `rollout` and `vllm`, without weights yet, which certifies each policy version that it loads.
+    """The vLLM of the config's `rollout.engine`, without weights yet, which certifies each policy version that it loads.
 
     Args:
-      record, warn: take each certificate's row, and what is wrong where `vllm.on_mismatch` is "warn".
+      record, warn: take each certificate's row, and what is wrong where `rollout.engine.on_mismatch` is "warn".
       log_directory: where a server's output goes; None is a temporary place.
 
     Raises:
       UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's device as it is asked to.
     """
     model, plan, config = policy.model, policy.plan, policy.config
-    section = config.vllm
+    section = config.rollout.engine
+    assert isinstance(section, VllmSection)
     on_gpu = jax.default_backend() == "gpu"
     check_device(config, on_gpu)
     settings = engine_settings(config, on_gpu)
     fp8_paths = [path for path in plan.paths if plan.flow(path).rollout.quantized]
     engine: VllmEngine
-    if section.mode == "in_process":
+    if isinstance(section, InProcessVllmSection):
         require_vllm()
-        set_environment(jax.default_backend() == "cpu", config.vllm.enforce_eager)
+        set_environment(jax.default_backend() == "cpu", section.enforce_eager)
         from bridge.vllm.in_process import InProcessEngine
 
         engine = InProcessEngine(model.config, fp8_paths, settings)
     else:
         from bridge.vllm.server import ServerEngine
 
-        if section.mode == "server":
+        if isinstance(section, VllmServerSection):
             require_vllm()
-        engine = ServerEngine(model.config, fp8_paths, settings, url=section.url, log_directory=log_directory)
+        engine = ServerEngine(model.config, fp8_paths, settings, log_directory=log_directory)
     certificate = Certificate(
         engine=engine,
         score=Scorer(model),
         probe=probe_tokens(model.config.vocab_size, min(section.probe_tokens, config.max_sequence_tokens)),
-        tolerance=_tolerance(config),
+        tolerance=_tolerance(section, config.numerics.exact),
         on_mismatch=section.on_mismatch,
         record=record,
         warn=warn,
@@ -87,10 +88,10 @@ def build_vllm_engine(
     return engine
 
 
-def _tolerance(config: RunConfig) -> float:
-    """Of the probe, where `vllm.probe_logprob_tolerance` is null: FP32 roundoff in an exact run, else single BF16 roundings."""
-    given = config.vllm.probe_logprob_tolerance
-    return given if given is not None else 1e-6 if config.numerics.exact else 0.02
+def _tolerance(section: VllmSection, exact: bool) -> float:
+    """Of the probe, where `probe_logprob_tolerance` is null: FP32 roundoff in an exact run, else single BF16 roundings."""
+    given = section.probe_logprob_tolerance
+    return given if given is not None else 1e-6 if exact else 0.02
 
 
 def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
@@ -99,29 +100,14 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
     Raises:
       UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not make.
     """
-    section = config.vllm
-    if on_gpu and config.precision.scale_format != "float32":
+    fp8 = fp8_choices(config.precision)
+    if on_gpu and fp8.scale_format != "float32":
         raise UserError(
-            f"precision.scale_format: got {config.precision.scale_format!r} with vLLM on a GPU, whose quantiser here makes float32 scales, "
+            f"precision.scale_format: got {fp8.scale_format!r} with vLLM on a GPU, whose quantiser here makes float32 scales, "
             "expected float32, or rollout.engine: jax."
         )
-    return EngineSettings(
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        max_num_seqs=section.max_num_seqs,
-        promotion_order=config.precision.promotion_order,
-        exact=config.numerics.exact,
-        engine_variant=config.numerics.engine_variant,
-        scale_format=config.precision.scale_format,
-        gpu_memory_utilization=section.gpu_memory_utilization,
-        sleep=shares_gpu(config) and sleeps(section, on_gpu),
-        kv_cache_memory_mb=section.kv_cache_memory_mb,
-        enforce_eager=section.enforce_eager,
-        startup_timeout_s=section.startup_timeout_s,
-        request_timeout_s=section.request_timeout_s,
-        sync_timeout_s=section.sync_timeout_s,
-        restarts=section.restarts,
-    )
+    sleep = config.shared_vllm is not None and sleeps(config.shared_vllm, on_gpu)
+    return EngineSettings(config.rollout, fp8, config.numerics, sleep)
 
 
 def probe_tokens(vocab_size: int, count: int) -> list[int]:
@@ -148,7 +134,7 @@ def build_engine(
 
     Args and errors as `build_vllm_engine`; layout: the devices of the run, None is JAX's default device.
     """
-    if rollout.engine == "vllm":
+    if not isinstance(rollout.engine, JaxEngineSection):
         return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)
     build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
     return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)

@@ -25,8 +25,8 @@ import jax
 
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.load import dump_config, load_config
-from jetrl_jax.config.rules.tables import rewarded_verifier
 from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.task import rewarded_verifier
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.gpu_memory import check_device, share_gpu
 from jetrl_jax.devices.layout import Layout
@@ -132,8 +132,8 @@ class GRPOTrainer:
                 verifier=verifier,
                 **lengths,
             ),
-            sampler=SolutionSampler(task, policy.tokenizer, warm, row_tokens=config.row_tokens, **lengths) if warm.steps else None,
-            warm_programs=new_programs(build_warm_start_optimizer(warm)) if warm.steps else None,
+            sampler=SolutionSampler(task, policy.tokenizer, warm, row_tokens=config.row_tokens, **lengths) if warm else None,
+            warm_programs=new_programs(build_warm_start_optimizer(warm)) if warm else None,
             eval_verifier=verifier,
             reward_functions=reward_functions,
             console=self.console,

@@ -110,7 +110,7 @@ class Parts:
         """What was resolved, for the run's record."""
         return {
             "algorithm": self.algorithm.record(),
-            "engine": self.config.rollout.engine,
+            "engine": self.config.rollout.engine.kind,
             "eval_verifier": self.eval_verifier,
             "sharding": None if self.layout is None else self.layout.record(),
             "processes": processes.count(),

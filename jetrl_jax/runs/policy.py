@@ -21,8 +21,7 @@ from bridge.hf.read import read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.load import override_config
-from jetrl_jax.config.model import ModelSection
-from jetrl_jax.config.rules.vllm import shares_gpu
+from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
 from jetrl_jax.devices.gpu_memory import share_gpu
@@ -64,7 +63,7 @@ class Policy:
         save_checkpoint(directory, self.model.config, decoder_parameters(model), dtype=dtype, tokenizer=self.tokenizer, overwrite=True)
 
 
-def new_model_config(section: ModelSection, tokenizer: Tokenizer) -> ModelConfig:
+def new_model_config(section: NewModelSection, tokenizer: Tokenizer) -> ModelConfig:
     """The architecture of a new model with the tokenizer's vocabulary."""
     return ModelConfig(
         architecture=section.architecture,
@@ -101,7 +100,7 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     """
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
-    numerics = resolve(build_numerics(config.precision, config.numerics, config.rollout.engine), sizes)
+    numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)
     if isinstance(model, Decoder) or path is None:
         built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
         if isinstance(model, Decoder):
@@ -123,8 +122,11 @@ def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenize
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
     if isinstance(model, Decoder):
         sizes = model.config
+    elif path is not None:
+        sizes = read_config(path)
     else:
-        sizes = new_model_config(config.model, tokenizer) if path is None else read_config(path)
+        assert isinstance(config.model, NewModelSection)
+        sizes = new_model_config(config.model, tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise UserError(
             f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
@@ -139,7 +141,7 @@ def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenize
 
 
 def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | None:
-    return config.model.path if model is None or isinstance(model, Decoder) else str(model)
+    return config.model_path if model is None or isinstance(model, Decoder) else str(model)
 
 
 def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
@@ -181,8 +183,8 @@ def load_policy(
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
     """A policy that learns nothing here: its vLLM has nobody to take turns with, and stays awake."""
     share_gpu(config)  # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
-    if shares_gpu(config):
-        config = override_config(config, ["vllm.sleep=false"])
+    if config.shared_vllm is not None:
+        config = override_config(config, ["rollout.engine.sleep=false"])
     return build_policy(config, model=model)
 
 

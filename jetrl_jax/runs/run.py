@@ -183,7 +183,7 @@ class Run:
     def _warm_start(self, state: TrainState) -> TrainState:
         """The policy after the warm start, where there is one."""
         section, sampler, programs = self.config.warm_start, self.parts.sampler, self.parts.warm_programs
-        if sampler is None or programs is None:
+        if section is None or sampler is None or programs is None:
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
             start = programs.init(state.params)

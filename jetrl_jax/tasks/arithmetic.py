@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import ArithmeticSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import verify
 from jetrl_jax.tasks.base import Example, LazyExamples, check_options, format_prompt, option_int
@@ -95,7 +95,6 @@ class Sort:
 
 
 FAMILIES: dict[str, type] = {"sum": Sum, "chain": Chain, "reverse": Reverse, "sort": Sort}
-DEFAULT_FAMILY = "sum"
 
 
 def _draws(key: str) -> Draw:
@@ -122,7 +121,7 @@ class ArithmeticTask:
     separate_process = False
     notes: tuple[str, ...] = ()
 
-    def __init__(self, family: Any, section: TaskSection, seed: int, train_size: int, eval_size: int):
+    def __init__(self, family: Any, section: ArithmeticSection, seed: int, train_size: int, eval_size: int):
         self.name = type(family).__name__.lower()
         self._family, self._seed = family, seed
         self._template, self._eval_fraction = section.prompt_template, section.eval_fraction
@@ -168,12 +167,9 @@ class ArithmeticTask:
         )
 
 
-def build(section: TaskSection, seed: int) -> ArithmeticTask:
-    """The task of ``kind: arithmetic``; ``name: null`` is the family `DEFAULT_FAMILY`."""
-    name = section.name or DEFAULT_FAMILY
-    if name not in FAMILIES:
-        raise UserError(f"arithmetic: unknown family: got task.name={name!r}, expected one of {', '.join(FAMILIES)}.")
-    kind, where = FAMILIES[name], f"arithmetic {name}"
+def build(section: ArithmeticSection, seed: int) -> ArithmeticTask:
+    """The task of ``kind: arithmetic``."""
+    kind, where = FAMILIES[section.name], f"arithmetic {section.name}"
     specs: dict[str, Any] = {f.name: f for f in fields(kind)}
     check_options(where, section.options, [*specs, "train_size", "eval_size"])
     values = {key: option_int(where, section.options, key, f.default, f.metadata["low"], f.metadata["high"]) for key, f in specs.items()}

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import Gsm8kSection
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import records
@@ -33,7 +33,7 @@ def directory(path: str | None) -> Path:
     return user_path(path or os.environ.get("GSM8K_DIR") or beside)
 
 
-def build(section: TaskSection) -> ListTask:
+def build(section: Gsm8kSection) -> ListTask:
     """The task of ``kind: gsm8k``: train.jsonl to train on, test.jsonl held out."""
     check_options("gsm8k", section.options, ["extraction"])
     extraction = section.options.get("extraction", "hash")
@@ -48,7 +48,7 @@ def build(section: TaskSection) -> ListTask:
     problems: list[str] = []
     train, held_out = (_examples(folder / name, section.prompt_template, problems) for name in ("train.jsonl", "test.jsonl"))
     raise_broken("gsm8k", problems)
-    train, held_out, notes = records.split_examples("gsm8k", train, held_out, section.eval_fraction)
+    train, held_out, notes = records.split_examples("gsm8k", train, held_out)
     return ListTask("gsm8k", train, held_out, _EXTRACTION[extraction], notes)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import ReasoningGymSection
 from jetrl_jax.errors import UserError, missing_extra
 from jetrl_jax.tasks.base import Example, LazyExamples, format_prompt, option_int
 from jetrl_jax.text.answers import answer_part
@@ -93,9 +93,15 @@ class ReasoningGymTask:
     separate_process = True
 
     def __init__(
-        self, name: str, config: dict[str, Any], section: TaskSection, seed: int, train_size: int, eval_size: int, answer_tag: str | None
+        self,
+        config: dict[str, Any],
+        section: ReasoningGymSection,
+        seed: int,
+        train_size: int,
+        eval_size: int,
+        answer_tag: str | None,
     ):
-        self.name = name
+        self.name = name = section.name
         self._template = section.prompt_template
         self._verifier = ReasoningGymVerifier(name, config, answer_tag)
         train_seed = int.from_bytes(hashlib.sha256(f"train/{seed}".encode()).digest()[:4], "big") % (1 << 29)
@@ -146,10 +152,8 @@ class ReasoningGymTask:
         )
 
 
-def build(section: TaskSection, seed: int) -> ReasoningGymTask:
+def build(section: ReasoningGymSection, seed: int) -> ReasoningGymTask:
     """The task of ``kind: reasoning_gym``; ``name`` is the dataset."""
-    if section.name is None:
-        raise UserError("reasoning_gym: no dataset given: got task.name=None, expected a dataset's name, such as chain_sum.")
     config = dict(section.options)
     train_size = option_int("reasoning_gym", config, "train_size", _TRAIN_SIZE, 1, _LARGEST)
     eval_size = option_int("reasoning_gym", config, "eval_size", _EVAL_SIZE, 1, _LARGEST)
@@ -163,6 +167,6 @@ def build(section: TaskSection, seed: int) -> ReasoningGymTask:
             raise UserError(
                 f"reasoning_gym: task.options.{key} is not free: got {config[key]!r}, expected seed, train_size and eval_size instead."
             )
-    task = ReasoningGymTask(section.name, config, section, seed, train_size, eval_size, answer_tag)
+    task = ReasoningGymTask(config, section, seed, train_size, eval_size, answer_tag)
     task.train[0]  # fails here, not in the middle of a run, where the dataset is too small for both splits
     return task

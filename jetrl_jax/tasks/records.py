@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import DatasetsSection, FileSection, RowsSection
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError, missing_extra
 from jetrl_jax.tasks import verify
@@ -79,22 +79,18 @@ class _Broken(str):
     """Why a line is no record."""
 
 
-def build(section: TaskSection) -> ListTask:
+def build(section: FileSection | DatasetsSection) -> ListTask:
     """The task of ``kind: jsonl``, ``parquet`` or ``datasets``."""
-    if section.kind == "datasets":
+    if isinstance(section, DatasetsSection):
         check_options("datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"])
-        if section.name is None:
-            raise UserError("datasets: no dataset given: got task.name=None, expected a local directory or a hub name.")
         return _task(section.name, *_dataset_rows(section), section)
     check_options(section.kind, section.options, ROW_OPTIONS)
-    if section.path is None:
-        raise UserError(f"{section.kind}: no file given: got task.path=None, expected the training file.")
     read = jsonl_rows if section.kind == "jsonl" else parquet_rows
     held_out = None if section.eval_path is None else read(section.eval_path, section.answer_field)
     return _task(Path(section.path).name, read(section.path, section.answer_field), held_out, section)
 
 
-def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: TaskSection) -> ListTask:
+def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: RowsSection) -> ListTask:
     """A task from rows in memory: dicts with the fields of a record; of ``section.options`` its verifier and solution_field are read."""
     plain = section.model_copy(update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}})
 
@@ -201,13 +197,13 @@ def _file(path: str | Path) -> Path:
     return path
 
 
-def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | None]:
+def _dataset_rows(section: DatasetsSection) -> tuple[Iterator[Row], Iterator[Row] | None]:
     """Rows of a Hugging Face dataset: one saved by ``save_to_disk``, a directory of files, or a hub name."""
     try:
         import datasets
     except ImportError as error:
         raise missing_extra("datasets", "datasets", "tasks") from error
-    name, options = str(section.name), section.options
+    name, options = section.name, section.options
     local = user_path(name)
     try:
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
@@ -233,7 +229,7 @@ def _dataset_rows(section: TaskSection) -> tuple[Iterator[Row], Iterator[Row] | 
     return train, rows("eval_split", None)
 
 
-def _examples(rows: Iterable[Row], section: TaskSection, verifier: str, problems: list[str]) -> list[Example]:
+def _examples(rows: Iterable[Row], section: RowsSection, verifier: str, problems: list[str]) -> list[Example]:
     """The examples of a source, each asked of the verifier; sentences on broken records are added to ``problems``."""
     solution_field = section.options.get("solution_field")
     examples: list[Example] = []
@@ -252,7 +248,7 @@ def _examples(rows: Iterable[Row], section: TaskSection, verifier: str, problems
     return examples
 
 
-def _reason(record: Any, section: TaskSection, solution_field: str | None, verifier: str) -> str | None:
+def _reason(record: Any, section: RowsSection, solution_field: str | None, verifier: str) -> str | None:
     """Why a record cannot be used, or None."""
     if isinstance(record, _Broken):
         return str(record)
@@ -280,7 +276,7 @@ def _reason(record: Any, section: TaskSection, solution_field: str | None, verif
     return None if problem is None else f"{section.answer_field!r} cannot be compared by {verifier}: {problem}"
 
 
-def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None, section: TaskSection) -> ListTask:
+def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None, section: RowsSection) -> ListTask:
     verifier = section.options.get("verifier", "exact_match")
     if verifier not in verify.VERIFIERS:
         raise UserError(
@@ -295,7 +291,7 @@ def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None,
 
 
 def split_examples(
-    name: str, train: list[Example], held_out: list[Example] | None, eval_fraction: float
+    name: str, train: list[Example], held_out: list[Example] | None, eval_fraction: float = 0.0
 ) -> tuple[list[Example], list[Example], tuple[str, ...]]:
     """(train, held-out, notes) with no prompt in both; holds out a share of ``train`` where no held-out set is given."""
     notes: tuple[str, ...] = ()

@@ -17,10 +17,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import (
+    ArithmeticSection,
+    FunctionSection,
+    Gsm8kSection,
+    ReasoningGymSection,
+    RowsSection,
+    TaskSection,
+)
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.base import Task, load_object
 
@@ -32,7 +39,15 @@ def build_task(section: TaskSection, seed: int) -> Task:
     runs of several seeds are compared on the same items and none has trained on another's.
     Raises `UserError` naming the field, file and line, option or missing extra.
     """
-    return _BUILDERS[section.kind](section, seed)
+    if isinstance(section, FunctionSection):
+        return _function(section, seed)
+    from jetrl_jax.tasks import arithmetic, gsm8k, reasoning_gym, records
+
+    if isinstance(section, ArithmeticSection):
+        return arithmetic.build(section, seed)
+    if isinstance(section, ReasoningGymSection):
+        return reasoning_gym.build(section, seed)
+    return gsm8k.build(section) if isinstance(section, Gsm8kSection) else records.build(section)
 
 
 def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
@@ -54,14 +69,21 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
             raise UserError(f"as_task: option without an effect: got task.options.{key}, expected none such. {why}")
     if hasattr(dataset, "verify"):
         return _checked(dataset, name)
+    rows = section if isinstance(section, RowsSection) else _rows(section, name)
     if isinstance(dataset, Mapping) and set(dataset) == {"train", "eval"}:
-        return records.task_from_rows(name, dataset["train"], dataset["eval"], section)
+        return records.task_from_rows(name, dataset["train"], dataset["eval"], rows)
     if isinstance(dataset, Mapping | str | bytes) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             f"as_task: {name} is no task: got {type(dataset).__name__}, expected a Task (name, train, eval, verify), "
             'a list of dicts or {"train": [...], "eval": [...]}.'
         )
-    return records.task_from_rows(name, dataset, None, section)
+    return records.task_from_rows(name, dataset, None, rows)
+
+
+def _rows(section: TaskSection, name: str) -> RowsSection:
+    """How rows are read in place of a task that is made or has its own files: by the defaults, but for what both have."""
+    shared = {field: getattr(section, field) for field in RowsSection.model_fields if field in type(section).model_fields}
+    return FunctionSection.model_validate(shared | {"kind": "function", "name": name})
 
 
 def _checked(task: Any, name: str) -> Task:
@@ -85,10 +107,8 @@ def _checked(task: Any, name: str) -> Task:
     return checked
 
 
-def _function(section: TaskSection, seed: int) -> Task:
+def _function(section: FunctionSection, seed: int) -> Task:
     """What a user's function returns, as a task; it is called with task.options and, where it takes one, the seed."""
-    if section.name is None:
-        raise UserError("build_task: no function given: got task.name=None, expected module:function.")
     where = f"build_task: function {section.name}"
     function = load_object(where, section.name)
     if not callable(function):
@@ -106,38 +126,3 @@ def _function(section: TaskSection, seed: int) -> Task:
     except Exception as error:
         raise UserError(f"{where}: called with {', '.join(kwargs) or 'nothing'}, it failed: {type(error).__name__}: {error}") from error
     return as_task(made, section.model_copy(update={"options": {}}), section.name)  # they were the function's arguments
-
-
-def _arithmetic(section: TaskSection, seed: int) -> Task:
-    from jetrl_jax.tasks import arithmetic
-
-    return arithmetic.build(section, seed)
-
-
-def _reasoning_gym(section: TaskSection, seed: int) -> Task:
-    from jetrl_jax.tasks import reasoning_gym
-
-    return reasoning_gym.build(section, seed)
-
-
-def _records(section: TaskSection, seed: int) -> Task:
-    from jetrl_jax.tasks import records
-
-    return records.build(section)
-
-
-def _gsm8k(section: TaskSection, seed: int) -> Task:
-    from jetrl_jax.tasks import gsm8k
-
-    return gsm8k.build(section)
-
-
-_BUILDERS: dict[str, Callable[[TaskSection, int], Task]] = {
-    "arithmetic": _arithmetic,
-    "reasoning_gym": _reasoning_gym,
-    "jsonl": _records,
-    "parquet": _records,
-    "datasets": _records,
-    "gsm8k": _gsm8k,
-    "function": _function,
-}

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jetrl_jax.config.model import TokenizerSection
+from jetrl_jax.config.model import ByteSection, CharacterSection, TokenizerSection
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError, missing_extra
 from jetrl_jax.text.answers import CLOSES, OPENS
@@ -388,9 +388,9 @@ class HuggingFaceTokenizer:
 
 def build_tokenizer(section: TokenizerSection, model_path: str | None = None) -> Tokenizer:
     """The tokenizer of a config; ``model_path`` is where a huggingface tokenizer is looked for when it names no path."""
-    if section.kind == "character":
+    if isinstance(section, CharacterSection):
         return CharacterTokenizer(section.characters)
-    if section.kind == "byte":
+    if isinstance(section, ByteSection):
         return ByteTokenizer()
     path = section.path or model_path
     if path is None:

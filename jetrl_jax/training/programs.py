@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jetrl_jax.config.precision import Fp16Section
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
 from jetrl_jax.devices.processes import fetch, jit, place
@@ -292,6 +293,6 @@ def build_programs(
         optimizer or build_optimizer(config.optimizer, config.total_updates),
         temperature=config.rollout.temperature if optimizer is None else 1.0,
         chunk_tokens=config.batch.logprob_chunk_tokens,
-        loss_scale=LossScale.start(config.loss_scale) if config.precision.preset == "fp16" else None,
+        loss_scale=LossScale.start(config.precision.loss_scale) if isinstance(config.precision, Fp16Section) else None,
         layout=layout,
     )

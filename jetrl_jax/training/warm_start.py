@@ -59,7 +59,7 @@ class SolutionSampler:
         if not any(probe):
             raise UserError(
                 f"warm_start: no usable worked solution: got task {task.name} whose first {len(probe)} solutions are empty or exceed "
-                f"{row_tokens} tokens with their prompts. Set warm_start.steps: 0 or raise rollout.max_completion_tokens."
+                f"{row_tokens} tokens with their prompts. Set warm_start: null or raise rollout.max_completion_tokens."
             )
 
     def batch(self, step: int) -> TrainBatch:

@@ -58,7 +58,7 @@ SMALL_RUN = (
     "batch.microbatch_tokens=76",
     "batch.row_tokens=19",
 )
-EMBEDDED = ("rollout.slots=8", "rollout.prefill_rows=2")
+EMBEDDED = ("rollout.engine.slots=8", "rollout.engine.prefill_rows=2")
 STEPS = (
     "run.steps=3",
     "warm_start.steps=20",

@@ -27,7 +27,7 @@ from safetensors.numpy import save
 from bridge.hf.read import load_checkpoint
 from bridge.hf.safetensors_file import read_header
 from jetrl_jax.config.load import load_config
-from jetrl_jax.config.task import TaskSection
+from jetrl_jax.config.task import FileSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.registry import build_task
 
@@ -116,7 +116,7 @@ def read_index(file: Path) -> None:
 
 def read_jsonl(file: Path) -> None:
     """A task of the file's records."""
-    build_task(TaskSection(kind="jsonl", path=str(file)), 0)
+    build_task(FileSection(path=str(file)), 0)
 
 
 def seeds(target: str) -> list[bytes]:

@@ -81,7 +81,7 @@ ONCE = ("--stretches", "1", "--steps", "5", "--left-out", "1", *_sets(warm_start
 SMALL = (
     *("--stretches", "1", "--steps", "3", "--left-out", "1"),
     *_sets(warm_start__steps="2", warm_start__batch_size="32", task__options="{length: 13}", eval__prompts="8", eval__samples="1"),
-    *_sets(rollout__prompts_per_step="8", rollout__slots="16", rollout__prefill_rows="8"),
+    *_sets(rollout__prompts_per_step="8", rollout__engine__slots="16", rollout__engine__prefill_rows="8"),
     *_sets(rollout__max_prompt_tokens="16", rollout__max_completion_tokens="48", batch__microbatch_tokens="4096"),
 )
 # The config's own training shapes; short prompts, so that the engine compiles two sizes of prefill and not five.
@@ -94,8 +94,8 @@ FAST = (
 NARROW = (
     *("--steps", "2", "--left-out", "1"),
     *_sets(model__num_layers="1", model__hidden_size="128", model__intermediate_size="128", model__num_heads="1", model__num_kv_heads="1"),
-    *_sets(warm_start__batch_size="4", rollout__prompts_per_step="2", rollout__group_size="2", rollout__slots="4"),
-    *_sets(rollout__prefill_rows="4", rollout__max_completion_tokens="16", eval__prompts="2", batch__microbatch_tokens="256"),
+    *_sets(warm_start__batch_size="4", rollout__prompts_per_step="2", rollout__group_size="2", rollout__engine__slots="4"),
+    *_sets(rollout__engine__prefill_rows="4", rollout__max_completion_tokens="16", eval__prompts="2", batch__microbatch_tokens="256"),
 )
 VLLM_RUN = ("--config", "configs/tiny_vllm_cpu.yaml", "--set", "run.directory={scratch}/vllm")
 

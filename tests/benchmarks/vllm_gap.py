@@ -34,6 +34,7 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.types import Request
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
+from tests.sections import changed
 
 ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2}
 Asked = tuple[EngineSettings, list[Request]]
@@ -45,7 +46,7 @@ def asked(config: ModelConfig, seed: int, count: int, context: int | None) -> tu
         return config, (SETTINGS, requests(count))
     config = dataclasses.replace(config, max_position_embeddings=context + 64)
     ids = np.random.default_rng(seed).integers(3, config.vocab_size, (4, context)).tolist()
-    settings = dataclasses.replace(SETTINGS, max_prompt_tokens=context, max_num_seqs=4)
+    settings = changed(SETTINGS, max_prompt_tokens=context, max_num_seqs=4)
     return config, (settings, [Request(i, prompt, i) for i, prompt in enumerate(ids)])
 
 
@@ -54,7 +55,7 @@ def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how
     from bridge.vllm.in_process import InProcessEngine
 
     settings, prompts = what
-    settings = dataclasses.replace(settings, engine_variant=policy.numerics.engine_variant, **how)
+    settings = changed(settings, engine_variant=policy.numerics.engine_variant, **how)
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), settings)
     engine.load(policy.published, 0)
     trajectories = engine.generate(prompts, SAMPLING)
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
     parser.add_argument("--vllm-operations", action="store_true", help="also with vLLM's own operations (numerics.exact: false)")
-    parser.add_argument("--compiled", action="store_true", help="also compiled and, on a GPU, in CUDA graphs (vllm.enforce_eager: false)")
+    parser.add_argument("--compiled", action="store_true", help="also compiled and, on a GPU, in CUDA graphs (enforce_eager: false)")
     options = parser.parse_args()
     on_cpu = jax.default_backend() == "cpu"
     set_environment(on_cpu, eager=not options.compiled)

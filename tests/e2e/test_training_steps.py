@@ -101,11 +101,11 @@ def test_every_algorithm_takes_a_step(algorithm, compiled, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "correction",
     [
-        {"weight": "token_truncate", "normalize": True, "reject": "k3", "reject_level": "token", "reject_high": 1e-7, "veto": 1e-4},
-        {"weight": "sequence_mask", "low": 0.99, "high": 1.01},
+        {"weight": {"kind": "token_truncate", "normalize": True}, "reject": {"kind": "k3", "level": "token", "high": 1e-7}, "veto": 1e-4},
+        {"weight": {"kind": "sequence_mask", "low": 0.99, "high": 1.01}},
         {"mode": "bypass"},
     ],
-    ids=lambda value: value.get("weight", "bypass"),
+    ids=lambda value: value.get("weight", {"kind": "bypass"})["kind"],
 )
 def test_correction_of_the_flow_that_needs_one(correction, compiled, tmp_path, monkeypatch):
     fields = {"algorithm": {"minibatches": 2}, "correction": correction}
@@ -113,7 +113,8 @@ def test_correction_of_the_flow_that_needs_one(correction, compiled, tmp_path, m
         fields |= {"precision": {"preset": "fp8_rollout_only"}, "numerics": {"exact": False}, "warm_start": None}  # compiles faster
         trainer = GRPOTrainer(tiny_config(tmp_path / "run", **fields), reward_functions=[shorter])
     else:
-        wider = {"reject_high": 0.15} if "reject" in correction else {"low": 0.7, "high": 1.4} if "low" in correction else {}
+        wider = {"reject": {"kind": "k3", "level": "token", "high": 0.15}} if "reject" in correction else {}
+        wider |= {"weight": {"kind": "sequence_mask", "low": 0.7, "high": 1.4}} if "weight" in correction and not wider else {}
         fields["correction"] = correction | wider  # the script's mismatch is larger than that of an FP8 rollout
         trainer = scripted_trainer(tmp_path / "run", monkeypatch, **fields)
     row = trainer.dry_run()["metrics"]
@@ -129,7 +130,7 @@ def test_correction_of_the_flow_that_needs_one(correction, compiled, tmp_path, m
 def test_correction_of_an_exact_flow_changes_nothing(compared, tmp_path):
     """Compiled, with what asks most of the programs: two minibatches, ratios of sequences, and a reference."""
     fields = {"warm_start": None, "precision": {"preset": "bf16"}, "algorithm": {"name": "gspo", "kl_coef": 0.1, "minibatches": 2}}
-    correction = {"weight": "token_truncate", "normalize": True, "reject": "k1", "veto": 1e-4}
+    correction = {"weight": {"kind": "token_truncate", "normalize": True}, "reject": "k1", "veto": 1e-4}
     config = tiny_config(tmp_path / "corrected", **fields, correction=correction)
     corrected = GRPOTrainer(config, reward_functions=[shorter]).dry_run()["metrics"]
     assert np.isfinite(corrected["loss/total"]) and corrected["policy/reference_kl"] > 0, "the second minibatch's policy has moved"
@@ -153,7 +154,7 @@ def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path, monkeypat
     """No program is traced twice meanwhile, neither for a state that was restored nor for the engine that samples from it."""
     trace_once(monkeypatch)
     directory = tmp_path / "run"
-    fields = {"precision": {"preset": "fp16"}, "loss_scale": {"initial": 2.0**20, "growth_interval": 2}, "warm_start": None}
+    fields = {"precision": {"preset": "fp16", "loss_scale": {"initial": 2.0**20, "growth_interval": 2}}, "warm_start": None}
     length = {"tensorboard": False, "samples_per_step": 0}
     whole = GRPOTrainer(tiny_config(tmp_path / "whole", **fields, run={"steps": 4, **length}), reward_functions=[shorter])
     whole.train()
@@ -326,8 +327,8 @@ def test_what_the_inputs_say_wrong_is_told_before_a_device_is_touched(fields, me
 
 
 def test_a_vllm_that_cannot_sleep_here_is_refused_before_anything_is_written(tmp_path):
-    fields = {"model": TINY["model"], "rollout": {"engine": "vllm"}, "vllm": {"sleep": True}, "run": {"directory": str(tmp_path / "run")}}
-    with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU"):
+    fields = {"model": TINY["model"], "rollout": {"engine": {"kind": "vllm", "sleep": True}}, "run": {"directory": str(tmp_path / "run")}}
+    with pytest.raises(UserError, match=r"rollout\.engine\.sleep: got true on a CPU"):
         GRPOTrainer(config_from_dict(fields), reward_functions=[shorter])
     assert not (tmp_path / "run").exists()
 
@@ -376,7 +377,7 @@ def test_train_tokens_are_those_that_the_programs_are_given(reject_level, tmp_pa
         return real(self, state, batch, *arguments)
 
     monkeypatch.setattr(ScriptedPrograms, "policy_gradient", policy_gradient)
-    correction = {"reject": "k3", "reject_level": reject_level, "reject_high": 0.15}  # about the script's own mismatch
+    correction = {"reject": {"kind": "k3", "level": reject_level, "high": 0.15}}  # about the script's own mismatch
     trainer = scripted_trainer(tmp_path / "run", monkeypatch, algorithm={"epochs": 2, "minibatches": 2}, correction=correction)
     row = trainer.dry_run()["metrics"]
     sequences = row["count/completions"] * (row["length/completion_tokens_mean"] + row["length/prompt_tokens_mean"])

@@ -26,8 +26,13 @@ MODEL = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_h
 def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, compilation_cache: Path) -> None:
     sections: dict[str, Any] = {
         "model": MODEL,
-        "rollout": {"engine": "vllm", "prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8, "max_completion_tokens": 6},
-        "vllm": {"mode": "server", "max_num_seqs": 16, "kv_cache_memory_mb": 64},
+        "rollout": {
+            "engine": {"kind": "vllm_server", "max_num_seqs": 16, "kv_cache_memory_mb": 64},
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 8,
+            "max_completion_tokens": 6,
+        },
         "checkpoint": {"every_steps": 1},
         "run": {"directory": str(tmp_path / "run"), "steps": STEPS, "tensorboard": False},
     }

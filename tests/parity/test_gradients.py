@@ -22,7 +22,6 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax.config.learning import AlgorithmSection
 from jetrl_jax.models import linear
 from jetrl_jax.models.ops import rms_norm
 from jetrl_jax.precision.parameters import map_params, named_params
@@ -34,13 +33,14 @@ from pallas_kernels import ScaledArray
 from tests.oracles import decoder_oracle, rl_oracle
 from tests.oracles.tolerances import U_BF16, U_E4M3, gamma
 from tests.parity.small_policy import CONFIG, SmallPolicy, trajectories
+from tests.sections import algorithm_section
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTHS = [(5, 43), (3, 40), (9, 21), (2, 14), (4, 44), (6, 38)]
 ROW_TOKENS = 48
 ADVANTAGES = [1.2, -0.7, 0.4, -1.1, 0.9, -0.3]
-ALGORITHM = resolve_algorithm(AlgorithmSection(), 44)
+ALGORITHM = resolve_algorithm(algorithm_section(), 44)
 Gradient = dict[str, np.ndarray]
 # The longest chain of FP32 sums behind a gradient.  Between operations a BF16 rounding is tipped over by an FP32 error e with
 # probability e / u, and moves the value by 2 u; at most 20 of them lie in a row, and they add up as squares in the norm.

@@ -52,7 +52,7 @@ def test_output_that_cannot_be_written_is_an_error_before_anything_runs(file, tm
 def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     policy.save(tmp_path / "model", dtype="float32")
-    fields = ["precision.preset=fp8_unified", "vllm.kv_cache_memory_mb=64", "vllm.max_num_seqs=16"]
+    fields = ["precision.preset=fp8_unified", "rollout.engine.kv_cache_memory_mb=64", "rollout.engine.max_num_seqs=16"]
     fields += [f"rollout.{name}={value}" for name, value in LENGTHS.items()]
     command = ["--model", str(tmp_path / "model"), "--sequences", "8", "--json", str(tmp_path / "parity.json")]
     command += [word for field in fields for word in ("--set", field)]

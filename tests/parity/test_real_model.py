@@ -259,7 +259,7 @@ def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_
 
 # ------------------------------------------------------------------------------------------------------------------ vLLM
 
-VLLM = {"rollout": {"engine": "vllm"}, "vllm": {"max_num_seqs": 4, "kv_cache_memory_mb": 64, "probe_tokens": 16}}
+VLLM = {"rollout": {"engine": {"kind": "vllm", "max_num_seqs": 4, "kv_cache_memory_mb": 64, "probe_tokens": 16}}}
 
 
 def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit(part):

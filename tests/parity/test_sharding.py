@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.config.devices import ShardingSection
-from jetrl_jax.config.learning import AlgorithmSection
 from jetrl_jax.config.precision import LossScaleSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
@@ -36,6 +35,7 @@ from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
+from tests.sections import algorithm_section
 
 # Every degree up to 4 fits; "partial" has a partial block along the axis that is not split, "odd" a vocabulary that is not.
 WIDE = dataclasses.replace(CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
@@ -224,7 +224,7 @@ def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
 )
 def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):
     one = policy("fp32", "small")
-    algorithm = resolve_algorithm(AlgorithmSection(name=name, loss_aggregation=aggregation), ROW, RunConfig().correction)
+    algorithm = resolve_algorithm(algorithm_section(name=name, loss_aggregation=aggregation), ROW, RunConfig().correction)
     found = {}
     for mesh, rows in (((1, 1, 1), 12), ((2, 1, 1), 2), ((2, 2, 2), 8)):
         many = small_programs(mesh)

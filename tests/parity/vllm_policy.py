@@ -15,13 +15,16 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.embedded import score
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.parity.small_policy import CONFIG, SmallPolicy
+from tests.sections import engine_settings
 
 QWEN3 = dataclasses.replace(
     CONFIG, vocab_size=128, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64
 )
 QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)
 PROMPT, COMPLETION = 24, 40
-SETTINGS = EngineSettings(max_prompt_tokens=PROMPT, max_completion_tokens=COMPLETION, max_num_seqs=32, kv_cache_memory_mb=64)
+LENGTHS = {"max_prompt_tokens": PROMPT, "max_completion_tokens": COMPLETION}
+LIMITS = {"max_num_seqs": 32, "kv_cache_memory_mb": 64}
+SETTINGS = engine_settings(**LENGTHS, **LIMITS)
 SAMPLING = SamplingParams(1.0, COMPLETION, (1,), 0)
 
 
@@ -46,7 +49,7 @@ class Scorer:
 
     def __init__(self, policy: SmallPolicy, settings: EngineSettings = SETTINGS) -> None:
         self._score = score.Scorer(policy.rollout_model())
-        self._length = settings.max_prompt_tokens + settings.max_completion_tokens
+        self._length = settings.longest
 
     def __call__(self, published: nnx.State, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """Logprobs of all completion tokens, one after the other, at temperature 1."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_jax.config.task import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.tasks import verify
@@ -21,6 +21,7 @@ from jetrl_jax.tasks.base import Example
 from jetrl_jax.tasks.records import ListTask
 from jetrl_jax.tasks.registry import as_task
 from jetrl_jax.text.answers import answer_part, answer_text, opens_thought, with_opening
+from tests.sections import task_section
 
 
 class Colour(IntEnum):
@@ -148,7 +149,7 @@ def test_rewards_tell_verifiers_and_functions_that_ask_how_the_prompt_ended():
 
 def test_rewards_ask_their_verifier_about_every_answer_of_the_task():
     rows = [{"prompt": f"q{i}", "answer": "1/2" if i == 7 else str(i)} for i in range(41)]
-    task = as_task(rows, TaskSection(eval_fraction=0.1))
+    task = as_task(rows, task_section(eval_fraction=0.1))
     with pytest.raises(
         UserError, match=r"reward boxed: 1 broken record:\n  dataset:train\[7\]: boxed cannot compare .*got '1/2', expected a number"
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from pydantic import ValidationError
 
 from jetrl_jax.config.learning import BatchSection
 from jetrl_jax.config.load import config_from_dict, dump_config, load_config, override_config
-from jetrl_jax.config.rules.tables import no_effects
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import all_fields
+from jetrl_jax.config.schema import FieldType, all_fields, type_of
 from jetrl_jax.config.task import RewardSection
+from jetrl_jax.config.types import Section
 from jetrl_jax.errors import UserError
+from jetrl_jax.record.run_directory import flatten
 
 
 def load(directory: Path, text: str, *overrides: str) -> RunConfig:
@@ -102,13 +104,18 @@ def test_config_is_frozen() -> None:
     [
         ("seed=7", "seed", 7),
         ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
-        (" rollout.slots = 8 ", "rollout.slots", 8),
-        ("rollout={slots: 8}", "rollout.slots", 8),
+        (" rollout.group_size = 8 ", "rollout.group_size", 8),
+        ("rollout={group_size: 8}", "rollout.group_size", 8),
         ("run.directory=runs/a=b c", "run.directory", "runs/a=b c"),
         ("run.directory=2024", "run.directory", "2024"),
         ("run.directory='2024'", "run.directory", "2024"),
         ("run.wandb_project=null", "run.wandb_project", None),
         ('run.wandb_project="null"', "run.wandb_project", "null"),
+        ("algorithm=dapo", "algorithm.clip_high", 0.28),
+        ("rollout.engine=vllm_server", "rollout.engine.restarts", 0),
+        ("correction.weight=token_mask", "correction.weight.low", 0.5),
+        ("warm_start.steps=3", "warm_start.batch_size", 256),
+        ("model.path=a", "model.path", "a"),
         ("tokenizer.characters=0123456789 ", "tokenizer.characters", "0123456789 "),
         ("task.prompt_template={prompt}: ", "task.prompt_template", "{prompt}: "),
         ("batch.row_tokens=null", "batch.row_tokens", None),
@@ -132,9 +139,9 @@ def test_override_of_a_list_entry_keeps_the_rest(tmp_path: Path) -> None:
 
 
 def test_overrides_come_after_the_file_and_the_last_one_counts(tmp_path: Path) -> None:
-    config = load(tmp_path, "rollout:\n  slots: 4\n  group_size: 4\n", "rollout.slots=5", "rollout.slots=6")
-    assert (config.rollout.slots, config.rollout.group_size) == (6, 4)
-    assert load(tmp_path, "rollout: {slots: 4, group_size: 4}", "rollout={slots: 5}").rollout.group_size == RunConfig().rollout.group_size
+    config = load(tmp_path, "rollout:\n  top_k: 0\n  group_size: 4\n", "rollout.prompts_per_step=5", "rollout.prompts_per_step=6")
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (6, 4)
+    assert load(tmp_path, "rollout: {group_size: 4}", "rollout={prompts_per_step: 5}").rollout.group_size == RunConfig().rollout.group_size
 
 
 def test_override_may_repair_the_file(tmp_path: Path) -> None:
@@ -142,38 +149,60 @@ def test_override_may_repair_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "override", "path"),
+    ("text", "override", "gone", "kept"),
     [
-        ("model: {hidden_size: 64, num_heads: 2, num_kv_heads: 2}", "model.path=some/dir", "model.hidden_size"),
-        ("warm_start: {steps: 10, batch_size: 4, noise: 0.5}", "warm_start.steps=0", "warm_start.batch_size"),
-        ("algorithm: {name: dapo, max_generation_rounds: 3}", "algorithm.name=grpo", "algorithm.max_generation_rounds"),
-        ("precision: {wgrad_operand: dual}", "precision.preset=fp8_forward", "precision.wgrad_operand"),
-        ("precision: {overrides: [{pattern: layers.0.*, format: bf16}]}", "precision.preset=bf16", "precision.overrides"),
-        ("task: {kind: jsonl, path: a.jsonl, prompt_field: question}", "task.kind=arithmetic", "task.path"),
-        ("rewards: [{name: math_verify, weight: 2, timeout_s: 3}]", "rewards.0.name=boxed", "rewards.0.timeout_s"),
+        ("model: {hidden_size: 64, num_heads: 2, num_kv_heads: 2}", "model.path=some/dir", "model.hidden_size", ""),
+        ("warm_start: {steps: 10, batch_size: 4, noise: 0.5}", "warm_start=null", "warm_start.steps", ""),
+        ("algorithm: {name: gspo, dual_clip: 3.0, kl_coef: 0.1}", "algorithm=cispo", "algorithm.dual_clip", "algorithm.kl_coef"),
+        ("algorithm: gspo", "algorithm.name=dapo", "algorithm.no", "algorithm.dynamic_sampling"),
+        (
+            "precision: {wgrad_operand: dual, scale_format: power_of_two}",
+            "precision.preset=fp8_forward",
+            "precision.wgrad_operand",
+            "precision.scale_format",
+        ),
+        ("precision: {overrides: [{pattern: layers.0.*, format: bf16}]}", "precision.preset=bf16", "precision.overrides", ""),
+        ("task: {kind: jsonl, path: a.jsonl, eval_fraction: 0.5}", "task.kind=arithmetic", "task.path", "task.eval_fraction"),
+        ("rollout: {engine: {kind: jax, slots: 4}}", "rollout.engine=vllm", "rollout.engine.slots", ""),
+        (
+            "rollout: {engine: {kind: vllm, max_num_seqs: 4}}",
+            "rollout.engine.kind=vllm_server",
+            "rollout.engine.no",
+            "rollout.engine.max_num_seqs",
+        ),
+        ("correction: {weight: {kind: token_mask, low: 0.1}, veto: 0.1}", "correction.mode=bypass", "correction.weight", ""),
     ],
 )
-def test_override_that_switches_off_drops_what_the_file_says_of_it(text: str, override: str, path: str, tmp_path: Path) -> None:
+def test_override_of_a_kind_drops_what_the_file_says_of_the_old_one(text: str, override: str, gone: str, kept: str, tmp_path: Path) -> None:
     config = load(tmp_path, text, override)
-    section, name = path.split(".")[0], path.split(".")[-1]
-    part = config.rewards[0] if section == "rewards" else getattr(config, section)
-    assert name not in part.model_fields_set
-    assert getattr(part, name) == type(part).model_fields[name].default
+    written = flatten(yaml.safe_load(dump_config(config)))
+    assert not any(f"{name}.".startswith(f"{gone}.") for name in written)
+    said = flatten(yaml.safe_load(text))
+    assert not kept or written[kept] == said.get(kept, True)
     assert reload(config, tmp_path) == config
-    (tmp_path / "again.yaml").write_text(text)
-    merged = yaml.safe_load(text)
-    merged[section] = (
-        [merged[section][0] | {"name": "boxed"}]
-        if section == "rewards"
-        else merged[section] | {override.split("=")[0].split(".")[1]: yaml.safe_load(override.split("=")[1])}
+
+
+def test_override_of_a_kind_and_of_a_field_of_another_is_an_error(tmp_path: Path) -> None:
+    for overrides in (["algorithm=cispo", "algorithm.dual_clip=3"], ["algorithm.dual_clip=3", "algorithm=cispo"]):
+        with pytest.raises(UserError, match=r"dual_clip belongs to name grpo, .*; this is name cispo\n"):
+            load(tmp_path, "seed: 1", *overrides)
+
+
+def test_a_kind_may_stand_alone(tmp_path: Path) -> None:
+    short = load(tmp_path, "algorithm: dapo\nrollout: {engine: vllm}\ncorrection: {weight: token_truncate, reject: k3}\ntask: gsm8k\n")
+    assert short == config_from_dict(
+        {
+            "algorithm": {"name": "dapo"},
+            "rollout": {"engine": {"kind": "vllm"}},
+            "correction": {"mode": "decoupled", "weight": {"kind": "token_truncate"}, "reject": {"kind": "k3"}},
+            "task": {"kind": "gsm8k"},
+        }
     )
-    with pytest.raises(UserError, match=rf"{path}: has no effect here"):  # the same, said in one place
-        config_from_dict(merged)
 
 
 def test_override_config_changes_a_config_that_is_there() -> None:
-    config = override_config(config_from_dict({"seed": 3, "rollout": {"slots": 4}}), ["rollout.slots=5"])
-    assert (config.seed, config.rollout.slots) == (3, 5)
+    config = override_config(config_from_dict({"seed": 3, "rollout": {"group_size": 4}}), ["rollout.group_size=5"])
+    assert (config.seed, config.rollout.group_size) == (3, 5)
     with pytest.raises(UserError, match=r"rollout\.slotz"):
         override_config(config, ["rollout.slotz=5"])
 
@@ -181,29 +210,15 @@ def test_override_config_changes_a_config_that_is_there() -> None:
 # ----------------------------------------------------------------------------------------------- writing
 
 
-def test_dump_config_tells_every_field_that_has_an_effect_and_what_nulls_stand_for() -> None:
-    text = dump_config(
-        config_from_dict({"algorithm": {"name": "dapo"}, "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}})
-    )
+def test_dump_config_tells_every_field_and_what_nulls_stand_for() -> None:
+    text = dump_config(config_from_dict({"algorithm": "dapo", "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}}))
     data = yaml.safe_load(text)
-    assert list(data) == [name for name in RunConfig.model_fields if name not in ("loss_scale", "vllm")]  # neither acts here
+    assert list(data) == list(RunConfig.model_fields)
     assert data["model"] == {"path": "a/b"}  # the sizes come from the checkpoint
     assert data["batch"] == {name: getattr(BatchSection(), name) for name in BatchSection.model_fields}
-    nulls = {"loss_aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "dynamic_sampling": "true", "overlong_buffer_tokens": 8}
-    for name, resolved in (nulls | {"row_tokens": 72}).items():
+    for name, resolved in {"overlong_buffer_tokens": 8, "row_tokens": 72, "verifier": "task"}.items():
         assert f"\n  {name}: null  # {resolved}\n" in text, name
-    assert "\n  learning_rate: 1.0e-6\n" in text
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo"])
-def test_dump_config_comments_agree_with_the_algorithm_that_runs(name: str) -> None:
-    from jetrl_jax.rl.algorithm import resolve_algorithm
-
-    config = config_from_dict({"algorithm": {"name": name}})
-    ran = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens)
-    told = {path.split(".")[1]: value for path, value in config.resolved_nulls().items() if path.startswith("algorithm.")}
-    assert told == {"loss_aggregation": ran.aggregation} | {field: getattr(ran, field) for field in told if field != "loss_aggregation"}
-    assert config.dynamic_sampling == ran.dynamic_sampling
+    assert "\n  learning_rate: 1.0e-6\n" in text and data["algorithm"]["clip_high"] == 0.28
 
 
 HOSTILE = [
@@ -231,14 +246,14 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(HOSTILE), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = {
+VALUES = {
     "task.name": st.sampled_from(["module:function", "reverse"]),
-    "rewards.N.name": st.sampled_from(["task", "math_verify", "boxed", "a.b:c"]),
     "task.prompt_template": st.text(max_size=5).map(lambda text: text + "{prompt}"),
-    "rollout.top_p": st.just(1.0),
-    "rollout.top_k": st.just(0),
-}
-NUMBERS = {
+    "rollout.engine.url": st.just("http://a:1"),
+    "distributed.timeout_s": st.integers(5, 99),
+    "algorithm.dual_clip": st.floats(1.01, 10.0),
+    "precision.loss_scale.initial": st.floats(1.01, 10.0),
+    "rollout.engine.gpu_memory_utilization": st.floats(0.01, 0.89),
     "int": st.integers(2, 200),
     "float": st.floats(1e-300, 0.99) | st.sampled_from([1e-6, 3e-5, 0.1, 0.5]),
     "bool": st.booleans(),
@@ -247,43 +262,43 @@ NUMBERS = {
 }
 
 
-def value_of(path: str, kind: Any) -> st.SearchStrategy[Any]:
-    """Values for a field that are valid by themselves."""
-    if path in NAMES:
-        return NAMES[path]
-    values = st.sampled_from(kind.choices) if kind.kind == "choice" else NUMBERS[kind.kind]
-    if path in ("algorithm.dual_clip", "loss_scale.initial"):
-        values = st.floats(1.01, 10.0)
-    if path == "vllm.gpu_memory_utilization":
-        values = st.floats(0.01, 0.89)
-    return st.none() | values if kind.optional else values
-
-
 @st.composite
 def configs(draw: st.DrawFn) -> RunConfig:
-    """Valid configs: random fields, of which those that a rule blames are taken out again."""
-    fields = {path: kind for path, kind, _ in all_fields()}
-    data: dict[str, Any] = {}
-    chosen = draw(st.lists(st.sampled_from([path for path in fields if ".N." not in path]), unique=True, max_size=25))
-    for path in chosen:
-        section, _, name = path.partition(".")
-        if name:
-            data.setdefault(section, {})[name] = draw(value_of(path, fields[path]))
-        else:
-            data[section] = draw(value_of(path, fields[path]))
-    names = draw(st.lists(NAMES["rewards.N.name"], unique=True, min_size=1, max_size=3))
-    data["rewards"] = tuple({"name": name, "weight": draw(st.floats(0.1, 9)), "timeout_s": draw(st.floats(0.1, 9))} for name in names)
-    patterns = draw(st.lists(st.tuples(NUMBERS["text"], st.sampled_from(["bf16", "fp8"])), max_size=2))
-    data.setdefault("precision", {})["overrides"] = tuple({"pattern": pattern, "format": form} for pattern, form in patterns)
+    """Valid configs: sections of drawn kinds with drawn fields, of which those that a rule blames are taken out again."""
+
+    def section(owner: type[Section], prefix: str) -> dict[str, Any]:
+        return {
+            name: value(type_of(owner, name), prefix + name)
+            for name, info in owner.model_fields.items()
+            if info.is_required() or draw(st.integers(0, 3)) == 0
+        }
+
+    def value(kind: FieldType, path: str) -> Any:
+        if kind.kind == "section":
+            label, owner = draw(st.sampled_from(kind.variants))
+            return section(owner, path + ".") | ({kind.tag: label} if kind.tag else {})
+        if kind.kind == "list":
+            return [section(kind.sections[0], path + ".0.") for _ in range(draw(st.integers(1, 2)))]
+        values = VALUES[path] if path in VALUES else st.sampled_from(kind.choices) if kind.kind == "choice" else VALUES[kind.kind]
+        return draw(st.none() | values if kind.optional else values)
+
+    data = section(RunConfig, "")
     while True:
         try:
-            return RunConfig.model_validate(data)
-        except ValidationError as error:
-            for problem in error.errors()[0]["ctx"]["problems"]:
-                for path in (problem.path, *(() if problem.no_effect else problem.involves)):
-                    section, *middle, name = path.split(".")
-                    holder = data.get(section, {})
-                    (holder[int(middle[0])] if middle else holder).pop(name, None)
+            return config_from_dict(data)
+        except UserError as error:
+            for path in re.findall(r"^the config: ([\w.]+): ", str(error), re.MULTILINE):
+                take_out(data, path.split("."))
+
+
+def take_out(data: Any, path: list[str]) -> None:
+    """The field at `path`, or the outermost section around it that is there by name only, or the entry of a list."""
+    if path[0] not in data or isinstance(data[path[0]], list) or len(path) == 1:
+        data.pop(path[0], None)
+    elif path[1] not in data[path[0]] or not isinstance(data[path[0]], dict):
+        del data[path[0]]
+    else:
+        take_out(data[path[0]], path[1:])
 
 
 @given(config=configs())
@@ -294,17 +309,6 @@ def test_dump_config_reads_back_equal(config: RunConfig, tmp_path_factory: pytes
     again = load_config(path, [])
     assert again == config
     assert dump_config(again) == dump_config(config)
-
-
-def test_dump_config_leaves_out_only_defaults_without_an_effect() -> None:
-    config = RunConfig()
-    written = yaml.safe_load(dump_config(config))
-    missing = [
-        path
-        for path, _, _ in all_fields()
-        if ".N." not in path and path.partition(".")[2] not in (written.get(path.split(".")[0], {}) if "." in path else {""})
-    ]
-    assert missing == [path for path, _, _ in all_fields() if path in {path for path, _ in no_effects(config)}]
 
 
 # -------------------------------------------------------------------------------------------------- fuzz
@@ -336,7 +340,7 @@ documents = st.text(max_size=60) | st.lists(PIECES, max_size=12).map("".join) | 
     overrides=st.lists(
         st.text(max_size=12)
         | st.tuples(
-            st.sampled_from([path.replace("N", "0") for path, _, _ in all_fields()]), st.text(max_size=8) | st.sampled_from(HOSTILE)
+            st.sampled_from([path.replace("N", "0") for path, _ in all_fields()]), st.text(max_size=8) | st.sampled_from(HOSTILE)
         ).map("=".join),
         max_size=2,
     ),
@@ -359,7 +363,7 @@ def test_arbitrary_text_ends_in_a_config_or_in_one_message(
 @given(
     data=st.dictionaries(
         st.sampled_from([*RunConfig.model_fields, "x"]),
-        st.dictionaries(st.sampled_from([*sorted({path.split(".")[-1] for path, _, _ in all_fields()}), "0"]), plain, max_size=3)
+        st.dictionaries(st.sampled_from([*sorted({path.split(".")[-1] for path, _ in all_fields()}), "0"]), plain, max_size=3)
         | plain
         | st.lists(plain, max_size=2),
         max_size=4,

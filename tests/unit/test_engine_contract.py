@@ -17,7 +17,7 @@ import pytest
 from bridge.hf.config import to_hf
 from bridge.hf.names import to_hf_name
 from bridge.vllm.server import ServerEngine
-from bridge.vllm.settings import EngineFailed, EngineSettings
+from bridge.vllm.settings import EngineFailed
 from jetrl_jax.config.devices import ShardingSection
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.precision.parameters import named_params
@@ -27,6 +27,7 @@ from jetrl_jax.rollout.engine import LoadReport, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.oracles import decoder_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
+from tests.sections import engine_settings
 from tests.unit.stub_vllm import LOGPROB, TOKEN, StubServer, StubVllm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
@@ -107,7 +108,7 @@ def server() -> Case:
     pytest.importorskip("httpx", reason="httpx, the client of vLLM's server, is not installed")
     served = StubServer()
     served.__enter__()
-    engine = ServerEngine(CONFIG, [], EngineSettings(8, 8), url=served.url)
+    engine = ServerEngine(CONFIG, [], engine_settings("vllm_external", url=served.url))
 
     def broken(patch: pytest.MonkeyPatch) -> None:
         answer = served.engine.answer
@@ -123,7 +124,7 @@ def in_process() -> Case:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LLM", StubVllm)
-        engine = module.InProcessEngine(CONFIG, [], EngineSettings(8, 8))
+        engine = module.InProcessEngine(CONFIG, [], engine_settings("vllm"))
 
     def broken(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(engine.llm.llm_engine, "step", failing_call(engine.llm.llm_engine.step, 2, "it broke"))

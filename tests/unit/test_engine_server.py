@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import threading
 import time
@@ -13,21 +12,23 @@ from pathlib import Path
 import pytest
 
 from bridge.vllm.server import ServerEngine
-from bridge.vllm.settings import EngineFailed, EngineSettings, require_exact
+from bridge.vllm.settings import EngineFailed, require_exact
 from jetrl_jax.config.load import load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.runs import engines
 from tests.parity.small_policy import SmallPolicy
 from tests.parity.vllm_policy import QWEN3
+from tests.sections import changed, engine_settings
 from tests.unit.stub_vllm import OPERATIONS, TOKEN, StubServer
 
 pytest.importorskip("httpx", reason="httpx, the client of vLLM's server, is not installed")
 REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,), 0)
 
 
-def engine_with(restarts: int, url: str | None = None) -> ServerEngine:
-    engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, restarts=restarts), url=url)
+def engine_with(restarts: int = 0, url: str | None = None) -> ServerEngine:
+    settings = engine_settings("vllm_server", restarts=restarts) if url is None else engine_settings("vllm_external", url=url)
+    engine = ServerEngine(QWEN3, [], settings)
     engine._weights, engine._ready, engine._version = (Path("staged"), 3), True, 3
     return engine
 
@@ -63,19 +64,19 @@ def test_every_restart_is_used_also_by_a_server_that_fails_to_take_the_weights(r
 
 
 def test_a_server_of_somebody_else_is_not_restarted():
-    engine = engine_with(2, url="http://127.0.0.1:9/")
+    engine = engine_with(url="http://127.0.0.1:9/")
 
     def call() -> str:
         raise EngineFailed("it died")
 
     with pytest.raises(EngineFailed):
         engine._with_restarts(call)
-    assert engine.restarts_left == 2 and engine.url == "http://127.0.0.1:9"
+    assert engine.restarts_left == 0 and engine.url == "http://127.0.0.1:9"
     engine.close()
 
 
 @pytest.mark.parametrize(
-    ("order", "changed", "message"),
+    ("order", "others", "message"),
     [
         ("deepgemm", {"fp8_product": "CutlassFp8BlockScaledMMKernel"}, None),
         ("triton", {"fp8_product": "TritonFp8BlockScaledMMKernel"}, None),
@@ -92,34 +93,35 @@ def test_a_server_of_somebody_else_is_not_restarted():
         ("deepgemm", {"logprobs": "Sampler"}, "logprobs by Sampler"),
     ],
 )
-def test_an_exact_engine_must_run_the_trainers_operations(order, changed, message):
-    settings = EngineSettings(8, 8, promotion_order=order)
-    require_exact(OPERATIONS | changed, dataclasses.replace(settings, exact=False), True)
+def test_an_exact_engine_must_run_the_trainers_operations(order, others, message):
+    settings = engine_settings("vllm", promotion_order=order)
+    require_exact(OPERATIONS | others, changed(settings, exact=False), True)
     if message is None:
-        require_exact(OPERATIONS | changed, settings, True)
+        require_exact(OPERATIONS | others, settings, True)
     else:
         with pytest.raises(EngineFailed, match=message):
-            require_exact(OPERATIONS | changed, settings, True)
+            require_exact(OPERATIONS | others, settings, True)
 
 
 def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
     silent = {name: by for name, by in OPERATIONS.items() if name not in ("fp8_product", "linear")}  # linear layers in BF16: it has none
-    require_exact(silent, EngineSettings(8, 8), False)
+    require_exact(silent, engine_settings("vllm"), False)
     with pytest.raises(EngineFailed, match="fp8_product by nothing, expected Reference"):
-        require_exact(silent, EngineSettings(8, 8), True)
+        require_exact(silent, engine_settings("vllm"), True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [([], 1e-6), (["numerics.exact=false"], 0.02), (["vllm.probe_logprob_tolerance=0.5"], 0.5)]
+    ("changes", "expected"), [([], 1e-6), (["numerics.exact=false"], 0.02), (["rollout.engine.probe_logprob_tolerance=0.5"], 0.5)]
 )
 def test_the_probe_of_an_exact_run_allows_roundoff_only(changes, expected):
-    assert engines._tolerance(load_config(None, ["rollout.engine=vllm", *changes])) == expected
+    config = load_config(None, ["rollout.engine=vllm", *changes])
+    assert engines._tolerance(config.rollout.engine, config.numerics.exact) == expected
 
 
 def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
-        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sleep=True))
         push = ["start", "update", "pause", "finish", "reset", "resume"]
         engine.load(policy.published, 0)
         assert server.engine.calls == push
@@ -141,7 +143,7 @@ def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
 def test_a_server_that_was_not_told_to_sleep_stays_awake():
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
-        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url))
         engine.load(policy.published, 0)
         engine.sleep()
         engine.load(policy.published, 1)
@@ -153,7 +155,7 @@ def test_a_server_that_was_not_told_to_sleep_stays_awake():
 def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
-        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sleep=True), url=server.url)
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sleep=True))
         engine.load(policy.published, 0)
         engine.sleep()
         post = engine._post
@@ -165,7 +167,7 @@ def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
 
 
 ANSWERS = {
-    "silence": (b"", r"/sleep: it did not answer in time \(vllm\.sync_timeout_s: 1 s\)\."),
+    "silence": (b"", r"/sleep: it did not answer in time \(rollout\.engine\.sync_timeout_s: 1 s\)\."),
     "hang_up": (None, r"/sleep: RemoteProtocolError: .*[Dd]isconnected"),
     "cut_short": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", r"/sleep: RemoteProtocolError: peer closed connection"),
     "refusal": (b"HTTP/1.1 503 Busy\r\nContent-Length: 8\r\n\r\nnot now!", r"/sleep failed with status 503: not now!"),
@@ -186,8 +188,8 @@ def assert_sleep_fails(answer: Callable[[socket.socket], None], message: str) ->
 
         thread = threading.Thread(target=serve)
         thread.start()
-        engine = engine_with(0, url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=1.0)
+        engine = engine_with(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        engine.settings = changed(engine.settings, sleep=True, sync_timeout_s=1.0)
         with pytest.raises(EngineFailed, match=f"^vLLM: {message}"):
             engine.sleep()
         engine.close()
@@ -240,8 +242,10 @@ def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):
         answer = server.engine.answer
         slow = ("/pause", "/finish_weight_update")
         monkeypatch.setattr(server.engine, "answer", lambda url, body: time.sleep(1.4 * url.startswith(slow)) or answer(url, body))
-        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8, sync_timeout_s=2.0), url=server.url)
-        with pytest.raises(EngineFailed, match=r"^vLLM: /finish_weight_update: it did not answer in time \(vllm\.sync_timeout_s: 2 s\)\."):
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sync_timeout_s=2.0))
+        with pytest.raises(
+            EngineFailed, match=r"^vLLM: /finish_weight_update: it did not answer in time \(rollout\.engine\.sync_timeout_s: 2 s\)\."
+        ):
             engine.load(policy.published, 0)
         assert "resume" in server.engine.calls
         engine.close()
@@ -250,8 +254,8 @@ def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):
 def test_nobody_listening_is_one_message_with_the_reason():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        engine = engine_with(0, url=f"http://127.0.0.1:{free.getsockname()[1]}")
-        engine.settings = dataclasses.replace(engine.settings, sleep=True, sync_timeout_s=5.0)
+        engine = engine_with(url=f"http://127.0.0.1:{free.getsockname()[1]}")
+        engine.settings = changed(engine.settings, sleep=True, sync_timeout_s=5.0)
         with pytest.raises(EngineFailed, match=r"vLLM: /sleep: .*Connection refused\."):
             engine.sleep()
         engine.close()
@@ -261,7 +265,7 @@ def test_no_connection_outlives_its_call():
     """vLLM closes a connection after an error: a call on one that was kept may meet the closing."""
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
-        engine = ServerEngine(QWEN3, [], EngineSettings(8, 8), url=server.url)
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url))
         engine.load(policy.published, 0)
         before = server.connections
         for _ in range(3):
@@ -277,4 +281,4 @@ def test_no_connection_outlives_its_call():
 def test_a_missing_client_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="spoken to by httpx, which is not installed"):
-        engine_with(0, url="http://127.0.0.1:9").held([])
+        engine_with(url="http://127.0.0.1:9").held([])

@@ -70,7 +70,7 @@ def test_evaluate_and_generate_take_a_step(run: Path, command: Any, step: str, m
 @pytest.mark.parametrize("sleep", ["null", "true", "false"])
 def test_vllm_of_a_policy_that_was_read_stays_awake(run: Path, sleep: str) -> None:
     """Nothing learns from it; vLLM's sleep mode costs memory and serves one engine a process."""
-    config = load_policy(run, ["rollout.engine=vllm", f"vllm.sleep={sleep}"]).config
+    config = load_policy(run, ["rollout.engine=vllm", f"rollout.engine.sleep={sleep}"]).config
     assert not engine_settings(config, on_gpu=True).sleep
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jetrl_jax.config.load import load_config
-from jetrl_jax.config.rollout import VllmSection
+from jetrl_jax.config.rollout import InProcessVllmSection
 from jetrl_jax.devices import gpu_memory
 from jetrl_jax.devices.gpu_memory import check_shared_gpu, share_gpu, sleeps
 from jetrl_jax.errors import UserError
@@ -33,13 +33,13 @@ VLLM = ("rollout.engine=vllm", "precision.preset=bf16")
     ("before", "changes", "after"),
     [
         ({}, VLLM, ASYNC),
-        ({}, (*VLLM, "vllm.mode=server", "vllm.sleep=true"), ASYNC),
-        ({}, (*VLLM, "vllm.sleep=false", "vllm.gpu_memory_utilization=0.3"), {FRACTION: "0.600"}),
-        ({OLD: "0.2"}, (*VLLM, "vllm.sleep=false"), {OLD: "0.2"}),
-        ({FRACTION: "0.2"}, (*VLLM, "vllm.sleep=false"), {FRACTION: "0.2"}),
+        ({}, (*VLLM, "rollout.engine=vllm_server", "rollout.engine.sleep=true"), ASYNC),
+        ({}, (*VLLM, "rollout.engine.sleep=false", "rollout.engine.gpu_memory_utilization=0.3"), {FRACTION: "0.600"}),
+        ({OLD: "0.2"}, (*VLLM, "rollout.engine.sleep=false"), {OLD: "0.2"}),
+        ({FRACTION: "0.2"}, (*VLLM, "rollout.engine.sleep=false"), {FRACTION: "0.2"}),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, VLLM, ASYNC | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
         ({}, (), {}),
-        ({}, (*VLLM, "vllm.mode=external", "vllm.url=http://a:1"), {}),
+        ({}, (*VLLM, "rollout.engine={kind: vllm_external, url: 'http://a:1'}"), {}),
     ],
 )
 def test_share_gpu_sets_what_the_user_has_not(before: Any, changes: Any, after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_jax_reads_what_share_gpu_sets(sleep: str, options: dict[str, Any], monk
     """By JAX's own function, which makes the GPU client's options of the environment."""
     from jaxlib import xla_client
 
-    shared(monkeypatch, False, {}, *VLLM, f"vllm.sleep={sleep}", "vllm.gpu_memory_utilization=0.4")
+    shared(monkeypatch, False, {}, *VLLM, f"rollout.engine.sleep={sleep}", "rollout.engine.gpu_memory_utilization=0.4")
     assert xla_client.generate_pjrt_gpu_plugin_options().items() >= options.items()
 
 
@@ -63,7 +63,7 @@ def test_share_gpu_promises_nothing_once_jax_has_started(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("sleep", [None, True, False])
 def test_what_share_gpu_sets_is_what_the_check_accepts(sleep: bool | None) -> None:
-    section = VllmSection(sleep=sleep, gpu_memory_utilization=0.35)
+    section = InProcessVllmSection(sleep=sleep, gpu_memory_utilization=0.35)
     check_shared_gpu(section, gpu_memory.variables(section))
 
 
@@ -80,7 +80,7 @@ def test_what_share_gpu_sets_is_what_the_check_accepts(sleep: bool | None) -> No
     ],
 )
 def test_environments_that_leave_vllm_no_room_are_one_message(sleep: bool | None, environment: dict[str, str], got: str) -> None:
-    section = VllmSection(sleep=sleep, gpu_memory_utilization=0.4)
+    section = InProcessVllmSection(sleep=sleep, gpu_memory_utilization=0.4)
     needed = f"{FRACTION}=0.500" if sleep is False else " ".join(f"{name}={value}" for name, value in ASYNC.items())
     with pytest.raises(UserError, match=f"got .*{got} in the environment, expected {needed}"):
         check_shared_gpu(section, environment)
@@ -90,14 +90,14 @@ def test_environments_that_leave_vllm_no_room_are_one_message(sleep: bool | None
     ("sleep", "environment"), [(None, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}), (False, {OLD: "0.6"}), (False, ASYNC)]
 )
 def test_other_environments_that_leave_room_are_taken(sleep: bool | None, environment: dict[str, str]) -> None:
-    check_shared_gpu(VllmSection(sleep=sleep, gpu_memory_utilization=0.4), environment)
+    check_shared_gpu(InProcessVllmSection(sleep=sleep, gpu_memory_utilization=0.4), environment)
 
 
 def test_vllm_sleeps_on_gpus_alone() -> None:
-    assert sleeps(VllmSection(), True) and not sleeps(VllmSection(), False)
-    assert sleeps(VllmSection(sleep=True), True) and not sleeps(VllmSection(sleep=False), True)
-    with pytest.raises(UserError, match=r"vllm\.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or null"):
-        sleeps(VllmSection(sleep=True), False)
+    assert sleeps(InProcessVllmSection(), True) and not sleeps(InProcessVllmSection(), False)
+    assert sleeps(InProcessVllmSection(sleep=True), True) and not sleeps(InProcessVllmSection(sleep=False), True)
+    with pytest.raises(UserError, match=r"rollout\.engine\.sleep: got true on a CPU, .*, expected false, or null"):
+        sleeps(InProcessVllmSection(sleep=True), False)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_vllm_sleeps_on_gpus_alone() -> None:
     [
         ((), True, True),
         ((), False, False),
-        (("vllm.mode=external", "vllm.url=http://a:1"), True, False),
-        (("vllm.sleep=false",), True, False),
+        (("rollout.engine={kind: vllm_external, url: 'http://a:1'}",), True, False),
+        (("rollout.engine.sleep=false",), True, False),
     ],
 )
 def test_the_engine_is_told_whether_it_will_sleep(changes: tuple[str, ...], on_gpu: bool, expected: bool) -> None:
@@ -115,6 +115,6 @@ def test_the_engine_is_told_whether_it_will_sleep(changes: tuple[str, ...], on_g
 
 def test_power_of_two_scales_are_refused_where_vllm_makes_others() -> None:
     config = load_config(None, [*VLLM, "precision.preset=fp8_unified", "precision.scale_format=power_of_two"])
-    assert engine_settings(config, on_gpu=False).scale_format == "power_of_two"
+    assert engine_settings(config, on_gpu=False).fp8.scale_format == "power_of_two"
     with pytest.raises(UserError, match=r"precision\.scale_format: got 'power_of_two' with vLLM on a GPU"):
         engine_settings(config, on_gpu=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks import gsm8k
 from jetrl_jax.tasks.registry import build_task
+from tests.sections import task_section
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def task():
     folder = gsm8k.directory(None)
     if not (folder / "test.jsonl").is_file():
         pytest.skip(f"GSM8K's files are not there: set GSM8K_DIR (looked in {folder})")
-    return build_task(TaskSection(kind="gsm8k"), 0)
+    return build_task(task_section(kind="gsm8k"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_gsm8k_answer_only_inside_the_working_scores_zero(task, items):
 
 @pytest.mark.parametrize(("extraction", "text"), [("boxed", "so \\boxed{{{}}}."), ("last_number", "so it is {} dollars.")])
 def test_gsm8k_other_extractions(task, items, extraction, text):
-    other = build_task(TaskSection(kind="gsm8k", options={"extraction": extraction}), 0)
+    other = build_task(task_section(kind="gsm8k", options={"extraction": extraction}), 0)
     for example, value in items[:200]:
         assert other.verify(text.format(value), example) == 1.0
         assert other.verify(text.format(value + 1), example) == 0.0
@@ -102,17 +102,17 @@ GOOD = {"question": "q?", "answer": "1+1=2\n#### 2"}
 def test_gsm8k_directory_comes_from_path_then_environment(tmp_path, monkeypatch):
     write(tmp_path, train=[GOOD], test=[{"question": "other", "answer": "#### 1,000"}])
     monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
-    assert build_task(TaskSection(kind="gsm8k"), 0).eval[0].answer == "1000"
+    assert build_task(task_section(kind="gsm8k"), 0).eval[0].answer == "1000"
     monkeypatch.setenv("GSM8K_DIR", str(tmp_path / "no"))
-    assert len(build_task(TaskSection(kind="gsm8k", path=str(tmp_path)), 0).train) == 1
+    assert len(build_task(task_section(kind="gsm8k", path=str(tmp_path)), 0).train) == 1
     with pytest.raises(UserError, match=r"no train.jsonl and no test.jsonl in .*Set task.path or GSM8K_DIR"):
-        build_task(TaskSection(kind="gsm8k"), 0)
+        build_task(task_section(kind="gsm8k"), 0)
 
 
 def test_gsm8k_lists_broken_lines(tmp_path):
     write(tmp_path, train=[GOOD, {"question": "q", "answer": "two"}, "{", "[]"], test=[{"answer": "#### 2"}])
     with pytest.raises(UserError) as error:
-        build_task(TaskSection(kind="gsm8k", path=str(tmp_path)), 0)
+        build_task(task_section(kind="gsm8k", path=str(tmp_path)), 0)
     text = str(error.value)
     assert "4 broken records" in text
     for line in ("train.jsonl:2: no '#### number'", "train.jsonl:3: not JSON", "train.jsonl:4: not an object", "test.jsonl:1: no question"):
@@ -121,8 +121,8 @@ def test_gsm8k_lists_broken_lines(tmp_path):
 
 def test_gsm8k_drops_training_items_that_are_held_out(tmp_path):
     write(tmp_path, train=[GOOD, {"question": "new", "answer": "#### 3"}], test=[GOOD])
-    task = build_task(TaskSection(kind="gsm8k", path=str(tmp_path)), 0)
+    task = build_task(task_section(kind="gsm8k", path=str(tmp_path)), 0)
     assert [e.prompt for e in task.train] == ["new"]
     assert task.notes == ("1 of 2 training records dropped: their prompts are held out",)
     with pytest.raises(UserError, match=r"got task.options.extraction='last'"):
-        build_task(TaskSection(kind="gsm8k", path=str(tmp_path), options={"extraction": "last"}), 0)
+        build_task(task_section(kind="gsm8k", path=str(tmp_path), options={"extraction": "last"}), 0)

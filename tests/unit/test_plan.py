@@ -31,7 +31,7 @@ VECTORS = 2 * D + 2 * H  # of a layer: two norms, those of query and key heads
 SMALL = [
     "model.path=nowhere", "numerics.exact=false", "sharding.fsdp=2",
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_prompt_tokens=128",
-    "rollout.max_completion_tokens=128", "rollout.slots=8", "rollout.prefill_rows=4", "batch.microbatch_tokens=512",
+    "rollout.max_completion_tokens=128", "rollout.engine.slots=8", "rollout.engine.prefill_rows=4", "batch.microbatch_tokens=512",
     "batch.logprob_chunk_tokens=128",
 ]  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_scoring_is_there_where_the_loss_reads_it(changes: list[str]) -> None:
 @pytest.mark.parametrize(("program", "rows", "length"), [("gradient", 2, 1536), ("logprobs", 2, 1536), ("prefill", 16, 768)])
 def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows: int, length: int) -> None:
     """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head, in prefill nothing."""
-    long = ["rollout.max_prompt_tokens=768", "rollout.max_completion_tokens=768", "rollout.prefill_rows=16"]
+    long = ["rollout.max_prompt_tokens=768", "rollout.max_completion_tokens=768", "rollout.engine.prefill_rows=16"]
     long += ["batch.microbatch_tokens=3072", "sharding.fsdp=1"]
     found, squares = {}, {}
     for attention in ("auto", "xla"):
@@ -248,10 +248,12 @@ def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
 
 
 def test_a_vllm_that_sleeps_holds_its_share_in_the_rollout_alone() -> None:
-    config = [change for change in SMALL if not change.startswith(("sharding", "rollout.slots", "rollout.prefill"))]
-    config += ["rollout.engine=vllm", "precision.preset=bf16", "vllm.gpu_memory_utilization=0.25"]
+    config = [change for change in SMALL if not change.startswith(("sharding", "rollout.engine"))]
+    config += ["rollout.engine=vllm", "precision.preset=bf16", "rollout.engine.gpu_memory_utilization=0.25"]
     sizes = dataclasses.replace(SIZES, num_layers=1)
-    asleep, awake = (MemoryPlan(load_config(None, [*config, f"vllm.sleep={sleep}"]), sizes, 1 << 30).phases for sleep in ("null", "false"))
+    asleep, awake = (
+        MemoryPlan(load_config(None, [*config, f"rollout.engine.sleep={now}"]), sizes, 1 << 30).phases for now in ("null", "false")
+    )
     assert [phase.name for phase in asleep] == [phase.name for phase in awake] == ["rollout", "gradient", "update"]
     assert [phase.bytes.get("vLLM") for phase in asleep] == [1 << 28, None, None]
     assert [phase.bytes.get("vLLM") for phase in awake] == [1 << 28] * 3

@@ -16,7 +16,9 @@ import pytest
 from flax import nnx
 
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
-from jetrl_jax.config.precision import NumericsSection, PrecisionOverride, PrecisionSection
+from jetrl_jax.config.precision import NumericsSection, PrecisionOverride
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.config.schema import type_of
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision import formats as known_formats
 from jetrl_jax.precision.formats import Blocks, Format
@@ -28,6 +30,7 @@ from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
+from tests.sections import precision_section
 
 UNTIED = dataclasses.replace(CONFIG, num_layers=2, tie_word_embeddings=False, attention_bias=True)
 FORMATS = {  # rollout, fprop, dgrad, wgrad of a linear layer; everything else
@@ -94,7 +97,7 @@ def test_flow_of_a_path(preset: str) -> None:
 
 
 def test_config_offers_every_preset() -> None:
-    assert set(get_args(PrecisionSection.model_fields["preset"].annotation)) == set(known_formats.PRESETS) == set(FORMATS)
+    assert {name for name, _ in type_of(RunConfig, "precision").variants} == set(known_formats.PRESETS) == set(FORMATS)
     assert set(get_args(PrecisionOverride.model_fields["format"].annotation)) <= set(known_formats.FORMATS)
 
 
@@ -154,17 +157,17 @@ def test_override_without_a_linear_layer_is_an_error(pattern: str) -> None:
 
 def test_config_sections_reach_plan_and_numerics() -> None:
     override = PrecisionOverride(pattern="layers.0.*", format="bf16")
-    section = PrecisionSection(
-        preset="fp8_forward", overrides=(override,), wgrad_operand="dual", scale_format="power_of_two", promotion_order="triton"
+    section = precision_section(
+        preset="fp8_unified", overrides=(override,), wgrad_operand="dual", scale_format="power_of_two", promotion_order="triton"
     )
     plan = build_plan(policy("bf16").paths, section)
-    assert (plan.preset, plan.wgrad_operand, plan.scale_format) == ("fp8_forward", "dual", "power_of_two")
-    assert formats(plan)[LINEAR[0]] == FORMATS["bf16"][0] and formats(plan)[LINEAR[-1]] == FORMATS["fp8_forward"][0]
+    assert (plan.preset, plan.wgrad_operand, plan.scale_format) == ("fp8_unified", "dual", "power_of_two")
+    assert formats(plan)[LINEAR[0]] == FORMATS["bf16"][0] and formats(plan)[LINEAR[-1]] == FORMATS["fp8_unified"][0]
     fast = NumericsSection(engine_variant="cuda", exact=False, attention="xla")
-    numerics = build_numerics(section, fast, "vllm")
+    numerics = build_numerics(section, fast, vllm=True)
     assert numerics == Numerics("bfloat16", "cuda", False, "triton", "dual", "power_of_two", attention="xla")
     exact = NumericsSection(engine_variant="cuda")
-    assert [build_numerics(section, exact, engine).dense for engine in ("jax", "vllm")] == ["auto", "float64"]
+    assert [build_numerics(section, exact, vllm=vllm).dense for vllm in (False, True)] == ["auto", "float64"]
     assert hash(numerics) == hash(dataclasses.replace(numerics)) and numerics.dtype == jnp.bfloat16
 
 

@@ -20,9 +20,9 @@ SETS = [
     "model.intermediate_size=128",
     "model.num_layers=1",
     "numerics.exact=false",
-    "rollout.slots=4",
-    "rollout.prefill_rows=4",
-    "rollout.decode_chunk_tokens=4",
+    "rollout.engine.slots=4",
+    "rollout.engine.prefill_rows=4",
+    "rollout.engine.decode_chunk_tokens=4",
     "rollout.max_prompt_tokens=8",
     "rollout.max_completion_tokens=4",
 ]

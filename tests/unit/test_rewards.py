@@ -9,13 +9,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jetrl_jax.config.task import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rewards.functions import FAILURES, RewardFunctions, RewardResult
 from jetrl_jax.tasks.base import Example
 from jetrl_jax.tasks.registry import as_task, build_task
+from tests.sections import task_section
 
-TASK = as_task([{"prompt": str(i), "answer": str(i), "solution": f"s{i}", "level": i} for i in range(9)], TaskSection())
+TASK = as_task([{"prompt": str(i), "answer": str(i), "solution": f"s{i}", "level": i} for i in range(9)], task_section())
 NONE_FAILED = dict.fromkeys(FAILURES, 0)
 
 
@@ -111,7 +112,7 @@ def test_reward_raises_naming_function_and_sample_on_what_is_not_finite(value, a
         def verify(self, completion, example):
             return value if completion == "b" else 1.0
 
-    rewards = RewardFunctions.from_functions(["task" if alone else judge], as_task(Mine(), TaskSection()))
+    rewards = RewardFunctions.from_functions(["task" if alone else judge], as_task(Mine(), task_section()))
     where = r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in FP32, or None or NaN to leave"
     with pytest.raises(UserError, match=rf"^reward {'task' if alone else 'judge'}: returned .*{where}"):
         run(rewards, ["a", "b", "c"])
@@ -268,7 +269,7 @@ def test_reward_functions_raise_on_bad_lists():
 
 def test_reward_of_the_task_and_of_nothing():
     rewards = RewardFunctions.from_config(
-        (RewardSection(), RewardSection(name="exact_match", weight=0.5)), build_task(TaskSection(name="sum"), 0)
+        (RewardSection(), RewardSection(name="exact_match", weight=0.5)), build_task(task_section(name="sum"), 0)
     )
     result = run(rewards, ["4", " 5 ", "6"], ["4", "5", "7"])
     np.testing.assert_array_equal(result.total, [1.5, 1.5, 0])
@@ -283,7 +284,7 @@ def test_reward_of_a_users_task():
         def verify(self, completion, example):
             return {"one": 1, "none": None, "error": 1 / 0 if completion == "error" else 0}[completion]
 
-    result = run(RewardFunctions.from_config((RewardSection(),), as_task(Mine(), TaskSection())), ["one", "none", "error", "one"])
+    result = run(RewardFunctions.from_config((RewardSection(),), as_task(Mine(), task_section())), ["one", "none", "error", "one"])
     np.testing.assert_array_equal(result.total, [1, np.nan, np.nan, 1])
     assert result.failures["task"] == {**NONE_FAILED, "none": 1, "exception": 1}
 

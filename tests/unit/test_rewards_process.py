@@ -12,14 +12,15 @@ import time
 import numpy as np
 import pytest
 
-from jetrl_jax.config.task import RewardSection, TaskSection
+from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rewards.functions import FAILURES, RewardFunctions
 from jetrl_jax.tasks.base import Example
 from jetrl_jax.tasks.registry import as_task, build_task
 from jetrl_jax.workers import process
+from tests.sections import task_section
 
-TASK = as_task([{"prompt": str(i), "answer": str(i)} for i in range(9)], TaskSection())
+TASK = as_task([{"prompt": str(i), "answer": str(i)} for i in range(9)], task_section())
 
 MODULE = r"""
 import ctypes, os, signal, subprocess, sys, time
@@ -231,10 +232,10 @@ def test_worker_takes_its_children_along(module):
 def test_worker_ends_with_a_killed_trainer(module, tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from jetrl_jax.config.task import TaskSection; from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.config.task import ; from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.tasks.base import Example; from jetrl_jax.tasks.registry import build_task
 names = ["user_rewards:pid", "user_rewards:spawns", "user_rewards:hang"]
-rewards = RewardFunctions.from_functions(names, build_task(TaskSection(), 0), timeout_s=600)
+rewards = RewardFunctions.from_functions(names, build_task(ArithmeticSection(), 0), timeout_s=600)
 call = lambda text: rewards(["p"], [text], [Example("p", "1")], ["stop"], [[1]])
 parts = call("a").parts
 print(int(parts[names[0]][0]), int(parts[names[1]][0]), rewards._rewards[2].scorer._process.pid, flush=True)
@@ -349,7 +350,7 @@ def test_callable_in_a_separate_process(module):
 
 def test_task_verifier_in_a_process_survives_an_answer_that_never_ends():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra tasks) is not installed")
-    section = TaskSection(kind="reasoning_gym", name="countdown", options={"train_size": 4, "eval_size": 4})
+    section = task_section(kind="reasoning_gym", name="countdown", options={"train_size": 4, "eval_size": 4})
     task = build_task(section, 0)
     examples = task.train[:3]
     texts = [examples[0].solution, "1", "9**9**9**9**9"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetrl_jax.config.learning import AlgorithmSection, CorrectionSection
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.assemble import assemble
 from jetrl_jax.rollout.types import Trajectory
+from tests.sections import algorithm_section, correction_section
 
 SIZES = [2, 3, 1, 4]
 REWARDS = [[1.0, 0.0], [0.2, 0.9, 0.4], [1.0], [0.5, np.nan, 0.5, 1.5]]
@@ -27,8 +27,8 @@ def groups():
 
 
 def ready(score=None, correction=None, **algorithm):
-    section = CorrectionSection(**(correction or {}))
-    resolved = resolve_algorithm(AlgorithmSection(**algorithm), 8, section)
+    section = correction_section(**(correction or {}))
+    resolved = resolve_algorithm(algorithm_section(**algorithm), 8, section)
     rewards = [np.array(values) for values in REWARDS]
     given = groups()
     return given, assemble(given, rewards, resolved, section, score or unwanted, row_tokens=12, microbatch_tokens=24, seed=(3, 1))
@@ -84,7 +84,7 @@ def test_the_reference_and_a_correction_are_scored_once():
         calls.append(len(micro))
         return [b.rollout_logprobs + np.float32(0.5) * b.loss_mask for b in micro], [b.rollout_logprobs - 1 for b in micro]
 
-    _, got = ready(score, {"weight": "token_truncate", "high": 1.25}, kl_coef=0.1)
+    _, got = ready(score, {"weight": {"kind": "token_truncate", "high": 1.25}}, kl_coef=0.1)
     (part,) = got.minibatches()
     assert len(calls) == 1 and len(got.scored) == calls[0]
     assert got.metrics["correction/weight_mean"] == 1.25 and got.metrics["correction/bounded_fraction"] == 1

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from jetrl_jax.config.learning import CorrectionSection
 from jetrl_jax.rl.batching import pack, unpack
 from jetrl_jax.rl.correction import correct
 from jetrl_jax.rollout.types import Trajectory, Turn
 from tests.oracles import rl_oracle
+from tests.sections import correction_section
 
 WEIGHTS = ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
 LEVELS = ["token", "sequence_sum", "sequence_mean", "sequence_max"]
@@ -28,16 +28,26 @@ def draw(seed=0, scale=0.4):
     return old, rollout
 
 
-def section(**fields):
-    return CorrectionSection(**fields)
+def section(weight="none", reject="none", veto=None, **fields):
+    """Fields that begin with reject_ are those of the rejection, the others those of the weight."""
+    rejects = {name.removeprefix("reject_"): fields.pop(name) for name in list(fields) if name.startswith("reject_")}
+    return correction_section(weight={"kind": weight} | fields, reject={"kind": reject} | rejects, veto=veto)
+
+
+def bounded(weight, *, low=0.5, high=2.0, normalize=False, **fields):
+    """A section whose weight has the bounds that its kind has."""
+    bounds = {} if weight == "none" else {"high": high, "normalize": normalize} | ({"low": low} if "mask" in weight else {})
+    return section(weight, **bounds, **fields)
 
 
 def against_oracle(settings, old, rollout):
     got = correct(settings, old, rollout, np.ones(len(old), bool))
-    weights, keeps = rl_oracle.correction(
-        old, rollout, weight=settings.weight, low=settings.low, high=settings.high, normalize=settings.normalize, reject=settings.reject,
-        level=settings.reject_level, reject_low=settings.reject_low, reject_high=settings.resolved_reject_high, veto=settings.veto,
-    )  # fmt: skip
+    weight, reject = settings.weight.model_dump(), settings.reject.model_dump()
+    asked = {"low": 0.0, "high": 1.0, "normalize": False} | weight | {"weight": weight["kind"]}
+    asked |= {"level": "token", "reject_low": reject.get("low", 0.0), "reject_high": reject.get("high", 1.0)} | {"reject": reject["kind"]}
+    asked |= {"level": reject.get("level", "token")}
+    del asked["kind"]
+    weights, keeps = rl_oracle.correction(old, rollout, **asked, veto=settings.veto)
     for mine, theirs, keep, expected in zip(got.weights, weights, got.keep, keeps, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-13)
         np.testing.assert_array_equal(keep, expected)
@@ -46,7 +56,7 @@ def against_oracle(settings, old, rollout):
 
 @pytest.mark.parametrize(("weight", "normalize"), list(itertools.product(WEIGHTS, [False, True])))
 def test_weights_match_oracle(weight, normalize):
-    got = against_oracle(section(weight=weight, normalize=normalize, low=0.7, high=1.6), *draw())
+    got = against_oracle(bounded(weight, normalize=normalize, high=1.6, low=0.7), *draw())
     flat = np.concatenate(got.weights)
     assert np.isfinite(flat).all()
     if weight != "none":
@@ -89,7 +99,7 @@ def test_no_mismatch_corrects_nothing():
 def test_untrained_samples_are_not_read(weight):
     old, rollout = draw(2)
     mask = np.array([True, False] * 4 + [True])
-    settings = section(weight=weight, normalize=weight != "none", reject="k2", reject_high=0.1, veto=1e-4)
+    settings = bounded(weight, normalize=True, reject="k2", reject_high=0.1, veto=1e-4)
     expected = correct(settings, [o for o, m in zip(old, mask, strict=True) if m], [r for r, m in zip(rollout, mask, strict=True) if m],
                        np.ones(mask.sum(), bool))  # fmt: skip
     spoiled = [o if m else np.full(0, np.nan) for o, m in zip(old, mask, strict=True)]

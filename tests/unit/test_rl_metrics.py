@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jetrl_jax.config.run_config import CorrectionSection
 from jetrl_jax.rl import metrics
 from jetrl_jax.rl.correction import correct
 from tests.oracles import rl_oracle
+from tests.sections import correction_section
 
 
 def draw(seed=0, scale=0.3, count=9):
@@ -135,6 +135,6 @@ def test_every_metric_is_declared():
     emitted |= set(metrics.loss_metrics(SUMS | {"kl_sum": 2.0, "entropy_sum": 3.0}))
     emitted |= set(metrics.reward_metrics([[0, 1]], [[1, 1]])) | set(metrics.length_metrics([1], [1], ["stop"]))
     lr = [np.log([0.5, 0.3])], [np.log([0.4, 0.3])]
-    emitted |= set(correct(CorrectionSection(weight="token_truncate"), *lr, np.ones(1, bool)).metrics)
+    emitted |= set(correct(correction_section(weight="token_truncate"), *lr, np.ones(1, bool)).metrics)
     assert emitted == set(metrics.METRICS)
     assert all(m.unit and m.meaning for m in metrics.METRICS.values())

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jetrl_jax.config.learning import AlgorithmSection
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective, resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack
 from jetrl_jax.rollout.types import Trajectory
 from tests.oracles import rl_oracle
+from tests.sections import algorithm_section
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -71,7 +71,7 @@ def expected(name: str, aggregation: str) -> tuple[float, np.ndarray]:
     """(loss, gradient [N, LONGEST]) of the oracle, the gradient by central differences."""
     _, advantages, values = draw()
     values["fixed"] = values["now"]
-    algorithm = resolve_algorithm(AlgorithmSection(**SETTINGS[name]), LONGEST)
+    algorithm = resolve_algorithm(algorithm_section(**SETTINGS[name]), LONGEST)
 
     def loss(now: np.ndarray) -> float:
         return oracle(name, aggregation, advantages, values | {"now": now}, algorithm)
@@ -90,7 +90,7 @@ def rows(batch: TrainBatch, trajectories: list[Trajectory], values: np.ndarray, 
 
 def program(settings: dict[str, object], devices: int):
     """(logprobs, batch, denominators) -> (losses [3], gradients [3, R, T]) as `devices` devices compute them, each from its rows."""
-    algorithms = [resolve_algorithm(AlgorithmSection(**settings, loss_aggregation=name), LONGEST) for name in AGGREGATIONS]
+    algorithms = [resolve_algorithm(algorithm_section(**settings, loss_aggregation=name), LONGEST) for name in AGGREGATIONS]
 
     def shares(now: jax.Array, batch: TrainBatch, denominators: object) -> tuple[jax.Array, jax.Array]:
         def losses(now: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,16 +6,16 @@ import pickle
 
 import pytest
 
-from jetrl_jax.config.task import TaskSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.registry import build_task
+from tests.sections import task_section
 
 library = pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra tasks) is not installed")
 
 
 def build(name="chain_sum", seed=0, template="{prompt}", **options):
     options = {"train_size": 60, "eval_size": 20, **options}
-    return build_task(TaskSection(kind="reasoning_gym", name=name, prompt_template=template, options=options), seed)
+    return build_task(task_section(kind="reasoning_gym", name=name, prompt_template=template, options=options), seed)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,6 @@ def test_reasoning_gym_says_which_items_depend_on_the_hash_seed(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": None}, "got task.name=None"),
         ({"name": "chain_sums"}, "unknown dataset: got task.name='chain_sums'.*Did you mean chain_sum"),
         ({"min_term": 3}, "refuses its options: got {'min_term': 3}"),
         ({"min_terms": 9}, "max_terms must be >= min_terms"),

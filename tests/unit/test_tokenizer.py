@@ -14,13 +14,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jetrl_jax.collect.prompts import Prompt
-from jetrl_jax.config.model import TokenizerSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.tasks.base import Example
 from jetrl_jax.text.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, build_tokenizer
+from tests.sections import tokenizer_section
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers (extra hf) is not installed")
-ALPHABET = TokenizerSection().characters
+ALPHABET = tokenizer_section().characters
 TEXTS = ["12+34=", "hello world", "  two  blanks ", "héllo\n\tü 😀 漢字 <b>x</b> <eos>", "a" * 50, "\x00\x7f\r\n"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -400,16 +400,16 @@ def test_huggingface_raises_on_bad_paths(tmp_path, prepare, message):
 
 
 def test_build_tokenizer_reads_every_field(tmp_path):
-    assert build_tokenizer(TokenizerSection(characters="xyz")).encode("zx") == [4, 2]
-    assert build_tokenizer(TokenizerSection(kind="byte")).vocab_size == 258
+    assert build_tokenizer(tokenizer_section(characters="xyz")).encode("zx") == [4, 2]
+    assert build_tokenizer(tokenizer_section(kind="byte")).vocab_size == 258
     with pytest.raises(UserError, match=r"tokenizer.path=None and model.path=None"):
-        build_tokenizer(TokenizerSection(kind="huggingface"))
+        build_tokenizer(tokenizer_section(kind="huggingface"))
     folder = write_files(tmp_path / "a", bos=True)
     other = write_files(tmp_path / "b", generation={"eos_token_id": 3})
-    assert build_tokenizer(TokenizerSection(kind="huggingface"), str(folder)).encode_prompt("q")[0] == 0
-    assert build_tokenizer(TokenizerSection(kind="huggingface", path=str(folder)), str(other)).eos_ids == (3, 1)
+    assert build_tokenizer(tokenizer_section(kind="huggingface"), str(folder)).encode_prompt("q")[0] == 0
+    assert build_tokenizer(tokenizer_section(kind="huggingface", path=str(folder)), str(other)).eos_ids == (3, 1)
     if importlib.util.find_spec("transformers"):
-        section = TokenizerSection(
+        section = tokenizer_section(
             kind="huggingface", chat_template=True, chat_template_kwargs={"enable_thinking": False}, system_prompt="short"
         )
         text = build_tokenizer(section, str(folder)).render("q")

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jetrl_jax.config.rollout import RolloutSection
+from jetrl_jax.config.rollout import JaxEngineSection, RolloutSection
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import named_params
@@ -104,13 +104,16 @@ class JaxEngine(RolloutEngine):
     def from_section(
         cls, model: Decoder, plan: PrecisionPlan, section: RolloutSection, pad_id: int, layout: Layout | None = None
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout`; arguments and errors as the class."""
+        """The engine with the sizes of a config's `rollout`, whose engine it is; arguments and errors as the class."""
+        engine = section.engine
+        if not isinstance(engine, JaxEngineSection):
+            raise ValueError(f"JaxEngine.from_section: another engine's section: got rollout.engine.kind={engine.kind}, expected jax")
         return cls(
             model,
             plan,
-            slots=section.slots,
-            prefill_rows=section.prefill_rows,
-            decode_chunk_tokens=section.decode_chunk_tokens,
+            slots=engine.slots,
+            prefill_rows=engine.prefill_rows,
+            decode_chunk_tokens=engine.decode_chunk_tokens,
             max_prompt_tokens=section.max_prompt_tokens,
             max_completion_tokens=section.max_completion_tokens,
             pad_id=pad_id,

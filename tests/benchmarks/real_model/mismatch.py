@@ -53,18 +53,24 @@ def config_of(preset: str, options: argparse.Namespace, *, exact: bool = True, e
     precision: dict[str, Any] = {"preset": preset}
     if engine == "vllm" and preset.startswith("fp8"):
         precision["overrides"] = [ATTENTION_IN_BF16]
-    rollout = {"engine": engine, "max_prompt_tokens": options.longest, "max_completion_tokens": options.tokens, "group_size": 2}
+    limits: dict[str, Any] = {"slots": options.prompts, "prefill_rows": 4}
+    if engine == "vllm":
+        limits = {"max_num_seqs": options.prompts, "kv_cache_memory_mb": 512, "on_mismatch": "warn"}
+    rollout = {
+        "engine": {"kind": engine} | limits,
+        "max_prompt_tokens": options.longest,
+        "max_completion_tokens": options.tokens,
+        "group_size": 2,
+    }
     fields: dict[str, Any] = {
         "model": {"path": str(DIRECTORY)},
         "tokenizer": {"kind": "huggingface", "chat_template": True},
         "precision": precision,
         "numerics": {"exact": exact},
         "task": {"kind": "gsm8k"} | ({} if options.gsm8k is None else {"path": str(options.gsm8k)}),
-        "rollout": rollout | ({"slots": options.prompts, "prefill_rows": 4} if engine == "jax" else {}),
+        "rollout": rollout,
         "batch": {"microbatch_tokens": 4 * (options.longest + options.tokens), "logprob_chunk_tokens": 256},
     }
-    if engine == "vllm":
-        fields["vllm"] = {"max_num_seqs": options.prompts, "kv_cache_memory_mb": 512, "on_mismatch": "warn"}
     return config_from_dict(fields)
 
 

@@ -1,1 +1,0 @@
-"""What one field of the config demands of another."""
