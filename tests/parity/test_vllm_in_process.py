@@ -95,7 +95,7 @@ def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.Mon
             make_engine(policy, enforce_eager=eager)
     assert compiled == [False, False]
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with pytest.raises(UserError, match=r"vllm\.enforce_eager: got false with TORCH_COMPILE_DISABLE=1"):
+    with pytest.raises(UserError, match=r"rollout\.engine\.enforce_eager: got false with TORCH_COMPILE_DISABLE=1"):
         make_engine(policy, enforce_eager=False)
 
 
@@ -410,4 +410,4 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         print(f"\n{said}")
         assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
     monkeypatch.setattr(engine, "describe", lambda: {"mode": "server"})
-    assert "rollout.engine.mode=in_process" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
+    assert "rollout.engine=vllm" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
