@@ -203,5 +203,6 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
             RewardFunctions.from_config((RewardSection(),), task),
             PromptStream(task, tokenizer, max_prompt_tokens=40, seed=0),
         )
-        parts: Any = SimpleNamespace(dynamic_sampling=False), Engine(), rewards, tokenizer, prompts, Console(1, stream=io.StringIO())
-        assert Collector(config, *parts).collect(1, StepClock()).rewards.mean() == pytest.approx(accuracy)
+        parts: dict[str, Any] = {"algorithm": SimpleNamespace(dynamic_sampling=False), "engine": Engine(), "rewards": rewards}
+        parts |= {"tokenizer": tokenizer, "prompts": prompts, "console": Console(1, stream=io.StringIO())}
+        assert Collector(config=config, **parts).collect(1, StepClock()).rewards.mean() == pytest.approx(accuracy)

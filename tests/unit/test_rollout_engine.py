@@ -23,6 +23,7 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.shapes import batch_sizes, cache_buckets, prompt_buckets
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from tests.parity.small_policy import SmallPolicy
 from tests.small_model import small_model
 
 VOCAB, STOP = 160, 1
@@ -218,6 +219,21 @@ def test_non_finite_weights_do_not_reach_the_next_call() -> None:
     assert all(np.isnan(t.sampled_logprobs).all() for t in bad)
     fresh.load(good, 7)
     check(fresh.generate(requests, GREEDY), requests)
+
+
+def test_a_sequence_that_is_not_finite_does_not_reach_the_next_one_in_its_slot() -> None:
+    """Token 20 has no finite embedding; in the second layer every key and value after it is NaN, far behind the other prompt."""
+    policy = SmallPolicy("bf16", small_model(tie_word_embeddings=False, num_layers=2))
+    sizes = {"slots": 1, "prefill_rows": 1, "decode_chunk_tokens": 2, "max_prompt_tokens": 8, "max_completion_tokens": 20, "pad_id": 0}
+    one = JaxEngine(policy.model, policy.plan, **sizes)
+    one.load(map_params(lambda path, value: value.at[20].set(jnp.nan) if "embed" in path else value, policy.published), 0)
+    sampling, wanted = SamplingParams(1.0, 10, (), 7), Request(1, [3], 5)
+    (alone,) = one.generate([wanted], sampling)
+    assert np.isfinite(alone.sampled_logprobs).all()
+    bad, after = one.generate([Request(0, [20], 1), wanted], sampling)
+    assert np.isnan(bad.sampled_logprobs).all()
+    np.testing.assert_array_equal(after.token_ids, alone.token_ids)
+    np.testing.assert_array_equal(after.logprobs, alone.logprobs)
 
 
 def test_load_takes_weights_by_reference() -> None:

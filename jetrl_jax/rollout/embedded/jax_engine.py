@@ -172,8 +172,7 @@ class JaxEngine(RolloutEngine):
         generation = Generation(self.programs, self.shapes, self._weights, requests, prompts, sampling, controls, state, self.pad_id)
         self.statistics = generation.statistics
         yield from generation.run(self._version)
-        if np.isfinite(generation.logprobs).all():  # a NaN left in an idle slot's cache would reach its next occupant
-            self._idle_state = generation.state
+        self._idle_state = generation.state
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """By the trainer's own forward, in rows of a few lengths; with `numerics.exact` the bits that sampling reports."""

@@ -245,6 +245,8 @@ class EnginePrograms:
 
             def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
                 one = jax.lax.dynamic_index_in_dim(prefilled[:, :, :length], row[slot], 0)
+                with jax.enable_x64(self.numerics.exact):  # zeros behind: a NaN of the slot's last sequence would reach this one
+                    one = jnp.pad(one, ((0, 0), (0, 0), (0, old.shape[2] - length), (0, 0)))
                 return jax.lax.dynamic_update_slice(old, one, (slot, zero, zero, zero))
 
             return jax.tree.map(put, cache, prompts.cache)
