@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jetrl_jax.config.precision import NumericsSection, PrecisionSection
+from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.anatomy import MATRICES
@@ -144,7 +144,7 @@ def test_numerics_raise_on_a_setting_that_they_do_not_know(setting: str, value: 
 def test_numerics_know_what_the_config_knows() -> None:
     for name in set(NumericsSection.model_fields) & set(ALLOWED) - {"exact", "kernels"}:
         assert set(get_args(NumericsSection.model_fields[name].annotation)) == set(ALLOWED[name])
-    for name in set(PrecisionSection.model_fields) & set(ALLOWED):
-        assert set(get_args(PrecisionSection.model_fields[name].annotation)) == set(ALLOWED[name])
+    for name in set(Fp8UnifiedSection.model_fields) & set(ALLOWED):
+        assert set(get_args(Fp8UnifiedSection.model_fields[name].annotation)) == set(ALLOWED[name])
     assert set(get_args(NumericsSection.model_fields["kernels"].annotation)) <= set(ALLOWED["kernels"])
     assert {field.name for field in dataclasses.fields(Numerics)} == {*ALLOWED, "resolved"}
