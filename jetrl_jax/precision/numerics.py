@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Num
     "wgrad_operand": ("requantize", "dual", "block"),
     "scale_format": SCALE_FORMATS,
     "kernels": IMPLEMENTATIONS,
-    "attention": ("auto", "xla", "cudnn"),
+    "attention": ("auto", "xla", "cudnn", "planned"),  # planned: `jetrl_jax.models.flash_attention.PLANNED`
     "dense": ("auto", "float64"),
     "stored_dtype": (None, *VALUES, "float64"),
 }

@@ -18,6 +18,7 @@ from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.dense import dense
+from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.precision.numerics import ALLOWED, Numerics
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -142,9 +143,10 @@ def test_numerics_raise_on_a_setting_that_they_do_not_know(setting: str, value: 
 
 
 def test_numerics_know_what_the_config_knows() -> None:
-    for name in set(NumericsSection.model_fields) & set(ALLOWED) - {"exact", "kernels"}:
+    for name in set(NumericsSection.model_fields) & set(ALLOWED) - {"exact", "kernels", "attention"}:
         assert set(get_args(NumericsSection.model_fields[name].annotation)) == set(ALLOWED[name])
     for name in set(Fp8UnifiedSection.model_fields) & set(ALLOWED):
         assert set(get_args(Fp8UnifiedSection.model_fields[name].annotation)) == set(ALLOWED[name])
     assert set(get_args(NumericsSection.model_fields["kernels"].annotation)) <= set(ALLOWED["kernels"])
+    assert {*get_args(NumericsSection.model_fields["attention"].annotation), PLANNED} == set(ALLOWED["attention"])
     assert {field.name for field in dataclasses.fields(Numerics)} == {*ALLOWED, "resolved"}

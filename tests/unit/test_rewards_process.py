@@ -232,7 +232,7 @@ def test_worker_takes_its_children_along(module):
 def test_worker_ends_with_a_killed_trainer(module, tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from jetrl_jax.config.task import ; from jetrl_jax.rewards.functions import RewardFunctions
+from jetrl_jax.config.task import ArithmeticSection; from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.tasks.base import Example; from jetrl_jax.tasks.registry import build_task
 names = ["user_rewards:pid", "user_rewards:spawns", "user_rewards:hang"]
 rewards = RewardFunctions.from_functions(names, build_task(ArithmeticSection(), 0), timeout_s=600)
