@@ -67,7 +67,7 @@ def test_folders_are_read_from_the_list() -> None:
     assert named_folders("a/   b/c of no\n  b/  c/d/   both/neither, e/\ng/  last") == {"a/", "a/b/", "a/c/d/", "a/e/", "g/"}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", [pytest.param(name, marks=[pytest.mark.long] * ("train()" in text)) for name, text in BLOCKS.items()])
 def test_python_of_the_pages_runs(block: str, tmp_path: Path) -> None:
     """Each block runs by itself, in a directory that holds only the configs."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
