@@ -56,7 +56,7 @@ def loaded(directory: Path = DIRECTORY) -> Policy:
 def policy_of(precision: dict[str, Any], directory: Path = DIRECTORY, **sections: Any) -> Policy:
     """The model of a directory in a flow, with its chat template."""
     lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": TOKENS, "group_size": 2}
-    lengths |= sections.pop("rollout", {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 4})
+    lengths |= sections.pop("rollout", {"engine": {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 4}})
     fields = {
         "model": {"path": str(directory)},
         "tokenizer": {"kind": "huggingface", "chat_template": True},
