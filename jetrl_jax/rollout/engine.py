@@ -148,8 +148,8 @@ class RolloutEngine(abc.ABC):
         """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result asked for.
 
         Raises:
-          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine is closed, or it
-            gave its memory back in `sleep` (vLLM).
+          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine sleeps
+            or is closed.
           ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
         """
         requests = list(requests)  # an iterator gives them once only

@@ -150,15 +150,6 @@ class PolicyPrograms:
         finite = jax.eval_shape(self._check_program, state, state.params)[1]
         return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
 
-    def lower_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
-        """`policy_gradient` lowered, not compiled; the arguments may be abstract."""
-        return self.trace_gradient(state, batch, denominators, algorithm).lower()
-
-    def lower_update(self, state: TrainState) -> tuple[Any, Any]:
-        """`update`'s two programs, the check and the step, lowered, not compiled; the state may be abstract."""
-        check, step = self.trace_update(state)
-        return check.lower(), step.lower()
-
     def frozen(self, state: TrainState) -> nnx.State:
         """The state's policy as weights of a forward without gradient (a reference policy)."""
         return self._freeze(state.params, state.published)

@@ -112,12 +112,12 @@ def test_the_comparison_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_exact_hidden_states_are_close() -> None:
-    """BF16 roundings that fall otherwise, as in test_rollout_exact.py: a few units in the last place of 2**-8."""
+    """BF16 roundings that may fall otherwise on another CPU: four units in the last place; a token too many or too few is 2**0 off."""
     one = Case("bf16", CONFIG, exact=False)
     whole, cache = one.whole()
     at_once, by_one = one.extended(NEW, cache)[0], one.extended(1, cache)[0]
     for other in (expected(whole), by_one):
-        assert np.abs(at_once - other).max() <= 2**-5 * np.abs(other).max()
+        assert np.abs(at_once - other).max() <= 2**-6 * np.abs(other).max()
     single = Case("fp32", CONFIG, exact=False)
     whole, cache = single.whole()
     np.testing.assert_allclose(single.extended(NEW, cache)[0], expected(whole), rtol=0, atol=1e-5)
