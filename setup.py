@@ -1,4 +1,5 @@
-"""The part of the build that pyproject.toml cannot say: a wheel also holds the configs, as `jetrl_jax/configs/*.yaml`.
+"""The part of the build that pyproject.toml cannot say: a wheel also holds the configs, as
+`jetrl_jax/configs/*.yaml`.
 
 In a checkout, and in an editable installation of one, they stay in `configs/`.
 """

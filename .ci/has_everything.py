@@ -1,4 +1,5 @@
-"""Status 0 where this Python has every package that the project and its tests on a GPU need, else 1 and a line of those missing.
+"""Status 0 where this Python has every package that the project and its tests on a GPU need, else 1 and a
+line of those missing.
 
 `make gpu` asks it before it makes an environment: a GPU machine without network has its packages already.
 """
@@ -24,5 +25,8 @@ def missing() -> list[str]:
 
 if __name__ == "__main__":
     if absent := missing():
-        print(f"{sys.executable} lacks {', '.join(absent)}; make gpu PYTHON_GPU=... takes it all the same", file=sys.stderr)
+        print(
+            f"{sys.executable} lacks {', '.join(absent)}; make gpu PYTHON_GPU=... takes it all the same",
+            file=sys.stderr,
+        )
     sys.exit(bool(absent))

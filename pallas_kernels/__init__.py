@@ -1,13 +1,14 @@
 """FP8 numerics for reinforcement learning in JAX: a block-scaled format, its quantiser and its three GEMMs.
 
-The format in one minute. An FP8 number (e4m3: 4 exponent, 3 mantissa bits) has about one decimal digit and a range of
-2**-9 to 448. A tensor fits only after scaling, and one scale per tensor would let a single outlier push everything else
-below the smallest code. So a tensor is cut into blocks of 128 along the axis that a matrix product sums over, and each
-block has its own FP32 scale that brings its largest magnitude to 448:
+The format in one minute. An FP8 number (e4m3: 4 exponent, 3 mantissa bits) has about one decimal digit and a
+range of 2**-9 to 448. A tensor fits only after scaling, and one scale per tensor would let a single outlier
+push everything else below the smallest code. So a tensor is cut into blocks of 128 along the axis that a
+matrix product sums over, and each block has its own FP32 scale that brings its largest magnitude to 448:
 
     scale = max(amax, floor) / 448      code = cast(clip(x / scale, -448, 448))      value = code * scale
 
-A product sums 128 products of codes, multiplies by the two scales and adds to an FP32 accumulator, block after block:
+A product sums 128 products of codes, multiplies by the two scales and adds to an FP32 accumulator, block
+after block:
 
     out[m, n] = sum_kb (sum_{k in kb} A[m, k] B[n, k]) * sa[m, kb] * sb[n, kb]
 
@@ -18,14 +19,17 @@ A linear layer y = x Wᵀ has three products, and each contracts another axis, s
     dgrad   dx = dy W    dy  [M, N] (1, 128)      W [N, K] (128, 128), same codes       N, output features
     wgrad   dW = dyᵀ x   dy  [M, N] (128, 1)      x [M, K] (128, 1) or (128, 128)       M, tokens
 
-Weights are blocked (128, 128) because such a block transposes exactly: one quantisation serves fprop and dgrad.
+Weights are blocked (128, 128) because such a block transposes exactly: one quantisation serves fprop and
+dgrad.
 
     x8 = quantize(x, (1, 128));  w8 = quantize(w, (128, 128));  y = fprop(x8, w8)        # y: bfloat16 [M, N]
 
-What stays in BF16 or FP16 has a product, too, whose bits do not depend on the rows beside a row: `dense_matmul`.
+What stays in BF16 or FP16 has a product, too, whose bits do not depend on the rows beside a row:
+`dense_matmul`.
 
-Everything rounds in one defined way (`formats`), so that a trainer, a rollout engine and an exported checkpoint can hold
-the same bits. This package imports jax and numpy only and knows nothing of models or of reinforcement learning.
+Everything rounds in one defined way (`formats`), so that a trainer, a rollout engine and an exported
+checkpoint can hold the same bits. This package imports jax and numpy only and knows nothing of models or of
+reinforcement learning.
 """
 
 from pallas_kernels.dense import dense_matmul

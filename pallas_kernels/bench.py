@@ -1,14 +1,16 @@
-"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: the kernels against their rivals, on the GPU of this machine.
+"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: the kernels against their rivals, on
+the GPU of this machine.
 
-    gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady state
+    gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady
     decode    1, 64 and 256 rows: microseconds on the device, weights cold
     linear    a linear layer forward and backward with all quantisation from BF16: milliseconds, steady state
     quantize  the quantisers and the operations fused with them, on inputs of the layers: GB/s, steady state
     layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
-Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the rivals, vLLM's
-Triton kernel where it can run; `gemm` and `decode` also time the batch-invariant BF16 product, "mosaic bf16". Others come
-from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which needs torch) that defines
+Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the
+rivals, vLLM's Triton kernel where it can run; `gemm` and `decode` also time the batch-invariant BF16 product,
+"mosaic bf16". Others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which
+needs torch) that defines
 
     gemm(m, n, k) -> {name: contender}        decode(m, n, k) -> {name: pallas_kernels.measure.Timing}
 
@@ -16,8 +18,9 @@ or, for `layer`, whose model this package does not know (tests/benchmarks/kernel
 
     layer(tokens) -> {name: contender}
 
-and run in the same process. The figures go to a JSON file with card, clocks, versions and command, as they are measured, and
-as a table to the terminal. Without a GPU that the kernels run on it ends with status 2. Goals and protocols: docs/benchmarks.md.
+and run in the same process. The figures go to a JSON file with card, clocks, versions and command, as they
+are measured, and as a table to the terminal. Without a GPU that the kernels run on it ends with status 2.
+Goals and protocols: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,7 +38,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ScaledArray, dense_matmul, fprop, matmul, quantize, quantize_dual, quantize_weight, wgrad
+from pallas_kernels import (
+    ScaledArray,
+    dense_matmul,
+    fprop,
+    matmul,
+    quantize,
+    quantize_dual,
+    quantize_weight,
+    wgrad,
+)
 from pallas_kernels.implementations import cannot_run
 from pallas_kernels.measure import (
     Contender,
@@ -73,17 +85,25 @@ def main(arguments: list[str] | None = None) -> None:
     for row in benchmark(options.layers, options.rows, rivals):
         rows.append(row)
         print("  ".join(str(value) for value in row.values()), flush=True)
-        write_json(out, command, machine, rows)  # after every row: what was measured outlives the time that there is for it
-    write_json(out, command, environment(), rows)  # the clocks and the temperature that the figures were reached at
+        # after every row: what was measured outlives the time that there is for it
+        write_json(out, command, machine, rows)
+    # the clocks and the temperature that the figures were reached at
+    write_json(out, command, environment(), rows)
     print(markdown(rows, [key for key in ("site", "layer", "M") if key in rows[0]], "contender", "figure"))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, complete: rows of the benchmark's kind where none are given."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None
+    )
     parser.add_argument("what", choices=list(BENCHMARKS))
-    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), metavar="LAYER", help="default: all (not for layer)")
-    parser.add_argument("--rows", nargs="+", type=int, help=f"M, default {TRAINING_ROWS}, decode {DECODE_ROWS}")
+    parser.add_argument(
+        "--layers", nargs="+", choices=list(LAYERS), metavar="LAYER", help="default: all (not for layer)"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=int, help=f"M, default {TRAINING_ROWS}, decode {DECODE_ROWS}"
+    )
     parser.add_argument("--rivals", type=Path, help="a Python file with rivals (gemm, decode, layer)")
     parser.add_argument("--out", type=Path, help="JSON file, default runs/benchmarks/WHAT.json")
     options = parser.parse_args(arguments)
@@ -91,27 +111,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if what == options.what and getattr(options, name) is not None:
             parser.error(f"{what}: an option without effect: got --{name}, expected none: {why}")
     if options.what == "layer" and options.rivals is None:
-        parser.error("layer: no model: got no --rivals, expected a file with layer(tokens), such as tests/benchmarks/kernel_layer.py")
+        parser.error(
+            "layer: no model: got no --rivals, expected a file with layer(tokens), such as "
+            "tests/benchmarks/kernel_layer.py"
+        )
     options.layers = options.layers or list(LAYERS)
     options.rows = options.rows or list(DECODE_ROWS if options.what == "decode" else TRAINING_ROWS)
     return options
 
 
 def load_rivals(path: Path, what: str) -> ModuleType:
-    """The module at `path`. Raises FileNotFoundError where there is none, ValueError without rivals in `what`, and what it raises."""
+    """The module at `path`. Raises FileNotFoundError where there is none,
+    ValueError without rivals in `what`, and what it raises.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise FileNotFoundError(f"load_rivals: no Python file: got {path}, expected one such as tests/benchmarks/kernel_rivals.py.")
+        raise FileNotFoundError(
+            f"load_rivals: no Python file: got {path}, expected one such as "
+            "tests/benchmarks/kernel_rivals.py."
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, what):
         raise ValueError(
-            f"load_rivals: no rivals in {what}: got {path} without a function {what}, expected one, as pallas_kernels/bench.py has it."
+            f"load_rivals: no rivals in {what}: got {path} without a function {what}, expected one, as "
+            "pallas_kernels/bench.py has it."
         )
     return module
 
 
-# ----------------------------------------------------------------------------------------------------------- benchmarks
+# -----------------------------------------------------------------------------------------------------------
+# benchmarks
 
 
 def bench_gemm(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
@@ -127,23 +157,40 @@ def bench_gemm(layers: list[str], rows: list[int], rivals: ModuleType | None) ->
 
 
 def _gemm_rows(
-    site: str, layer: str, m: int, sizes: tuple[int, int, int], block: tuple[int, int], out: Any, rivals: ModuleType | None
+    site: str,
+    layer: str,
+    m: int,
+    sizes: tuple[int, int, int],
+    block: tuple[int, int],
+    out: Any,
+    rivals: ModuleType | None,
 ) -> Iterator[Row]:
     """All contenders on one product of [rows, k] and [columns, k]."""
     a, b = random_matrix(sizes[0], sizes[2], 0), random_matrix(sizes[1], sizes[2], 1)
     left, right = quantize(a, ROWS), quantize(b, block)
     contenders: dict[str, Contender] = {
-        f"mosaic {order}": jax_contender(_product(out, order), left, right) for order in ("deepgemm", "triton")
+        f"mosaic {order}": jax_contender(_product(out, order), left, right)
+        for order in ("deepgemm", "triton")
     }
     if cannot_run("triton") is None:
         contenders["vLLM triton"] = jax_contender(_product(out, "triton", "triton"), left, right)
     contenders["mosaic bf16"] = jax_contender(_dense_product(out), a, b)
-    contenders["jax bf16"] = jax_contender(lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=out), a, b)
+    contenders["jax bf16"] = jax_contender(
+        lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=out), a, b
+    )
     if rivals:
         contenders |= rivals.gemm(*sizes)
     flops = 2 * sizes[0] * sizes[1] * sizes[2]
     for name, timing in steady_state(contenders).items():
-        yield _row(site, layer, m, name, timing, f"{flops / timing.median / 1e12:.0f}", tflops=flops / timing.median / 1e12)
+        yield _row(
+            site,
+            layer,
+            m,
+            name,
+            timing,
+            f"{flops / timing.median / 1e12:.0f}",
+            tflops=flops / timing.median / 1e12,
+        )
 
 
 def bench_decode(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
@@ -155,19 +202,27 @@ def bench_decode(layers: list[str], rows: list[int], rivals: ModuleType | None) 
         half = [random_matrix(n, k, seed) for seed in range(copies_beyond_cache(2 * n * k))]
         for m in rows:
             x = random_matrix(m, k, 100)
-            timings: dict[str, Timing] = {"mosaic": cold_kernels(_product(jnp.bfloat16, "deepgemm"), quantize(x, ROWS), weights)}
+            timings: dict[str, Timing] = {
+                "mosaic": cold_kernels(_product(jnp.bfloat16, "deepgemm"), quantize(x, ROWS), weights)
+            }
             if cannot_run("triton") is None:
-                timings["vLLM triton"] = cold_kernels(_product(jnp.bfloat16, "triton", "triton"), quantize(x, ROWS), weights)
+                timings["vLLM triton"] = cold_kernels(
+                    _product(jnp.bfloat16, "triton", "triton"), quantize(x, ROWS), weights
+                )
             timings["mosaic bf16"] = cold_kernels(_dense_product(jnp.bfloat16), x, half)
             timings["jax bf16"] = cold_kernels(lambda x, w: jnp.einsum("mk,nk->mn", x, w), x, half)
             if rivals:
                 timings |= rivals.decode(m, n, k)
             for name, timing in timings.items():
-                yield _row("fprop", layer, m, name, timing, f"{timing.median * 1e6:.1f}", us=timing.median * 1e6)
+                yield _row(
+                    "fprop", layer, m, name, timing, f"{timing.median * 1e6:.1f}", us=timing.median * 1e6
+                )
 
 
 def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
-    """Milliseconds of y = x Wᵀ, dx = dy W and dW = dyᵀ x from BF16 arrays, in one program. No rivals but JAX's BF16."""
+    """Milliseconds of y = x Wᵀ, dx = dy W and dW = dyᵀ x from BF16 arrays, in one program.
+    No rivals but JAX's BF16.
+    """
     del rivals
     totals: dict[tuple[int, str], float] = {}
     for layer in layers:
@@ -175,12 +230,18 @@ def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) 
         for m in rows:
             arrays = random_matrix(m, k, 0), random_matrix(n, k, 1), random_matrix(m, n, 2)
             contenders = {"fp8 1x128 x 1x128": COLUMNS, "fp8 1x128 x 128x128": SQUARE}
-            programs: dict[str, Callable[..., Any]] = {name: _fp8_layer(block) for name, block in contenders.items()}
+            programs: dict[str, Callable[..., Any]] = {
+                name: _fp8_layer(block) for name, block in contenders.items()
+            }
             programs["jax bf16"] = _bf16_layer
-            timings = steady_state({name: jax_contender(program, *arrays) for name, program in programs.items()})
+            timings = steady_state(
+                {name: jax_contender(program, *arrays) for name, program in programs.items()}
+            )
             for name, timing in timings.items():
                 totals[m, name] = totals.get((m, name), 0.0) + timing.median
-                yield _row("linear", layer, m, name, timing, f"{timing.median * 1e3:.3f}", ms=timing.median * 1e3)
+                yield _row(
+                    "linear", layer, m, name, timing, f"{timing.median * 1e3:.3f}", ms=timing.median * 1e3
+                )
     for (m, name), seconds in totals.items():
         yield _row("linear", "sum", m, name, Timing((seconds,)), f"{seconds * 1e3:.3f}", ms=seconds * 1e3)
 
@@ -188,7 +249,9 @@ def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) 
 def bench_quantizers(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
     """GB/s of the quantisers on the inputs of the layers, each width once. No rivals but XLA."""
     del rivals
-    yield from bench_quantize({layer: width for width, layer in {LAYERS[layer][1]: layer for layer in layers}.items()}, rows)
+    yield from bench_quantize(
+        {layer: width for width, layer in {LAYERS[layer][1]: layer for layer in layers}.items()}, rows
+    )
 
 
 def bench_layer(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
@@ -197,7 +260,15 @@ def bench_layer(layers: list[str], rows: list[int], rivals: ModuleType | None) -
     assert rivals is not None, "`parse` demands the file"
     for m in rows:
         for name, timing in steady_state(rivals.layer(m)).items():
-            yield _row("layer", "decoder layer", m, name, timing, f"{timing.median * 1e3:.3f}", ms=timing.median * 1e3)
+            yield _row(
+                "layer",
+                "decoder layer",
+                m,
+                name,
+                timing,
+                f"{timing.median * 1e3:.3f}",
+                ms=timing.median * 1e3,
+            )
 
 
 NO_EFFECT = {
@@ -206,7 +277,13 @@ NO_EFFECT = {
     ("layer", "layers"): "it measures a whole decoder layer",
 }
 """{(benchmark, option that it does not read): why}."""
-BENCHMARKS = {"gemm": bench_gemm, "decode": bench_decode, "linear": bench_linear, "quantize": bench_quantizers, "layer": bench_layer}
+BENCHMARKS = {
+    "gemm": bench_gemm,
+    "decode": bench_decode,
+    "linear": bench_linear,
+    "quantize": bench_quantizers,
+    "layer": bench_layer,
+}
 """What is measured, by the name on the command line."""
 
 
@@ -230,7 +307,7 @@ def _bf16_layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, .
     return jnp.einsum("mk,nk->mn", x, w), jnp.einsum("mn,nk->mk", dy, w), dw
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------------- parts
 
 
 def random_matrix(rows: int, columns: int, seed: int) -> jax.Array:
@@ -238,8 +315,12 @@ def random_matrix(rows: int, columns: int, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (rows, columns), jnp.bfloat16)
 
 
-def _product(out_dtype: Any, order: str, implementation: str | None = None) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
-    return lambda a, b: matmul(a, b, out_dtype=out_dtype, promotion_order=order, implementation=implementation or IMPLEMENTATION)
+def _product(
+    out_dtype: Any, order: str, implementation: str | None = None
+) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
+    return lambda a, b: matmul(
+        a, b, out_dtype=out_dtype, promotion_order=order, implementation=implementation or IMPLEMENTATION
+    )
 
 
 def _dense_product(out_dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -250,7 +331,15 @@ def _row(site: str, layer: str, m: int, name: str, timing: Timing, figure: str, 
     """One figure; `figure` is what the table shows."""
     numbers: Mapping[str, float] = {key: round(value, 4) for key, value in figures.items()}
     spread = round(timing.spread, 4)
-    return {"site": site, "layer": layer, "M": m, "contender": name, "figure": figure, **numbers, "spread": spread}
+    return {
+        "site": site,
+        "layer": layer,
+        "M": m,
+        "contender": name,
+        "figure": figure,
+        **numbers,
+        "spread": spread,
+    }
 
 
 if __name__ == "__main__":

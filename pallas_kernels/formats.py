@@ -1,26 +1,28 @@
 """The FP8 format and its rounding: the only place that spells its numbers.
 
-`float8_e4m3fn` has 1 sign, 4 exponent and 3 mantissa bits, no infinity and one NaN: largest value 448, smallest
-normal 2**-6, smallest subnormal 2**-9. A block of values shares one FP32 scale:
+`float8_e4m3fn` has 1 sign, 4 exponent and 3 mantissa bits, no infinity and one NaN: largest value 448,
+smallest normal 2**-6, smallest subnormal 2**-9. A block of values shares one FP32 scale:
 
     scale = max(amax(block), AMAX_FLOOR) / E4M3_MAX          (scale_format "float32")
     scale = 2 ** ceil(log2(max(amax(block) / E4M3_MAX, AMAX_FLOOR)))     (scale_format "power_of_two")
     code  = cast(clip(x / scale, -E4M3_MAX, E4M3_MAX))
 
-all in FP32 with IEEE division and round to nearest, ties to even. `code * scale` gives the value back. The first
-formula is that of vLLM's CUDA operation `per_token_group_quant_fp8`; the floor keeps a zero block's scale positive.
-In the second one the power is exact (found from the bits of the ratio, not through a rounded `log2`).
+all in FP32 with IEEE division and round to nearest, ties to even. `code * scale` gives the value back. The
+first formula is that of vLLM's CUDA operation `per_token_group_quant_fp8`; the floor keeps a zero block's
+scale positive. In the second one the power is exact (found from the bits of the ratio, not through a rounded
+`log2`).
 
-Division. XLA rewrites `a / b` with a constant or broadcast `b` into `a * (1 / b)`, which is one unit in the last place
-off for about half of all values, and such a value can flip a code. Everything here divides in float64 and rounds
-once to FP32. That equals IEEE FP32 division even where XLA rewrites the float64 division: for 24-bit significands the
-exact quotient is never a midpoint of two normal FP32 numbers and stays at a relative distance of more than 2**-49 from
-every one, while a float64 reciprocal and product are off by at most about 2**-52. So `encode` multiplies by a float64
+Division. XLA rewrites `a / b` with a constant or broadcast `b` into `a * (1 / b)`, which is one unit in the
+last place off for about half of all values, and such a value can flip a code. Everything here divides in
+float64 and rounds once to FP32. That equals IEEE FP32 division even where XLA rewrites the float64 division:
+for 24-bit significands the exact quotient is never a midpoint of two normal FP32 numbers and stays at a
+relative distance of more than 2**-49 from every one, while a float64 reciprocal and product are off by at
+most about 2**-52. So `encode` multiplies by a float64
 reciprocal on purpose: one division per block instead of one per value, same bits.
 (tests/kernels/test_formats.py shows it bit for bit against numpy: jitted, fused, under vmap and scan.)
 
-Non-finite values make their block's scale non-finite (`compute_scale`), which is what `quantize` shows; `encode` by itself
-clips an infinity under a finite scale.
+Non-finite values make their block's scale non-finite (`compute_scale`), which is what `quantize` shows;
+`encode` by itself clips an infinity under a finite scale.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ def to_float64(x: jax.Array) -> jax.Array:
 def round_to_float32(x: jax.Array) -> jax.Array:
     """Rounds float64 to FP32, to nearest even, so that XLA cannot drop the rounding.
 
-    A plain convert may be deleted where the result is widened again (`xla_allow_excess_precision`, on by default), so the
-    29 bits that FP32 lacks are rounded away first, on the integer side. Infinities and NaN stay; a result below the
-    smallest normal FP32 number may be rounded twice or flushed to zero.
+    A plain convert may be deleted where the result is widened again (`xla_allow_excess_precision`, on by
+    default), so the 29 bits that FP32 lacks are rounded away first, on the integer side. Infinities and NaN
+    stay; a result below the smallest normal FP32 number may be rounded twice or flushed to zero.
     """
     with jax.enable_x64(True):
         bits = lax.bitcast_convert_type(x, jnp.uint64)
@@ -89,19 +91,22 @@ def round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:
 
 
 def add_finished(accumulator: jax.Array, product: jax.Array) -> jax.Array:
-    """accumulator + product, both float32: one addition to the product as it was rounded, which XLA cannot make a multiply-add."""
+    """accumulator + product, both float32: one addition to the product as it was rounded,
+    which XLA cannot make a multiply-add.
+    """
     return accumulator + round_to_float32(to_float64(product))
 
 
 def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
-    """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a reciprocal.
+    """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a
+    reciprocal.
 
     Args:
       a: dividend, any float type exact in FP32.
       b: divisor, the same.
     Returns:
-      float32 quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero. Division by
-      zero, infinities and NaN follow IEEE. Not meant to be differentiated.
+      float32 quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero.
+      Division by zero, infinities and NaN follow IEEE. Not meant to be differentiated.
     """
     a = jnp.asarray(a, jnp.float32)
     b = jnp.asarray(b, jnp.float32)
@@ -125,7 +130,9 @@ def compute_scale(amax: jax.Array, scale_format: str = "float32") -> jax.Array:
         return divide(jnp.maximum(amax, jnp.float32(AMAX_FLOOR)), E4M3_MAX)
     if scale_format == "power_of_two":
         return _next_power_of_two(jnp.maximum(divide(amax, E4M3_MAX), jnp.float32(AMAX_FLOOR)))
-    raise ValueError(f"compute_scale: unknown format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}.")
+    raise ValueError(
+        f"compute_scale: unknown format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}."
+    )
 
 
 def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -135,10 +142,11 @@ def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
       x: float array (float32, bfloat16 or float16).
       scale: float32, broadcasts to the shape of `x`; positive, from `compute_scale`.
     Returns:
-      float8_e4m3fn array shaped like `x`. `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity / infinity, stays NaN.
-      A quotient outside -448 .. 448 is clipped, and the code does not show it: encode(inf, 1.0) is 448. `compute_scale` of
-      the values' own amax excludes that: no finite value is then clipped by more than a rounding, and an infinite one has an
-      infinite scale, which `nonfinite_blocks` counts.
+      float8_e4m3fn array shaped like `x`. `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity /
+      infinity, stays NaN. A quotient outside -448 .. 448 is clipped, and the code does not show it:
+      encode(inf, 1.0) is 448. `compute_scale` of the values' own amax excludes that: no finite value is then
+      clipped by more than a rounding, and an infinite one has an infinite scale, which `nonfinite_blocks`
+      counts.
     """
     with jax.enable_x64(True):
         reciprocal = 1.0 / to_float64(scale)
@@ -147,7 +155,8 @@ def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def round_to_e4m3(x: jax.Array) -> jax.Array:
-    """FP32 to float8_e4m3fn, round to nearest even, for |x| <= 448; any other value, NaN among them, becomes NaN.
+    """FP32 to float8_e4m3fn, round to nearest even, for |x| <= 448; any other value, NaN among them, becomes
+    NaN.
 
     Written on the bits because XLA's own cast takes three times as long on CPU; the codes are the same
     (tests/kernels/test_formats.py).
@@ -156,7 +165,9 @@ def round_to_e4m3(x: jax.Array) -> jax.Array:
     sign = (bits >> 24) & jnp.uint32(0x80)
     magnitude = bits & jnp.uint32(0x7FFFFFFF)
     # Normal codes: round the 20 mantissa bits that go, then move the exponent's bias from 127 to 7.
-    normal = ((magnitude + jnp.uint32(0x7FFFF) + ((magnitude >> 20) & jnp.uint32(1))) >> 20) - jnp.uint32((127 - 7) << 3)
+    normal = ((magnitude + jnp.uint32(0x7FFFF) + ((magnitude >> 20) & jnp.uint32(1))) >> 20) - jnp.uint32(
+        (127 - 7) << 3
+    )
     # Subnormal codes: at 2**14 the spacing of FP32 is 2**-9, so the addition itself rounds.
     shifted = lax.bitcast_convert_type(magnitude, jnp.float32) + jnp.float32(_SUBNORMAL_SHIFT)
     subnormal = lax.bitcast_convert_type(shifted, jnp.uint32) & jnp.uint32(0xFF)

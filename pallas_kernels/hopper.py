@@ -1,9 +1,13 @@
-"""Numbers of a Hopper GPU that the Pallas kernels are cut to; imports nothing, so that tiles can be chosen where no kernel runs."""
+"""Numbers of a Hopper GPU that the Pallas kernels are cut to; imports nothing,
+so that tiles can be chosen where no kernel runs.
+"""
 
 from __future__ import annotations
 
 H100_SMS = 132
-"""Streaming multiprocessors of an H100 SXM and of an H200; a persistent kernel launches one program on each."""
+"""Streaming multiprocessors of an H100 SXM and of an H200; a persistent kernel launches one program
+on each.
+"""
 SMEM_BYTES = 227 * 1024
 """Shared memory of one program."""
 SWIZZLE_BYTES = 128
@@ -11,5 +15,5 @@ SWIZZLE_BYTES = 128
 WGMMA_ROWS = 64
 """Rows of one wgmma instruction."""
 REGISTERS = {1: None, 2: (240, 24), 3: (152, 40)}
-"""Per thread of (consumer, producer), by consumer warpgroups; the sum over warpgroups must stay below 504 (512 with three
-consumers), or the kernel hangs. One consumer needs no redistribution."""
+"""Per thread of (consumer, producer), by consumer warpgroups; the sum over warpgroups must stay below 504
+(512 with three consumers), or the kernel hangs. One consumer needs no redistribution."""

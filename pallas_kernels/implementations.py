@@ -1,17 +1,18 @@
-"""Which implementation of an operation runs where: names, platforms, compute capabilities, and why one cannot run.
+"""Which implementation of an operation runs where: names, platforms, compute capabilities, and why one cannot
+run.
 
-    name              what it is                                               runs on
-    xla               THE definition, plain XLA, row-invariant                 every platform
-    xla_fast          plain XLA, quicker on a CPU, last bits may differ        every platform
-    mosaic_gpu        the Pallas kernel                                        NVIDIA GPU of compute capability 9.0 (Hopper)
-    mosaic_interpret  the same kernel, interpreted: slow, finds races          CPU
-    triton            vLLM's own kernel (GEMMs only), for comparison           the same GPU, with vllm and jax_triton
-    auto              mosaic_gpu where it can run, else xla                    every platform
+    name              what it is                                           runs on
+    xla               THE definition, plain XLA, row-invariant             every platform
+    xla_fast          plain XLA, quicker on a CPU, last bits may differ    every platform
+    mosaic_gpu        the Pallas kernel                                    Hopper GPU (compute capability 9.0)
+    mosaic_interpret  the same kernel, interpreted: slow, finds races      CPU
+    triton            vLLM's own kernel (GEMMs only), for comparison       Hopper, with vllm and jax_triton
+    auto              mosaic_gpu where it can run, else xla                every platform
 
-The Pallas kernels need JAX 0.11, their interpreter 0.11.2. "triton" runs only for whoever asks for it by name. An operation
-offers some of these names. `resolve` turns the name that a caller gave into the one that runs, with the reason; nothing
-falls back in silence. `auto` depends on the platform and on shapes only, never on a measurement, so that a program chooses
-the same on every start.
+The Pallas kernels need JAX 0.11, their interpreter 0.11.2. "triton" runs only for whoever asks for it by
+name. An operation offers some of these names. `resolve` turns the name that a caller gave into the one that
+runs, with the reason; nothing falls back in silence. `auto` depends on the platform and on shapes only, never
+on a measurement, so that a program chooses the same on every start.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from pallas_kernels.vllm_source import kernel_problem
 IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "triton", "auto")
 """Every name there is."""
 HOPPER = "9.0"
-"""Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x dropped."""
+"""Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x
+dropped.
+"""
 KERNEL_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
-"""First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do not)."""
+"""First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do
+not).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Choice:
     reason: str
 
 
-def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_problem: str | None = None) -> Choice:
+def resolve(
+    function: str, implementation: str, offered: tuple[str, ...], shape_problem: str | None = None
+) -> Choice:
     """The implementation that a call of `function` runs on the default JAX backend.
 
     Args:
@@ -55,14 +62,17 @@ def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_
       The choice. Starts the JAX backend unless `implementation` is an XLA one.
     Raises:
       ValueError: the name is not offered.
-      NotImplementedError: a kernel was asked for by name and cannot run: platform, compute capability, JAX version or shape.
+      NotImplementedError: a kernel was asked for by name and cannot run: platform, compute capability, JAX
+        version or shape.
     """
     if implementation not in offered:
         raise ValueError(f"{function}: " + unknown_name(implementation, offered) + ".")
     if implementation == "auto":
         problem = shape_problem or gpu_problem()
         if problem is None:
-            return Choice("mosaic_gpu", f"auto: a GPU of compute capability {HOPPER} and operands that the kernel takes")
+            return Choice(
+                "mosaic_gpu", f"auto: a GPU of compute capability {HOPPER} and operands that the kernel takes"
+            )
         return Choice("xla", f"auto: mosaic_gpu cannot run: {problem}")
     if not implementation.startswith("xla"):
         problem = shape_problem or cannot_run(implementation)
@@ -75,7 +85,9 @@ def resolve(function: str, implementation: str, offered: tuple[str, ...], shape_
 
 
 def cannot_run(implementation: str) -> str | None:
-    """Why an implementation cannot run on the default backend, None where it can. Starts the backend for those that care."""
+    """Why an implementation cannot run on the default backend, None where it can.
+    Starts the backend for those that care.
+    """
     problems = {"mosaic_gpu": gpu_problem, "mosaic_interpret": interpreter_problem, "triton": triton_problem}
     return problems[implementation]() if implementation in problems else None
 
@@ -115,7 +127,10 @@ def _hopper_problem() -> str | None:
 def interpreter_problem() -> str | None:
     """Why the Pallas kernels cannot be interpreted here, None where they can. Starts the backend."""
     if jax.default_backend() != "cpu":
-        return f"the platform is {jax.default_backend()!r}, expected 'cpu' (the interpreter needs it: JAX_PLATFORMS=cpu)"
+        return (
+            f"the platform is {jax.default_backend()!r}, expected 'cpu' (the interpreter needs it: "
+            "JAX_PLATFORMS=cpu)"
+        )
     return _version_problem(INTERPRETER_JAX)
 
 

@@ -1,13 +1,15 @@
 """Timing on a GPU that heats up, throttles and caches: protocols, and what a figure needs beside it.
 
-Steady state (protocol S): dense products run at the card's power cap, so a time depends on what ran in the 100 ms before.
-Each contender first runs untimed until the card has settled, then a few bursts are timed; the order of contenders is
-shuffled in each cycle, and the median of all bursts counts. A difference below 8 % is noise between cards and days.
+Steady state (protocol S): dense products run at the card's power cap, so a time depends on what ran in the
+100 ms before. Each contender first runs untimed until the card has settled, then a few bursts are timed; the
+order of contenders is shuffled in each cycle, and the median of all bursts counts. A difference below 8 % is
+noise between cards and days.
 
-Cold: a product of few rows takes the time of reading its weights. A program of many calls, each with weights of its own
-that together exceed the second level cache, is timed kernel by kernel through CUPTI.
+Cold: a product of few rows takes the time of reading its weights. A program of many calls, each with weights
+of its own that together exceed the second level cache, is timed kernel by kernel through CUPTI.
 
-A contender is a function of a number of calls that makes them back to back and returns the seconds that they took.
+A contender is a function of a number of calls that makes them back to back and returns the seconds that they
+took.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ LOAD_S = 0.22
 BURST_S = 0.06
 """Length of a timed burst."""
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""Of every program that is timed. XLA would also compile and time Triton forms of a BF16 product, 20 s a shape; cuBLASLt's own
-algorithms are still tried."""
+"""Of every program that is timed. XLA would also compile and time Triton forms of a BF16 product, 20 s a
+shape; cuBLASLt's own algorithms are still tried."""
 BURSTS, CYCLES = 3, 2
 """Bursts of a contender in each cycle, and cycles."""
 L2_BYTES = 50 << 20
@@ -82,7 +84,9 @@ def steady_state(contenders: Mapping[str, Contender], seed: int = 0) -> dict[str
 
 
 def jax_contender(function: Callable[..., Any], *arguments: Any) -> Contender:
-    """Back to back calls of `jit(function)`, by the host's clock: JAX queues them, and the last one is waited for."""
+    """Back to back calls of `jit(function)`, by the host's clock: JAX queues them,
+    and the last one is waited for.
+    """
     program = jax.jit(function, compiler_options=COMPILER_OPTIONS)
 
     def run(calls: int) -> float:
@@ -102,20 +106,27 @@ def copies_beyond_cache(nbytes: int) -> int:
     return max(2, -(-2 * L2_BYTES // nbytes) + 1)
 
 
-def cold_kernels(function: Callable[[Any, Any], jax.Array], left: Any, rights: Sequence[Any], repetitions: int = 7) -> Timing:
-    """Seconds on the device per call of `function(left, right)`, every kernel of it counted, one right operand after the other.
+def cold_kernels(
+    function: Callable[[Any, Any], jax.Array], left: Any, rights: Sequence[Any], repetitions: int = 7
+) -> Timing:
+    """Seconds on the device per call of `function(left, right)`, every kernel of it counted, one right
+    operand after the other.
 
     Raises RuntimeError where CUPTI reports nothing.
     """
     from jax.experimental.mosaic.gpu import profiler  # here, because it is not there on every platform
 
-    program = jax.jit(lambda left, rights: [function(left, right) for right in rights], compiler_options=COMPILER_OPTIONS)
+    program = jax.jit(
+        lambda left, rights: [function(left, right) for right in rights], compiler_options=COMPILER_OPTIONS
+    )
     jax.block_until_ready(program(left, rights))
     seconds = []
     for _ in range(repetitions):
         _, milliseconds = profiler.measure(program)(left, rights)
         if milliseconds is None:
-            raise RuntimeError("cold_kernels: CUPTI saw no kernel: expected a CUDA device and a CUPTI library.")
+            raise RuntimeError(
+                "cold_kernels: CUPTI saw no kernel: expected a CUDA device and a CUPTI library."
+            )
         seconds.append(milliseconds / 1000 / len(rights))
     return Timing(tuple(seconds))
 
@@ -129,15 +140,23 @@ def require_gpu(command: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Card, clocks and versions, as a report carries them."""
-    found: dict[str, Any] = {"jax": jax.__version__, "python": sys.version.split()[0], "device": jax.devices()[0].device_kind}
+    found: dict[str, Any] = {
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "device": jax.devices()[0].device_kind,
+    }
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "-i", "0"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found |= dict(zip(_QUERY.split(","), (field.strip() for field in done.stdout.split(",")), strict=False))
+        found |= dict(
+            zip(_QUERY.split(","), (field.strip() for field in done.stdout.split(",")), strict=False)
+        )
     return found
 
 
-def write_json(path: Path, command: str, machine: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def write_json(
+    path: Path, command: str, machine: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
     """One report: the command, the machine (`environment`), and a row for each figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {"command": command, "environment": dict(machine), "rows": list(rows)}
@@ -147,11 +166,16 @@ def write_json(path: Path, command: str, machine: Mapping[str, Any], rows: Seque
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], column: str, value: str) -> str:
-    """A table with a line for each combination of `keys` and a column for each value of `column`; gaps are dashes."""
+    """A table with a line for each combination of `keys` and a column for each value of `column`;
+    gaps are dashes.
+    """
     columns = list(dict.fromkeys(row[column] for row in rows))
     cells: dict[tuple[Any, ...], dict[Any, str]] = {}
     for row in rows:
         cells.setdefault(tuple(row[key] for key in keys), {})[row[column]] = str(row[value])
     lines = ["| " + " | ".join([*keys, *columns]) + " |", "|" + "---|" * (len(keys) + len(columns))]
-    lines += ["| " + " | ".join([*map(str, line), *(found.get(name, "-") for name in columns)]) + " |" for line, found in cells.items()]
+    lines += [
+        "| " + " | ".join([*map(str, line), *(found.get(name, "-") for name in columns)]) + " |"
+        for line, found in cells.items()
+    ]
     return "\n".join(lines)

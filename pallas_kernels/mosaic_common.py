@@ -1,8 +1,10 @@
-"""What every Pallas Mosaic GPU kernel here shares: how it is launched or interpreted, and the tiles of shared memory.
+"""What every Pallas Mosaic GPU kernel here shares: how it is launched or interpreted, and the tiles of shared
+memory.
 
-A kernel is one body for the device and for the interpreter. The interpreter runs it on a CPU with a thread per
-warpgroup, every barrier and every asynchronous copy simulated. Where two threads race it raises (JAX 0.12) or prints
-(JAX 0.11); it raises where memory is read out of bounds, and fills memory that nobody wrote with NaN.
+A kernel is one body for the device and for the interpreter. The interpreter runs it on a CPU with a thread
+per warpgroup, every barrier and every asynchronous copy simulated. Where two threads race it raises (JAX
+0.12) or prints (JAX 0.11); it raises where memory is read out of bounds, and fills memory that nobody wrote
+with NaN.
 
 Imported only where a kernel is wanted: `jax.experimental.pallas.mosaic_gpu` is not there on every platform.
 """
@@ -49,7 +51,10 @@ def tile(rows: int, columns: int, dtype: Any, leading: tuple[int, ...] = ()) -> 
     """
     width = columns * jnp.dtype(dtype).itemsize
     if width not in (32, 64, SWIZZLE_BYTES) or rows % 8:
-        raise ValueError(f"tile: wrong size: got rows={rows}, {width} bytes a row, expected a multiple of 8 and 32, 64 or 128.")
+        raise ValueError(
+            f"tile: wrong size: got rows={rows}, {width} bytes a row, expected a multiple of 8 and 32, "
+            "64 or 128."
+        )
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width))
     return plgpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
 
@@ -60,9 +65,14 @@ def ring_slot(step: jax.Array, stages: int) -> jax.Array:
 
 
 def fill_ring(
-    tiles: int, blocks: int, stages: int, empty_barrier: Any, copies: Callable[[jax.Array], Callable[[jax.Array, jax.Array], None]]
+    tiles: int,
+    blocks: int,
+    stages: int,
+    empty_barrier: Any,
+    copies: Callable[[jax.Array], Callable[[jax.Array, jax.Array], None]],
 ) -> None:
-    """A producer: keeps a ring of slots full with every block of every tile, in the order in which consumers take them.
+    """A producer: keeps a ring of slots full with every block of every tile, in the order in which consumers
+    take them.
 
     Args:
       tiles: of the result, dealt out over the grid's axis "program".
@@ -87,7 +97,8 @@ def fill_ring(
 
             copy(slot, block)
 
-        # Every arrival is waited for: a program of a cluster must not end while its peer can still arrive here.
+        # Every arrival is waited for: a program of a cluster must not end while its peer can still arrive
+        # here.
         @pl.when(loop.local_index == loop.num_local_steps - 1)
         def _drain() -> None:
             @pl.loop(0, stages)

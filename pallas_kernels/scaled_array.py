@@ -38,7 +38,8 @@ def grid_shape(shape: tuple[int, ...], block_shape: tuple[int, int]) -> tuple[in
 class ScaledArray:
     """Codes, scales and block shape of one two-dimensional array.
 
-    The plain constructor checks nothing, so that tree operations may put anything into the leaves; `create` checks.
+    The plain constructor checks nothing, so that tree operations may put anything into the leaves; `create`
+    checks.
 
     Attributes:
       qvalue: float8_e4m3fn [R, C].
@@ -70,7 +71,9 @@ class ScaledArray:
         problems = []
         qvalue, scale, block_shape = self.qvalue, self.scale, self.block_shape
         if block_shape not in BLOCK_SHAPES:
-            problems.append(f"unknown block shape: got block_shape={block_shape}, expected one of {BLOCK_SHAPES}")
+            problems.append(
+                f"unknown block shape: got block_shape={block_shape}, expected one of {BLOCK_SHAPES}"
+            )
         if qvalue.dtype != E4M3:
             problems.append(f"wrong code type: got qvalue.dtype={qvalue.dtype}, expected {jnp.dtype(E4M3)}")
         if scale.dtype != jnp.float32:
@@ -91,7 +94,9 @@ class ScaledArray:
         return _dequantize(self.qvalue, self.scale, self.block_shape, jnp.dtype(dtype))
 
     def transpose(self) -> ScaledArray:
-        """The transposed array, exactly: codes and scales transposed, block shape swapped. Nothing is requantised."""
+        """The transposed array, exactly: codes and scales transposed, block shape swapped.
+        Nothing is requantised.
+        """
         return ScaledArray(self.qvalue.T, self.scale.T, (self.block_shape[1], self.block_shape[0]))
 
 

@@ -1,10 +1,11 @@
-"""`python -m pallas_kernels.tune`: measure tiles for the GEMMs of given sizes and write the table that `gemm.config` reads.
+"""`python -m pallas_kernels.tune`: measure tiles for the GEMMs of given sizes and write the table that
+`gemm.config` reads.
 
-Every candidate compiles without spills (tests/kernels/test_aot.py) and gives the same bits, so the table changes the
-speed alone. Products of more than 256 rows are timed in steady state, others with cold weights, as `measure` describes.
-Sizes are those of Qwen3-8B (`bench.LAYERS`): FProp and DGrad by (N, K), WGrad with scales per column by (N, K) of dW.
-It rewrites `gemm/tuned_h100.json` (or `--out`), with `--layers` the rows of these layers' sizes alone, and ends with status 2
-without a GPU that the kernels run on.
+Every candidate compiles without spills (tests/kernels/test_aot.py) and gives the same bits, so the table
+changes the speed alone. Products of more than 256 rows are timed in steady state, others with cold weights,
+as `measure` describes. Sizes are those of Qwen3-8B (`bench.LAYERS`): FProp and DGrad by (N, K), WGrad with
+scales per column by (N, K) of dW. It rewrites `gemm/tuned_h100.json` (or `--out`), with `--layers` the rows
+of these layers' sizes alone, and ends with status 2 without a GPU that the kernels run on.
 """
 
 from __future__ import annotations
@@ -22,8 +23,23 @@ import jax.numpy as jnp
 
 from pallas_kernels import ScaledArray, quantize
 from pallas_kernels.bench import COLUMNS, DECODE_ROWS, LAYERS, ROWS, SQUARE, TRAINING_ROWS, random_matrix
-from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TABLE_FILE, TRAINING, WGRAD_ROWS, TuningConfig
-from pallas_kernels.measure import cold_kernels, copies_beyond_cache, environment, jax_contender, require_gpu, steady_state
+from pallas_kernels.gemm.config import (
+    DECODE_64,
+    DECODE_256,
+    SWAP,
+    TABLE_FILE,
+    TRAINING,
+    WGRAD_ROWS,
+    TuningConfig,
+)
+from pallas_kernels.measure import (
+    cold_kernels,
+    copies_beyond_cache,
+    environment,
+    jax_contender,
+    require_gpu,
+    steady_state,
+)
 
 EVERY_ROW = 1 << 30
 """The limit of the last entry of a size: it serves every larger M, too."""
@@ -34,18 +50,38 @@ def candidates(m: int, per_column: bool) -> list[TuningConfig]:
     """Tiles worth measuring for a product of `m` rows."""
     if per_column:
         pairs = _replace(WGRAD_ROWS, tile_m=128, pair=True, stages=6, scale_columns=32)
-        few = [_replace(WGRAD_ROWS, scale_columns=columns, cluster=cluster) for columns in (32, 128) for cluster in ("n", "m")]
-        return [*few, _replace(WGRAD_ROWS, tile_m=128, stages=6), _replace(WGRAD_ROWS, tile_m=192, warpgroups=3), pairs]
+        few = [
+            _replace(WGRAD_ROWS, scale_columns=columns, cluster=cluster)
+            for columns in (32, 128)
+            for cluster in ("n", "m")
+        ]
+        return [
+            *few,
+            _replace(WGRAD_ROWS, tile_m=128, stages=6),
+            _replace(WGRAD_ROWS, tile_m=192, warpgroups=3),
+            pairs,
+        ]
     wide = TuningConfig(tile_m=128, tile_n=192, warpgroups=2, cluster="m", scale_columns=64)
     two = TuningConfig(tile_m=128, warpgroups=2, stages=6, pair=True)
     if m > 256:
         widths = [_replace(TRAINING, snake_width=width) for width in (4, 8)]
         return [*widths, _replace(TRAINING, cluster="m"), _replace(TRAINING, cluster=""), two, wide]
-    narrow = [_replace(DECODE_64, tile_n=n, scale_columns=32, stages=stages) for n in (32, 64) for stages in (4, 6, 8)]
+    narrow = [
+        _replace(DECODE_64, tile_n=n, scale_columns=32, stages=stages)
+        for n in (32, 64)
+        for stages in (4, 6, 8)
+    ]
     if m <= 8:
         return [*(_replace(SWAP, stages=stages) for stages in (4, 6, 8, 12)), *narrow]
     flat = TuningConfig(tile_m=128, tile_n=96, warpgroups=2, stages=6, cluster="", scale_columns=32)
-    more = [DECODE_256, _replace(DECODE_256, stages=4), flat, _replace(two, cluster=""), _replace(two, cluster="m"), wide]
+    more = [
+        DECODE_256,
+        _replace(DECODE_256, stages=4),
+        flat,
+        _replace(two, cluster=""),
+        _replace(two, cluster="m"),
+        wide,
+    ]
     swapped = [_replace(SWAP, tile_m=tokens) for tokens in (16, 32, 64) if tokens <= max(16, m)]
     return [*narrow, *more, *swapped]
 
@@ -65,9 +101,18 @@ def sizes(layers: Iterable[str] = LAYERS) -> Iterator[tuple[int, int, int, int, 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tune", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=TABLE_FILE)
-    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), metavar="LAYER", help="default: all")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        choices=list(LAYERS),
+        default=list(LAYERS),
+        metavar="LAYER",
+        help="default: all",
+    )
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     require_gpu("python -m pallas_kernels.tune")
@@ -76,9 +121,17 @@ def main(arguments: list[str] | None = None) -> None:
         seconds = measure(m, n, k, per_column)
         best = min(seconds, key=seconds.__getitem__)
         rows.append(entry(limit, n, k, per_column, best, seconds[best]))
-        print(json.dumps(rows[-1]), f"of {len(seconds)} candidates, slowest {max(seconds.values()) * 1e6:.1f} us", flush=True)
+        print(
+            json.dumps(rows[-1]),
+            f"of {len(seconds)} candidates, slowest {max(seconds.values()) * 1e6:.1f} us",
+            flush=True,
+        )
         # After every row: what was measured outlives the time that there is for it.
-        write_table(options.out, rows, {"command": "python -m pallas_kernels.tune " + " ".join(sys.argv[1:]), **environment()})
+        write_table(
+            options.out,
+            rows,
+            {"command": "python -m pallas_kernels.tune " + " ".join(sys.argv[1:]), **environment()},
+        )
 
 
 def measure(m: int, n: int, k: int, per_column: bool) -> dict[TuningConfig, float]:
@@ -93,24 +146,39 @@ def measure(m: int, n: int, k: int, per_column: bool) -> dict[TuningConfig, floa
     a = quantize(random_matrix(m, k, 0), ROWS)
     if m > 256:
         b = _right(n, k, 1, per_column)
-        timings = steady_state({str(index): jax_contender(product(tuning), a, b) for index, tuning in enumerate(tunings)})
+        timings = steady_state(
+            {str(index): jax_contender(product(tuning), a, b) for index, tuning in enumerate(tunings)}
+        )
         return {tuning: timings[str(index)].median for index, tuning in enumerate(tunings)}
     weights = [_right(n, k, seed, per_column) for seed in range(copies_beyond_cache(n * k))]
     return {tuning: cold_kernels(product(tuning), a, weights).median for tuning in tunings}
 
 
 def _right(n: int, k: int, seed: int, per_column: bool) -> ScaledArray:
-    return quantize(random_matrix(k, n, seed), COLUMNS).transpose() if per_column else quantize(random_matrix(n, k, seed), SQUARE)
+    return (
+        quantize(random_matrix(k, n, seed), COLUMNS).transpose()
+        if per_column
+        else quantize(random_matrix(n, k, seed), SQUARE)
+    )
 
 
-def entry(limit: int, n: int, k: int, per_column: bool, tuning: TuningConfig, seconds: float) -> dict[str, Any]:
+def entry(
+    limit: int, n: int, k: int, per_column: bool, tuning: TuningConfig, seconds: float
+) -> dict[str, Any]:
     """A row of the table; a contraction over tokens (`per_column`) serves every number of them."""
     size = {"m": limit, "n": n, "k": None if per_column else k}
-    return {**size, "per_column": per_column, "us": round(seconds * 1e6, 2), "config": dataclasses.asdict(tuning)}
+    return {
+        **size,
+        "per_column": per_column,
+        "us": round(seconds * 1e6, 2),
+        "config": dataclasses.asdict(tuning),
+    }
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], source: dict[str, Any]) -> None:
-    """The file that `gemm.config.load_table` reads, a row a line; rows of other sizes that stand in it stay, and say so."""
+    """The file that `gemm.config.load_table` reads, a row a line;
+    rows of other sizes that stand in it stay, and say so.
+    """
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"source": None, "rows": []}
     measured = {_size(row) for row in rows}
     kept = [{"source": table["source"]} | row for row in table["rows"] if _size(row) not in measured]

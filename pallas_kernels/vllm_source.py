@@ -1,7 +1,8 @@
 """vLLM's own Triton kernel of the block-scaled product, as text in the file of the vLLM that is installed.
 
-Nothing of vLLM is imported, which would bring torch and an engine along. Who runs the kernel compiles the definition
-found here (`pallas_kernels.gemm.vllm_triton`); who asks whether it can run looks for it first (`kernel_problem`).
+Nothing of vLLM is imported, which would bring torch and an engine along. Who runs the kernel compiles the
+definition found here (`pallas_kernels.gemm.vllm_triton`); who asks whether it can run looks for it first
+(`kernel_problem`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 SOURCE, KERNEL = "model_executor/layers/quantization/utils/fp8_utils.py", "_w8a8_triton_block_scaled_mm"
 """Where vLLM has its kernel (its source was read in 0.32)."""
 PARAMETERS = (
-    "A B C As Bs M N K group_n group_k stride_am stride_ak stride_bk stride_bn stride_cm stride_cn stride_As_m stride_As_k "
+    "A B C As Bs M N K group_n group_k stride_am stride_ak stride_bk stride_bn stride_cm stride_cn "
+    "stride_As_m stride_As_k "
     "stride_Bs_k stride_Bs_n BLOCK_SIZE_M BLOCK_SIZE_N BLOCK_SIZE_K GROUP_SIZE_M"
 ).split()
 """What it is called with, in this order."""
@@ -30,10 +32,15 @@ def kernel_problem() -> str | None:
 
 
 def vllm_source() -> Path:
-    """The file of the installed vLLM that holds the kernel. Raises NotImplementedError where vLLM is not installed."""
+    """The file of the installed vLLM that holds the kernel.
+    Raises NotImplementedError where vLLM is not installed.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise NotImplementedError("vllm_source: no kernel: got no installed vllm, expected one: its Triton kernel is what runs here.")
+        raise NotImplementedError(
+            "vllm_source: no kernel: got no installed vllm, expected one: its Triton kernel is what "
+            "runs here."
+        )
     return Path(spec.origin).parent / SOURCE
 
 
@@ -49,5 +56,7 @@ def find_kernel(path: Path) -> ast.FunctionDef:
     parameters = [argument.arg for node in found for argument in node.args.args]
     if parameters != PARAMETERS:
         got = f"parameters {parameters}" if found else "none"
-        raise NotImplementedError(f"find_kernel: not vLLM's kernel: got {got} in {path}, expected {KERNEL} with {PARAMETERS}.")
+        raise NotImplementedError(
+            f"find_kernel: not vLLM's kernel: got {got} in {path}, expected {KERNEL} with {PARAMETERS}."
+        )
     return found[0]

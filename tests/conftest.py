@@ -1,8 +1,10 @@
-"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, a reason for every skip, and a limit of time.
+"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, a reason for every
+skip, and a limit of time.
 
-Compiled programs are kept over sessions in `.cache/jax-tests`, by the versions and the processor that they were made for.
-A test's cost is the processor time of its process and of those that it started and waited for: two workers share two
-cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing so; pytest's own list of durations has it.)
+Compiled programs are kept over sessions in `.cache/jax-tests`, by the versions and the processor that they
+were made for. A test's cost is the processor time of its process and of those that it started and waited for:
+two workers share two cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing so;
+pytest's own list of durations has it.)
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# A session holds a million objects of the packages that it imports; by default a quarter of its time went into looking for cycles
-# among them while JAX traces.
+# A session holds a million objects of the packages that it imports; by default a quarter of its time went
+# into looking for cycles among them while JAX traces.
 gc.set_threshold(50_000, 20, 50)
 
 COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "jax-tests"
@@ -38,9 +40,14 @@ def processor_features() -> str:
 
 
 def compilation_cache() -> Path:
-    """Where this session's programs are kept: emptied where it has grown too large or a session was killed while it wrote."""
+    """Where this session's programs are kept: emptied where it has grown too large or a session was killed
+    while it wrote.
+    """
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
-    told = [f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")]
+    told = [
+        f"{name}={os.environ.get(name, '')}"
+        for name in ("XLA_FLAGS", "JETRL_TEST_ISA", "JAX_PLATFORMS", "JAX_ENABLE_X64")
+    ]
     key = "\n".join([platform.python_version(), processor_features(), *versions, *told])
     folder, sessions = COMPILED / hashlib.sha256(key.encode()).hexdigest()[:16], COMPILED / "sessions"
     COMPILED.mkdir(parents=True, exist_ok=True)
@@ -61,10 +68,12 @@ def compilation_cache() -> Path:
     return folder
 
 
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of pytest-xdist has it from the session's first process
+# a worker of pytest-xdist has it from the session's first process
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: threads of torch that wait for each other burn both
+# two workers on two cores: threads of torch that wait for each other burn both
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -81,7 +90,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes
 
 @pytest.fixture(scope="module")
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For files that claim nothing of the machine code: no time is spent on making programs fast that run once or twice.
+    """For files that claim nothing of the machine code: no time is spent on making programs fast that run
+    once or twice.
 
     `make test-avx2` and `make test-long` compile as the product does.
     """
@@ -95,7 +105,8 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.clear_caches()  # a file that comes later gets programs as the product has them
 
 
-LISTED_S, LIMIT_S = 10, 30  # of processor time: the end of a session lists a test above the first; CI fails one above the second
+# of processor time: the end of a session lists a test above the first; CI fails one above the second
+LISTED_S, LIMIT_S = 10, 30
 COST = pytest.StashKey[float]()
 
 
@@ -136,24 +147,30 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} was skipped without a reason"
     if report.when == "call":
-        report.cost_s, long = item.stash.get(COST, 0.0), item.get_closest_marker("long") is not None
+        report.cost_s = item.stash.get(COST, 0.0)
+        long = item.get_closest_marker("long") is not None
         if report.passed and not long and report.cost_s > LIMIT_S and os.environ.get("CI") == "true":
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {report.cost_s:.0f} s of processor time, expected at most {LIMIT_S} s of a test that is not "
+                f"{item.nodeid} took {report.cost_s:.0f} s of processor time, expected at most "
+                f"{LIMIT_S} s of a test that is not "
                 "marked `long`."
             )
     return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for each reason of skips, and the tests that cost much; pytest's own summary of failures comes last."""
+    """One line for each reason of skips, and the tests that cost much;
+    pytest's own summary of failures comes last.
+    """
     skips = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", []))
     if skips:
         terminalreporter.section("skipped, by reason")
         for reason, count in sorted(skips.items(), key=lambda pair: (-pair[1], pair[0])):
             terminalreporter.line(f"{count:5d}  {reason}")
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    reports = [
+        report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])
+    ]
     costs = sorted(((getattr(report, "cost_s", 0.0), report.nodeid) for report in reports), reverse=True)
     if costs and costs[0][0] > LISTED_S:
         terminalreporter.section(f"tests above {LISTED_S} s of processor time")

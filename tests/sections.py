@@ -40,17 +40,26 @@ def correction_section(**fields: Any) -> Any:
 
 
 def engine_settings(kind: str = "vllm", *, url: str | None = None, **fields: Any) -> EngineSettings:
-    """The settings of a vLLM engine of this kind for 8 tokens of a prompt and 8 of a completion; fields as `changed`."""
+    """The settings of a vLLM engine of this kind for 8 tokens of a prompt and 8 of a completion;
+    fields as `changed`.
+    """
     engine = {"kind": kind} | ({} if url is None else {"url": url})
     rollout = _section("rollout", {"engine": engine, "max_prompt_tokens": 8, "max_completion_tokens": 8})
     return changed(EngineSettings(rollout, Fp8UnifiedSection(), NumericsSection(), sleep=False), **fields)
 
 
 def changed(settings: EngineSettings, **fields: Any) -> EngineSettings:
-    """Settings with other fields of `rollout`, `rollout.engine`, `precision` and `numerics`, or another `sleep` of their own."""
+    """Settings with other fields of `rollout`, `rollout.engine`, `precision` and `numerics`,
+    or another `sleep` of their own.
+    """
     sleep = fields.pop("sleep", settings.sleep)
     sections = settings.rollout.engine, settings.rollout, settings.fp8, settings.numerics
-    parts = [{name: fields.pop(name) for name in type(section).model_fields if name in fields} for section in sections]
+    parts = [
+        {name: fields.pop(name) for name in type(section).model_fields if name in fields}
+        for section in sections
+    ]
     assert not fields, fields
-    engine, rollout, fp8, numerics = (section.model_copy(update=part) for section, part in zip(sections, parts, strict=True))
+    engine, rollout, fp8, numerics = (
+        section.model_copy(update=part) for section, part in zip(sections, parts, strict=True)
+    )
     return EngineSettings(rollout.model_copy(update={"engine": engine}), fp8, numerics, sleep)

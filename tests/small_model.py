@@ -26,10 +26,24 @@ SMALL = ModelConfig(
     eos_token_ids=(1,),
 )
 # For files of tensors, where bytes are compared and nothing is computed: every size another number.
-MINUTE = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6}
+MINUTE = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 6,
+}
 
 
 def small_model(architecture: str = "qwen3", **changes: Any) -> ModelConfig:
-    """`SMALL` of an architecture, whose biases and norms of queries and keys follow from it, with `changes`."""
-    own = {"architecture": architecture, "attention_bias": architecture == "qwen2", "qk_norm": architecture == "qwen3"}
+    """`SMALL` of an architecture, whose biases and norms of queries and keys follow from it,
+    with `changes`.
+    """
+    own = {
+        "architecture": architecture,
+        "attention_bias": architecture == "qwen2",
+        "qk_norm": architecture == "qwen3",
+    }
     return dataclasses.replace(SMALL, **own | changes)

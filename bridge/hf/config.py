@@ -1,15 +1,18 @@
 """A model's architecture from and to Hugging Face's ``config.json``, without transformers.
 
-`from_hf` reads both spellings of the rotary embedding (``rope_theta`` + ``rope_scaling``, written by transformers 4, and
-``rope_parameters``, written by transformers 5) and `to_hf` writes both, so that either version reads the result.
+`from_hf` reads both spellings of the rotary embedding (``rope_theta`` + ``rope_scaling``, written by
+transformers 4, and ``rope_parameters``, written by transformers 5) and `to_hf` writes both, so that either
+version reads the result.
 
 A value that ``config.json`` does not state is an error, never a default: transformers' own defaults differ
 between classes and versions, and a silently wrong ``rope_theta`` or ``rms_norm_eps`` yields a model that only
 looks healthy. Two things are fixed by the architecture and so are no values: Qwen2 always has biases on
-q, k, v and never on o; a Qwen2 or Llama file without ``head_dim`` means ``hidden_size / num_attention_heads``.
+q, k, v and never on o; a Qwen2 or Llama file without ``head_dim`` means ``hidden_size /
+num_attention_heads``.
 
 Refused, by the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
-rotary types other than default, linear, llama3 and yarn, quantised checkpoints, custom code, attention dropout.
+rotary types other than default, linear, llama3 and yarn, quantised checkpoints, custom code, attention
+dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from jetrl_jax.models.config import (
     is_positive_number,
 )
 
-# Keys that change the mathematics and are not implemented: each must be absent, null or one of the values given.
+# Keys that change the mathematics and are not implemented: each must be absent, null or one of the values
+# given.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
@@ -60,7 +64,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     architecture = config.get("model_type")
     if architecture not in list(ARCHITECTURES):
         known = list(ARCHITECTURES)
-        raise UserError(f"from_hf: unsupported model: got model_type={architecture!r}, expected one of {known}")
+        raise UserError(
+            f"from_hf: unsupported model: got model_type={architecture!r}, expected one of {known}"
+        )
     problems = _unsupported(config)
     fields: dict[str, Any] = {"architecture": architecture}
     for name, key in (
@@ -80,7 +86,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     fields["qk_norm"] = architecture == "qwen3"
     fields["rope_theta"], fields["rope_scaling"] = _rope(config, problems)
     fields["eos_token_ids"] = _eos(config, problems)
-    fields["bos_token_id"], fields["pad_token_id"] = config.get("bos_token_id"), config.get("pad_token_id")
+    fields["bos_token_id"] = config.get("bos_token_id")
+    fields["pad_token_id"] = config.get("pad_token_id")
     if problems:
         raise UserError("from_hf: " + "; ".join(problems))
     return ModelConfig(**fields)
@@ -130,12 +137,22 @@ def to_hf(model: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
 
 def rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     """The rope dictionary of ``config.json``, without ``rope_theta``."""
-    optional = {key: getattr(scaling, key) for key in ROPE_OPTIONS.get(scaling.rope_type, ()) if getattr(scaling, key) is not None}
-    return {"rope_type": scaling.rope_type, **{key: getattr(scaling, key) for key in ROPE_KEYS[scaling.rope_type]}, **optional}
+    optional = {
+        key: getattr(scaling, key)
+        for key in ROPE_OPTIONS.get(scaling.rope_type, ())
+        if getattr(scaling, key) is not None
+    }
+    return {
+        "rope_type": scaling.rope_type,
+        **{key: getattr(scaling, key) for key in ROPE_KEYS[scaling.rope_type]},
+        **optional,
+    }
 
 
 def _float(value: Any) -> Any:
-    """JSON writes 10000.0 as 10000 now and then; anything that is no good number is left for the rules to name."""
+    """JSON writes 10000.0 as 10000 now and then; anything that is no good number is left for the rules to
+    name.
+    """
     return float(value) if is_positive_number(value) else value
 
 
@@ -181,7 +198,9 @@ def _head_dim(config: Mapping[str, Any], problems: list[str]) -> Any:
     if not (is_positive_int(hidden) and is_positive_int(heads)):
         return None
     if hidden % heads:
-        problems.append(f"missing head_dim: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        problems.append(
+            f"missing head_dim: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
+        )
     return hidden // heads
 
 
@@ -189,7 +208,9 @@ def _attention_bias(config: Mapping[str, Any], problems: list[str]) -> Any:
     if config["model_type"] != "qwen2":
         return _required(config, "attention_bias", problems)
     if config.get("attention_bias", True) is not True:
-        problems.append(f"unsupported attention_bias: got {config['attention_bias']!r}, expected absent or true for qwen2")
+        problems.append(
+            f"unsupported attention_bias: got {config['attention_bias']!r}, expected absent or true for qwen2"
+        )
     return True
 
 
@@ -218,25 +239,39 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[Any, RopeScal
 
 def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) -> list[RopeScaling | None]:
     """[RopeScaling], [None] for the plain embedding, or nothing where a problem was noted."""
-    kinds = {value[name] for name in ("rope_type", "type") if value.get(name) is not None and isinstance(value[name], str)}
+    kinds = {
+        value[name]
+        for name in ("rope_type", "type")
+        if value.get(name) is not None and isinstance(value[name], str)
+    }
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind not in ROPE_KEYS:
         got = value.get("rope_type", value.get("type"))
         problems.append(f"unsupported {key}.rope_type: got {got!r}, expected one of {list(ROPE_KEYS)}")
         return []
     wanted, optional = ROPE_KEYS[kind], ROPE_OPTIONS.get(kind, ())
-    missing = [f"missing {key}.{name}: config.json must state it" for name in wanted if value.get(name) is None]
+    missing = [
+        f"missing {key}.{name}: config.json must state it" for name in wanted if value.get(name) is None
+    ]
     known = {"rope_type", "type", "rope_theta", *wanted, *optional}
     harmless = (("partial_rotary_factor", 1.0),)
-    extra = [(name, v) for name, v in value.items() if name not in known and v is not None and (name, v) not in harmless]
-    problems += missing + [f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra]
+    extra = [
+        (name, v)
+        for name, v in value.items()
+        if name not in known and v is not None and (name, v) not in harmless
+    ]
+    problems += missing + [
+        f"unsupported {key}.{name}: got {v!r} with rope_type {kind!r}, expected absent" for name, v in extra
+    ]
     if missing or extra:
         return []
     if kind == "default":
         return [None]
     stated = {name: value[name] for name in (*wanted, *optional) if value.get(name) is not None}
     try:
-        return [RopeScaling(kind, **{name: v if name in ROPE_RULES else _float(v) for name, v in stated.items()})]
+        return [
+            RopeScaling(kind, **{name: v if name in ROPE_RULES else _float(v) for name, v in stated.items()})
+        ]
     except UserError as error:
         problems.append(f"unsupported {key}: {error}")
         return []

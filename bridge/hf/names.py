@@ -1,7 +1,8 @@
 """The bijection between this project's parameter paths and Hugging Face's tensor names, with every shape.
 
-A parameter path is the '.'-joined path of an ``nnx.Param`` in the decoder, ``layers.0.mlp.up_proj.weight``. The
-decoder keeps Hugging Face's own names and its ``[out, in]`` layout, so one invertible operation suffices, a rename:
+A parameter path is the '.'-joined path of an ``nnx.Param`` in the decoder, ``layers.0.mlp.up_proj.weight``.
+The decoder keeps Hugging Face's own names and its ``[out, in]`` layout, so one invertible operation suffices,
+a rename:
 
     hf_name = "model." + path        for every path but lm_head.weight, which keeps its name
 
@@ -41,7 +42,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     shapes: dict[str, Shape] = {f"{anatomy.EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in anatomy.parameter_shapes(config).items()}
+        shapes |= {
+            f"layers.{layer}.{name}": shape for name, shape in anatomy.parameter_shapes(config).items()
+        }
     shapes[f"{anatomy.FINAL_NORM}.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, config.hidden_size)
@@ -49,17 +52,27 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def name_map(config: ModelConfig) -> dict[str, str]:
-    """{parameter path: Hugging Face name} of the whole model, a bijection; order as in ``parameter_shapes``."""
+    """{parameter path: Hugging Face name} of the whole model, a bijection;
+    order as in ``parameter_shapes``.
+    """
     return {path: to_hf_name(path) for path in parameter_shapes(config)}
 
 
 def mismatches(config: ModelConfig, found: Mapping[str, Shape], *, hf_names: bool) -> list[str]:
-    """One line for every tensor of ``found`` (name -> shape) that the model lacks, wants elsewhere or wants in another shape.
+    """One line for every tensor of ``found`` (name -> shape) that the model lacks, wants elsewhere or wants
+    in another shape.
 
-    ``hf_names`` says which side's names ``found`` has. An empty list means that ``found`` is exactly the model.
+    ``hf_names`` says which side's names ``found`` has. An empty list means that ``found`` is exactly the
+    model.
     """
-    expected = {to_hf_name(path) if hf_names else path: shape for path, shape in parameter_shapes(config).items()}
-    lines = [f"missing {name}: expected shape {list(shape)}" for name, shape in expected.items() if name not in found]
+    expected = {
+        to_hf_name(path) if hf_names else path: shape for path, shape in parameter_shapes(config).items()
+    }
+    lines = [
+        f"missing {name}: expected shape {list(shape)}"
+        for name, shape in expected.items()
+        if name not in found
+    ]
     for name, shape in found.items():
         if name not in expected:
             lines.append(f"unmapped {name}: got shape {list(shape)}, the model has no such parameter")

@@ -1,10 +1,12 @@
 """The header of a safetensors file, checked in full, and its tensors one at a time, as numpy without torch.
 
-    file = u64 header length (little endian) · JSON header · data,   header = {name: {dtype, shape, data_offsets}}
+    file = u64 header length (little endian) · JSON header · data
+    header = {name: {dtype, shape, data_offsets}}
 
-The library's numpy reader knows neither bfloat16 nor float8, so the header is parsed here; writing is left to the
-library. Every rule of the format is checked before a byte of data is used: length, JSON, duplicate names, known
-dtypes, sizes, and offsets that cover the data exactly once. Source: the format section of the safetensors README.
+The library's numpy reader knows neither bfloat16 nor float8, so the header is parsed here; writing is left to
+the library. Every rule of the format is checked before a byte of data is used: length, JSON, duplicate names,
+known dtypes, sizes, and offsets that cover the data exactly once. Source: the format section of the
+safetensors README.
 """
 
 from __future__ import annotations
@@ -54,10 +56,15 @@ class StoredTensor:
     end_byte: int
 
     def read(self) -> np.ndarray:
-        """The tensor in its stored dtype, a fresh array of ``shape``. Raises UserError if the file shrank since."""
+        """The tensor in its stored dtype, a fresh array of ``shape``.
+        Raises UserError if the file shrank since.
+        """
         raw = np.fromfile(self.file, np.uint8, self.end_byte - self.begin_byte, offset=self.begin_byte)
         if raw.size != self.end_byte - self.begin_byte:
-            raise UserError(f"StoredTensor.read: file shrank while it was read: got {raw.size} bytes of {self.name} in {self.file}")
+            raise UserError(
+                f"StoredTensor.read: file shrank while it was read: got {raw.size} bytes of {self.name} "
+                f"in {self.file}"
+            )
         return raw.view(_DTYPES[self.dtype][1]).reshape(self.shape)
 
 
@@ -75,7 +82,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if length_bytes == b"version ":
             raise _broken(file, "got a Git LFS pointer instead of the data. Fetch it with `git lfs pull`")
         if length > min(_HEADER_LIMIT_BYTES, size - 8):
-            raise _broken(file, f"got a header of {length} bytes in a file of {size} bytes; it is truncated or no safetensors file")
+            raise _broken(
+                file,
+                f"got a header of {length} bytes in a file of {size} bytes; it is truncated or no "
+                "safetensors file",
+            )
         text = stream.read(length)
     header = parse_json(text, f"header of {file}")
     header.pop("__metadata__", None)
@@ -85,12 +96,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     position = data_start
     for tensor in tensors:
         if tensor.begin_byte != position:
-            kind = "overlaps the tensor before it" if tensor.begin_byte < position else "leaves a hole before it"
+            kind = (
+                "overlaps the tensor before it" if tensor.begin_byte < position else "leaves a hole before it"
+            )
             begin, expected = tensor.begin_byte - data_start, position - data_start
-            raise _broken(file, f"{tensor.name} {kind}: got data_offsets that begin at {begin}, expected {expected}")
+            raise _broken(
+                file, f"{tensor.name} {kind}: got data_offsets that begin at {begin}, expected {expected}"
+            )
         position = tensor.end_byte
     if position != size:
-        raise _broken(file, f"the header describes {position} bytes, the file has {size}; it is truncated or damaged")
+        raise _broken(
+            file, f"the header describes {position} bytes, the file has {size}; it is truncated or damaged"
+        )
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -125,12 +142,16 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
         raise _broken(file, f"{name}: got data_offsets {offsets!r}, expected two non-negative integers")
     needed = prod(shape) * _DTYPES[dtype][0]
     if offsets[1] - offsets[0] != needed:
-        raise _broken(file, f"{name}: got data_offsets {offsets}, expected {needed} bytes for {dtype} of shape {shape}")
+        raise _broken(
+            file, f"{name}: got data_offsets {offsets}, expected {needed} bytes for {dtype} of shape {shape}"
+        )
     return StoredTensor(name, file, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+    return isinstance(value, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value
+    )
 
 
 def _broken(file: Path, why: str) -> UserError:

@@ -1,10 +1,11 @@
 """A published policy version as the tensors of a Hugging Face checkpoint: the one definition of this mapping.
 
-    FP8 weight         ->  X.weight float8_e4m3fn [N, K]  and  X.weight_scale_inv float32 [ceil(N/128), ceil(K/128)]
+    FP8 weight         ->  X.weight float8_e4m3fn [N, K]
+                           X.weight_scale_inv float32 [ceil(N/128), ceil(K/128)]
     any other tensor   ->  X in bfloat16
 
-Codes and scales are the trainer's own, never requantised.  Checkpoint export, weight sync and manifests use this order
-and these names.
+Codes and scales are the trainer's own, never requantised.  Checkpoint export, weight sync and manifests use
+this order and these names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from pallas_kernels import ScaledArray
 
 
 def hf_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str, Any]]:
-    """(name, array) pairs of `PrecisionPlan.publish`'s result, in the order of `parameter_shapes`; arrays stay on their devices."""
+    """(name, array) pairs of `PrecisionPlan.publish`'s result, in the order of `parameter_shapes`;
+    arrays stay on their devices.
+    """
     values = dict(named_params(published))
     for path in parameter_shapes(config):
         name, value = to_hf_name(path), values[path]
@@ -43,7 +46,8 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[str, Any] | None:
-    """`quantization_config` of a model whose weights `fp8_paths` (parameter paths) are block FP8; None where there are none.
+    """`quantization_config` of a model whose weights `fp8_paths` (parameter paths) are block FP8; None where
+    there are none.
 
     Raises:
       UserError: layers that vLLM fuses differ in format, or a part of them does not end on a block's edge.
@@ -54,7 +58,8 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
     left_out: list[str] = []
     problems: list[str] = []
     for layer in range(model.num_layers):
-        for group in anatomy.fused_groups():  # its parts share one format, and each but the last ends on a block's edge
+        # its parts share one format, and each but the last ends on a block's edge
+        for group in anatomy.fused_groups():
             paths = [f"layers.{layer}.{matrix.path}" for matrix in group]
             inside = [f"{path}.weight" in fp8 for path in paths]
             if any(inside) and not all(inside):
@@ -66,10 +71,15 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
             for path, matrix in zip(paths[:-1], group, strict=False):
                 rows = matrix.shape(model)[0]
                 if rows % anatomy.BLOCK:
-                    problems.append(f"{path}: got {rows} rows, expected a multiple of {anatomy.BLOCK} before the next part")
+                    problems.append(
+                        f"{path}: got {rows} rows, expected a multiple of {anatomy.BLOCK} before the "
+                        "next part"
+                    )
     if problems:
         raise UserError(
-            "vLLM: it cannot hold this model in FP8: " + "; ".join(problems[:4]) + ". Choose other sizes or precision.overrides."
+            "vLLM: it cannot hold this model in FP8: "
+            + "; ".join(problems[:4])
+            + ". Choose other sizes or precision.overrides."
         )
     return {
         "quant_method": "fp8",

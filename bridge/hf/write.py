@@ -1,10 +1,13 @@
-"""Write a policy as a Hugging Face checkpoint directory, whole or not at all: masters rounded, or FP8 codes as published.
+"""Write a policy as a Hugging Face checkpoint directory, whole or not at all: masters rounded, or FP8 codes
+as published.
 
-    config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's files
+    config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's
+    files
 
 The files are written to a hidden sibling directory, flushed, read back and compared bit by bit, and only then
 renamed to their place, so that a kill at any moment leaves either no directory or a complete one. One process
-writes a given directory. ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and vLLM read the result.
+writes a given directory. ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and vLLM read the
+result.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class SavableTokenizer(Protocol):
 
 
 def decoder_parameters(decoder: nnx.Module) -> dict[str, Any]:
-    """{parameter path: array} of a decoder, as ``save_checkpoint`` takes it; the arrays stay on their devices."""
+    """{parameter path: array} of a decoder, as ``save_checkpoint`` takes it;
+    the arrays stay on their devices.
+    """
     return {path: variable.get_value() for path, variable in parameters_by_path(decoder).items()}
 
 
@@ -74,23 +79,37 @@ def save_checkpoint(
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
 ) -> Path:
-    """Write ``params`` ({parameter path: array, numpy or JAX}) with the model's configuration; returns the directory.
+    """Write ``params`` ({parameter path: array, numpy or JAX}) with the model's configuration; returns the
+    directory.
 
-    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all fits
-    into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own). ``overwrite``
-    replaces an earlier checkpoint whole; a directory with anything but a checkpoint's files is never replaced.
+    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all
+    fits into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own).
+    ``overwrite`` replaces an earlier checkpoint whole; a directory with anything but a checkpoint's files is
+    never replaced.
 
-    Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in ``dtype``;
-    UserError where the place is taken; RuntimeError where the files read back differently.
+    Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in
+    ``dtype``; UserError where the place is taken; RuntimeError where the files read back differently.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"save_checkpoint: unknown dtype: got dtype={dtype!r}, expected one of {list(DTYPES)}")
-    problems = mismatches(model_config, {path: tuple(np.shape(array)) for path, array in params.items()}, hf_names=False)
+        raise ValueError(
+            f"save_checkpoint: unknown dtype: got dtype={dtype!r}, expected one of {list(DTYPES)}"
+        )
+    problems = mismatches(
+        model_config, {path: tuple(np.shape(array)) for path, array in params.items()}, hf_names=False
+    )
     if problems:
         raise ValueError("save_checkpoint: the parameters are not the model's:\n  " + "\n  ".join(problems))
     names = name_map(model_config)
     tensors = [(name, params[path], DTYPES[dtype]) for path, name in names.items()]
-    return _save(directory, model_config, to_hf(model_config, dtype=dtype), tensors, tokenizer, max_shard_bytes, overwrite)
+    return _save(
+        directory,
+        model_config,
+        to_hf(model_config, dtype=dtype),
+        tensors,
+        tokenizer,
+        max_shard_bytes,
+        overwrite,
+    )
 
 
 def save_published(
@@ -102,15 +121,20 @@ def save_published(
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
 ) -> Path:
-    """Write published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint, as vLLM, SGLang and transformers read it.
+    """Write published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint, as vLLM, SGLang and
+    transformers read it.
 
-    Codes and scales are the trainer's own bytes (`bridge.hf.tensors`); every other tensor is BF16. Arguments, files and
-    errors as in `save_checkpoint`; UserError besides where nothing is FP8 or vLLM could not hold the model's layers.
+    Codes and scales are the trainer's own bytes (`bridge.hf.tensors`); every other tensor is BF16. Arguments,
+    files and errors as in `save_checkpoint`; UserError besides where nothing is FP8 or vLLM could not hold
+    the model's layers.
     """
     fp8 = [path for path, value in named_params(published) if isinstance(value, ScaledArray)]
     quantization = quantization_config(model_config, fp8)
     if quantization is None:
-        raise UserError("save_published: nothing to write in FP8: got a precision plan without an FP8 layer. Choose precision.preset.")
+        raise UserError(
+            "save_published: nothing to write in FP8: got a precision plan without an FP8 layer. "
+            "Choose precision.preset."
+        )
     tensors = [(name, array, np.dtype(array.dtype)) for name, array in hf_tensors(model_config, published)]
     config = to_hf(model_config, dtype="bfloat16") | {"quantization_config": quantization}
     return _save(directory, model_config, config, tensors, tokenizer, max_shard_bytes, overwrite)
@@ -126,7 +150,9 @@ def _save(
     overwrite: bool,
 ) -> Path:
     if not max_shard_bytes > 0:
-        raise ValueError(f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number")
+        raise ValueError(
+            f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number"
+        )
     target = Path(os.path.abspath(user_path(directory)))
     _check_place(target, overwrite)
     partial = _sibling(target, "partial")
@@ -164,17 +190,28 @@ def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: 
     weight_map: dict[str, str] = {}
     non_finite: list[str] = []
     for number, names in enumerate(shards, start=1):
-        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = (
+            SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         arrays = {name: _cast(*by_name[name]) for name in names}
-        non_finite += [name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()]
+        non_finite += [
+            name for name, array in arrays.items() if not np.isfinite(array.astype(np.float32)).all()
+        ]
         if not non_finite:
             save_file(arrays, directory / file_name, metadata={"format": "pt"})
-            shutil.copymode(directory / "config.json", directory / file_name)  # the library makes it unreadable to others
+            # the library makes it unreadable to others
+            shutil.copymode(directory / "config.json", directory / file_name)
         weight_map |= dict.fromkeys(arrays, file_name)
     if non_finite:
-        raise ValueError(f"save_checkpoint: non-finite weights as they are stored: got {non_finite}, expected finite values")
+        raise ValueError(
+            f"save_checkpoint: non-finite weights as they are stored: got {non_finite}, expected finite "
+            "values"
+        )
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         _write_json(directory / INDEX_FILE, index)
 
 
@@ -206,7 +243,11 @@ def _verify(directory: Path, config: ModelConfig, tensors: Sequence[Tensor]) -> 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
     values = to_hf(config)
-    return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if values[key] is not None}
+    return {
+        key: values[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if values[key] is not None
+    }
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -221,11 +262,18 @@ def _check_place(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir() or not overwrite:
-        raise UserError(f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected an empty directory, or overwrite")
-    foreign = sorted(p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES))
+        raise UserError(
+            f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected an empty "
+            "directory, or overwrite"
+        )
+    foreign = sorted(
+        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES)
+    )
     if foreign or not (target / "config.json").is_file():
         why = f"it also holds {foreign}" if foreign else "it has no config.json"
-        raise UserError(f"save_checkpoint: will not replace {str(target)!r}: {why}, expected a checkpoint's files alone")
+        raise UserError(
+            f"save_checkpoint: will not replace {str(target)!r}: {why}, expected a checkpoint's files alone"
+        )
 
 
 def _flush(directory: Path) -> None:
@@ -239,7 +287,9 @@ def _flush(directory: Path) -> None:
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
-    """Rename; an earlier checkpoint steps aside first, goes when the new one stands and comes back where it cannot."""
+    """Rename; an earlier checkpoint steps aside first,
+    goes when the new one stands and comes back where it cannot.
+    """
     old = _sibling(target, "old")
     if target.exists():
         if old.exists():

@@ -3,8 +3,9 @@
     tensors   the hash of every tensor that the engine holds against the trainer's own      differences: none
     probe     |logprob(engine) - logprob(trainer)| of one fixed token sequence, the mean    at most its budget
 
-`Certificate` is a hook of the engine's `after_load`, so that nothing samples from weights without one.  A row per sync goes
-to whoever records it (``certificates.jsonl`` of the run); a certificate that fails stops the run, or warns.
+`Certificate` is a hook of the engine's `after_load`, so that nothing samples from weights without one.  A row
+per sync goes to whoever records it (``certificates.jsonl`` of the run); a certificate that fails stops the
+run, or warns.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jetrl_jax.rollout.engine import SHOWN, LoadReport
 class Certificate:
     """Certifies each policy version that `engine` has loaded.
 
-    score: (published weights, token ids) -> float32 [length], the trainer's log-probabilities at temperature 1, entry 0
-      meaningless.
+    score: (published weights, token ids) -> float32 [length], the trainer's log-probabilities at temperature
+      1, entry 0 meaningless.
     probe: the token ids of the probe; empty: none is scored.
     tolerance: largest mean |difference| of the probe's log-probabilities, in nats.
     on_mismatch: "stop" raises `RunStopped`, "warn" calls `warn`.
@@ -58,17 +59,25 @@ class Certificate:
             "differences": differences,
             "sync_s": report.seconds,
         }
-        problems = [f"{len(differences)} tensors differ: " + "; ".join(differences[:SHOWN])] if differences else []
+        problems = (
+            [f"{len(differences)} tensors differ: " + "; ".join(differences[:SHOWN])] if differences else []
+        )
         if self.probe:
             theirs = self.engine.score([self.probe])[0]
             gap = np.abs(self.score(published, self.probe)[1:] - theirs[1:])
             row |= {"probe_logprob_abs_mean": float(gap.mean()), "probe_logprob_abs_max": float(gap.max())}
             if not gap.mean() <= self.tolerance:
-                problems.append(f"mean |logprob difference| of the probe: got {gap.mean():.3g}, expected at most {self.tolerance:g}")
+                problems.append(
+                    f"mean |logprob difference| of the probe: got {gap.mean():.3g}, expected at most "
+                    f"{self.tolerance:g}"
+                )
         row |= {"holds": not problems, "certificate_s": time.perf_counter() - start}
         self.record(row)
         if problems:
-            message = f"weight sync of policy version {report.version}: engine and trainer differ: " + "; and ".join(problems)
+            message = (
+                f"weight sync of policy version {report.version}: engine and trainer differ: "
+                + "; and ".join(problems)
+            )
             if self.on_mismatch == "stop":
                 raise RunStopped(message + " (rollout.engine.on_mismatch)")
             self.warn(message)

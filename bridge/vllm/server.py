@@ -3,12 +3,12 @@
     start     loopback only, a free port, its output in vllm.log of the run; ready when /health answers
     sync      safetensors on tmpfs with a manifest beside it; staged and verified by the worker, then applied
     sleep     weights and cache are dropped until the next sync, which wakes the weights, then the cache
-    generate  token ids in, token ids and logprobs out, one request a completion; every answer names its weights' version
-    end       with the trainer, however that ends (`server_process`)
+    generate  token ids in, token ids and logprobs out, one request a completion; every answer names its
+    weights' version end       with the trainer, however that ends (`server_process`)
 
-Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the call
-with `EngineFailed`, unless `rollout.engine.restarts` lets a server of ours be started anew: then it gets the present weights and is
-asked again for what was not answered.
+Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the
+call with `EngineFailed`, unless `rollout.engine.restarts` lets a server of ours be started anew: then it gets
+the present weights and is asked again for what was not answered.
 The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
 """
 
@@ -60,8 +60,9 @@ class ServerEngine(VllmEngine):
     """`VllmEngine` over vLLM's HTTP routes; an own server starts with the first `load`.
 
     Args:
-      model, fp8_paths, settings: as `VllmEngine`; the engine is one of `vllm_server`, which is started here, or of `vllm_external`,
-        which runs already, with this package's plugin, backend ``jetrl`` and VLLM_SERVER_DEV_MODE=1.
+      model, fp8_paths, settings: as `VllmEngine`; the engine is one of `vllm_server`, which is started here,
+        or of `vllm_external`, which runs already, with this package's plugin, backend ``jetrl`` and
+        VLLM_SERVER_DEV_MODE=1.
       command: what is started in place of vLLM's server (its flags are appended).
       log_directory: where an own server's output goes; None is a temporary place.
 
@@ -82,12 +83,14 @@ class ServerEngine(VllmEngine):
         self.url = self.limits.url.rstrip("/") if isinstance(self.limits, ExternalVllmSection) else None
         self.owned = self.url is None
         self.restarts_left = self.limits.restarts if isinstance(self.limits, VllmServerSection) else 0
-        self.log_directory, self._vllm = log_directory, ""
+        self.log_directory = log_directory
+        self._vllm = ""
         self._client: ServerClient | None = None
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = False
-        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # tmpfs: the disk never sees the weights
+        # tmpfs: the disk never sees the weights
+        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._directory = Path(tempfile.mkdtemp(prefix="jetrl-vllm-", dir=root))
         if self.owned:
             write_model_directory(self._directory / "model", model, fp8_paths)
@@ -108,7 +111,8 @@ class ServerEngine(VllmEngine):
         path = self._directory / f"{version}.safetensors"
         save_file(tensors, path)
         Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
-        before, self._weights = self._weights, (path, version)
+        before = self._weights
+        self._weights = (path, version)
         self._with_restarts(self._push)
         if before is not None and before[0] != path:
             for file in (before[0], Path(f"{before[0]}.json")):
@@ -119,7 +123,11 @@ class ServerEngine(VllmEngine):
         self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
 
     def _held(self, names: list[str]) -> str:
-        body = {"method": "jetrl_held_manifest", "args": [names, self._version], "timeout": self.limits.sync_timeout_s}
+        body = {
+            "method": "jetrl_held_manifest",
+            "args": [names, self._version],
+            "timeout": self.limits.sync_timeout_s,
+        }
         answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
         return answer["results"][0]
 
@@ -129,14 +137,23 @@ class ServerEngine(VllmEngine):
             (choice,) = answer["choices"]
             versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
             content = (choice.get("logprobs") or {}).get("content") or []
-            completion = choice["token_ids"], [entry["logprob"] for entry in content], choice.get("finish_reason")
+            completion = (
+                choice["token_ids"],
+                [entry["logprob"] for entry in content],
+                choice.get("finish_reason"),
+            )
         if versions - {str(self._version)}:
-            raise EngineFailed(f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only.")
+            raise EngineFailed(
+                f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only."
+            )
         return completion
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         with _reading(answer):
-            return [entry[str(token)]["logprob"] for entry, token in zip(answer["prompt_logprobs"][1:], tokens, strict=True)]
+            return [
+                entry[str(token)]["logprob"]
+                for entry, token in zip(answer["prompt_logprobs"][1:], tokens, strict=True)
+            ]
 
     def _close(self) -> None:
         """Ends a server of ours, the connections, and removes what was written for it."""
@@ -163,7 +180,9 @@ class ServerEngine(VllmEngine):
                 self._after_failure(error)
 
     def _at_once(self, asked: Mapping[int, tuple[Sequence[int], dict[str, Any]]]) -> Answers:
-        """One call for each, so many at once as vLLM decodes; calls under way when it ends early are not waited for."""
+        """One call for each, so many at once as vLLM decodes;
+        calls under way when it ends early are not waited for.
+        """
         limit = Limit.start("rollout.engine.request_timeout_s", self.limits.request_timeout_s)
 
         def ask(ids: Sequence[int], fields: dict[str, Any]) -> Any:
@@ -171,7 +190,9 @@ class ServerEngine(VllmEngine):
             return self._post("/inference/v1/generate", body, limit)
 
         self._connect()
-        pool = ThreadPoolExecutor(max_workers=min(len(asked), self.settings.started.max_num_seqs if self.owned else AT_ONCE))
+        pool = ThreadPoolExecutor(
+            max_workers=min(len(asked), self.settings.started.max_num_seqs if self.owned else AT_ONCE)
+        )
         try:
             places = {pool.submit(ask, *one): place for place, one in asked.items()}
             for call in as_completed(places):
@@ -180,7 +201,9 @@ class ServerEngine(VllmEngine):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _push(self) -> None:
-        """Brings the staged file into the server: verified before it is applied, prefix cache emptied after."""
+        """Brings the staged file into the server: verified before it is applied,
+        prefix cache emptied after.
+        """
         self._ensure_ready()
         assert self._weights is not None
         path, version = self._weights
@@ -190,7 +213,8 @@ class ServerEngine(VllmEngine):
         start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `worker.transfer`
         try:
             self._post("/start_weight_update", start, limit)
-        except EngineFailed:  # a trainer that was killed left an update open: this update, of nothing, ends it
+        # a trainer that was killed left an update open: this update, of nothing, ends it
+        except EngineFailed:
             with contextlib.suppress(EngineFailed):
                 self._post("/update_weights", {"update_info": {}}, limit)
             self._post("/start_weight_update", start, limit)
@@ -210,10 +234,14 @@ class ServerEngine(VllmEngine):
 
     def _resume(self, limit: Limit) -> None:
         """Lets the server go on; one that was late is given the time for it."""
-        self._post("/resume", {}, Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S)))
+        self._post(
+            "/resume", {}, Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S))
+        )
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
-        """`call()`; where the server fails and may be restarted, again on a new one, after it took the present weights."""
+        """`call()`; where the server fails and may be restarted, again on a new one,
+        after it took the present weights.
+        """
         while True:
             try:
                 if call != self._push:
@@ -286,7 +314,11 @@ class ServerEngine(VllmEngine):
         on_cpu = jax.default_backend() == "cpu"
         flags = as_flags(self.settings.arguments(self._directory / "model", self.model, on_cpu))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = os.environ | environment(on_cpu, self.settings.started.enforce_eager) | {"VLLM_SERVER_DEV_MODE": "1"}
+        variables = (
+            os.environ
+            | environment(on_cpu, self.settings.started.enforce_eager)
+            | {"VLLM_SERVER_DEV_MODE": "1"}
+        )
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -303,13 +335,16 @@ class ServerEngine(VllmEngine):
         while True:
             status = self._process.poll()
             if status is not None:
-                raise EngineFailed(f"vLLM: the server ended with status {status} before it was ready.{self._log_hint()}")
+                raise EngineFailed(
+                    f"vLLM: the server ended with status {status} before it was ready.{self._log_hint()}"
+                )
             with contextlib.suppress(EngineFailed):
                 self._request("GET", "/health", Limit.start("of one question", 2.0))
                 return
             if time.monotonic() > deadline:
                 raise EngineFailed(
-                    f"vLLM: the server is not ready after {limit_s:g} s (rollout.engine.startup_timeout_s).{self._log_hint()}"
+                    f"vLLM: the server is not ready after {limit_s:g} s "
+                    f"(rollout.engine.startup_timeout_s).{self._log_hint()}"
                 )
             time.sleep(POLL_S)
 
@@ -317,7 +352,8 @@ class ServerEngine(VllmEngine):
         """Ends a server of ours, by force where it must be."""
         self._ready = not self.owned and self._ready
         self._asleep = False  # so is a new one
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         assert process.stdin is not None
@@ -335,4 +371,6 @@ def _reading(answer: Any) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EngineFailed(f"vLLM: an answer cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]}") from error
+        raise EngineFailed(
+            f"vLLM: an answer cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]}"
+        ) from error

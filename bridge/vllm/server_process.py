@@ -1,7 +1,9 @@
-"""Runs a command and ends it, with all its children, when our standard input closes: a server never outlives its trainer.
+"""Runs a command and ends it, with all its children, when our standard input closes: a server never outlives
+its trainer.
 
-Started as a script, so that it imports nothing.  The kernel closes the trainer's end of the pipe however the trainer
-ends; the command has a process group of its own, which gets SIGTERM and, where that is not enough, SIGKILL.
+Started as a script, so that it imports nothing.  The kernel closes the trainer's end of the pipe however the
+trainer ends; the command has a process group of its own, which gets SIGTERM and, where that is not enough,
+SIGKILL.
 """
 
 from __future__ import annotations

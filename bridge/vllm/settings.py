@@ -1,8 +1,9 @@
-"""What every way of running vLLM shares: its settings, its arguments, its model directory, requests and their answers.
+"""What every way of running vLLM shares: its settings, its arguments, its model directory, requests and their
+answers.
 
 Free of torch and vLLM.  The arguments pin what the contract needs: BF16 with an FP32 head, logprobs after the
-temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's generation_config, one prefill per
-prompt (a prompt that is split may not have a seed in vLLM 0.32 on CPU).
+temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's generation_config, one
+prefill per prompt (a prompt that is split may not have a seed in vLLM 0.32 on CPU).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
-SLEEP_LEVEL = 2  # weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the host
+# weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the
+# host
+SLEEP_LEVEL = 2
 # What may form the FP8 products in a promotion order: this project's on a CPU, vLLM's on CUDA.
 FP8_PRODUCTS = {
     "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
@@ -41,7 +44,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # Hopper: DeepGEMM's power-of-two scales requantise the weights; its default and FlashInfer's kernel stand before CUTLASS.
+    # Hopper: DeepGEMM's power-of-two scales requantise the weights; its default and FlashInfer's kernel stand
+    # before CUTLASS.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
@@ -50,7 +54,8 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the codes.
+    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the
+    # codes.
     "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
 }
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # read by torch whenever something is to be compiled
@@ -65,8 +70,10 @@ class EngineSettings:
     """How vLLM runs: the sections of the config that it reads, and what the device says.
 
     rollout: its `engine` is one of vLLM's; longest prompt and completion.
-    fp8: promotion order and scale format of the FP8 kernel, where it is this project's own; on CUDA the order selects vLLM's.
-    numerics: reductions in float64 where `exact` (`bridge.vllm.worker.exact`), for eager engines, and whose rounding points.
+    fp8: promotion order and scale format of the FP8 kernel, where it is this project's own; on CUDA the order
+      selects vLLM's.
+    numerics: reductions in float64 where `exact` (`bridge.vllm.worker.exact`), for eager engines, and whose
+      rounding points.
     sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
     """
 
@@ -136,7 +143,8 @@ def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
     """
     if not eager and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         raise UserError(
-            "rollout.engine.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, expected true, or that unset."
+            "rollout.engine.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, "
+            "expected true, or that unset."
         )
     # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
     compiler = {COMPILER_SWITCH: "1" if eager and on_cpu else "0"}
@@ -148,7 +156,9 @@ def check_version(version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
     if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
-        raise UserError(f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known.")
+        raise UserError(
+            f"vLLM: unsupported version: got {version}, expected {first} to {last}, whose numerics are known."
+        )
 
 
 def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: bool) -> None:
@@ -158,14 +168,26 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
     """
     if not settings.numerics.exact:
         return
-    served = {name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"}
-    wrong = [f"{name} by {by}" for name, by in served.items() if not all(part.startswith("Exact") for part in by.split("+"))]
+    served = {
+        name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"
+    }
+    wrong = [
+        f"{name} by {by}"
+        for name, by in served.items()
+        if not all(part.startswith("Exact") for part in by.split("+"))
+    ]
     products, product = FP8_PRODUCTS[settings.fp8.promotion_order], operations.get("fp8_product", "nothing")
     if fp8 and product not in products:
         wrong.append(f"fp8_product by {product}, expected {' or '.join(products)}")
     if wrong:
-        hint = "Is this package's plugin there (entry point jetrl of vllm.general_plugins), and no VLLM_ variable set?"
-        raise EngineFailed(f"vLLM: numerics.exact: it runs operations that are not the trainer's: got {'; '.join(wrong)}. {hint}")
+        hint = (
+            "Is this package's plugin there (entry point jetrl of vllm.general_plugins), and no "
+            "VLLM_ variable set?"
+        )
+        raise EngineFailed(
+            "vLLM: numerics.exact: it runs operations that are not the trainer's: got "
+            f"{'; '.join(wrong)}. {hint}"
+        )
 
 
 def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
@@ -180,7 +202,9 @@ def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterab
 
 
 def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any]:
-    """vLLM's sampling parameters of one request, each one stated: nothing is left to a default of engine or checkpoint."""
+    """vLLM's sampling parameters of one request, each one stated:
+    nothing is left to a default of engine or checkpoint.
+    """
     digest = hashlib.sha256(f"{sampling.seed} {request.seed}".encode()).digest()
     return {
         "n": 1,
@@ -204,44 +228,71 @@ def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any
 
 
 def scoring_fields() -> dict[str, Any]:
-    """Sampling parameters under which vLLM reports the log-probabilities of a prompt's own tokens, at temperature 1."""
+    """Sampling parameters under which vLLM reports the log-probabilities of a prompt's own tokens,
+    at temperature 1.
+    """
     request = Request(0, [0], 0)
     return sampling_fields(SamplingParams(1.0, 1, (), 0), request) | {"prompt_logprobs": 0}
 
 
-def check_requests(requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int) -> None:
+def check_requests(
+    requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int
+) -> None:
     """Raises ValueError for what vLLM would refuse, or silently cut."""
     problems = []
     low, high = VLLM_TEMPERATURES
     if not sampling.greedy and not low <= sampling.temperature <= high:
-        problems.append(f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are")
+        problems.append(
+            f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are"
+        )
     longest = settings.rollout.max_completion_tokens
     if sampling.max_tokens > longest:
-        problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={longest}")
+        problems.append(
+            f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={longest}"
+        )
     for request in requests:
         if not 0 < len(request.prompt_ids) <= settings.rollout.max_prompt_tokens:
             limit = f"expected 1 to max_prompt_tokens={settings.rollout.max_prompt_tokens}"
-            problems.append(f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}")
+            problems.append(
+                f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}"
+            )
         elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-            problems.append(f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
+            problems.append(
+                f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}"
+            )
     if problems:
         raise ValueError("submit: bad request: " + "; ".join(problems[:5]) + ".")
 
 
 def trajectory(
-    request: Request, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampling: SamplingParams, version: int
+    request: Request,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str | None,
+    sampling: SamplingParams,
+    version: int,
 ) -> Trajectory:
     """An answer of vLLM as a `Trajectory`.
 
     Raises:
-      EngineFailed: it does not fit the request: an aborted or empty completion, a missing logprob, no known reason to end.
+      EngineFailed: it does not fit the request: an aborted or empty completion, a missing logprob, no known
+        reason to end.
     """
     stopped = bool(token_ids) and token_ids[-1] in sampling.stop_token_ids
-    problems = [] if finish_reason in ("stop", "length") else [f"finish_reason={finish_reason!r}, expected 'stop' or 'length'"]
+    problems = (
+        []
+        if finish_reason in ("stop", "length")
+        else [f"finish_reason={finish_reason!r}, expected 'stop' or 'length'"]
+    )
     if not 0 < len(token_ids) <= sampling.max_tokens or len(logprobs) != len(token_ids):
-        problems.append(f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to {sampling.max_tokens} of each")
+        problems.append(
+            f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to "
+            f"{sampling.max_tokens} of each"
+        )
     if finish_reason == "stop" and not stopped:
-        problems.append(f"a stop after token {list(token_ids[-1:])}, expected one of {sampling.stop_token_ids}")
+        problems.append(
+            f"a stop after token {list(token_ids[-1:])}, expected one of {sampling.stop_token_ids}"
+        )
     if problems:
         raise EngineFailed(f"vLLM: request {request.id} ended badly: got {'; '.join(problems)}.")
     reason: Literal["stop", "length"] = "stop" if stopped else "length"
@@ -261,7 +312,8 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def set_environment(on_cpu: bool, eager: bool = True) -> None:
-    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported, and for each engine in it.
+    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported, and for
+    each engine in it.
 
     Whether torch compiles is the config's to say, and of each engine anew; errors as `environment`.
     """

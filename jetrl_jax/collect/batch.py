@@ -1,4 +1,6 @@
-"""What a rollout gives to a training step: groups of completions with their rewards, and what is logged of them."""
+"""What a rollout gives to a training step: groups of completions with their rewards,
+and what is logged of them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """The groups of one step; by reward function how many samples failed for which cause; how many rounds were sampled."""
+    """The groups of one step; by reward function how many samples failed for which cause;
+    how many rounds were sampled.
+    """
 
     groups: list[Group]
     failures: Failures
@@ -52,16 +56,24 @@ class RolloutBatch:
     @property
     def parts(self) -> dict[str, np.ndarray]:
         """By reward function, in the order of `trajectories`."""
-        return {name: np.concatenate([group.parts[name] for group in self.groups]) for name in self.groups[0].parts}
+        return {
+            name: np.concatenate([group.parts[name] for group in self.groups])
+            for name in self.groups[0].parts
+        }
 
 
 def add_failures(one: Failures, other: Failures) -> Failures:
     """Both counts together."""
-    return {name: {kind: one[name].get(kind, 0) + other[name].get(kind, 0) for kind in one[name] | other[name]} for name in one}
+    return {
+        name: {kind: one[name].get(kind, 0) + other[name].get(kind, 0) for kind in one[name] | other[name]}
+        for name in one
+    }
 
 
 def nonfinite_part(batch: RolloutBatch) -> str | None:
-    """The name of what is not finite in what was sampled, or None; a sample without a reward is no such thing."""
+    """The name of what is not finite in what was sampled, or None;
+    a sample without a reward is no such thing.
+    """
     if not all(np.isfinite(t.sampled_logprobs).all() for t in batch.trajectories):
         return "rollout_logprobs"
     return None
@@ -79,7 +91,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     )
     for name, failures in batch.failures.items():
         row |= {f"count/reward_{name}_{kind}": count for kind, count in failures.items()}
-    row["count/prompts"], row["count/completions"] = len(batch.groups), len(trajectories)
+    row["count/prompts"] = len(batch.groups)
+    row["count/completions"] = len(trajectories)
     row["count/rollout_tokens"] = sum(t.sampled_tokens for t in trajectories)
     row["count/generation_rounds"] = batch.rounds
     return row

@@ -1,7 +1,9 @@
-"""The first half of a step: prompts are sampled from the engine, decoded and scored; groups without a signal replaced.
+"""The first half of a step: prompts are sampled from the engine, decoded and scored; groups without a signal
+replaced.
 
-With dynamic sampling (DAPO) a group whose task rewards are all equal carries no gradient and is replaced by a new
-one, for a bounded number of rounds.  Shaping of rewards (overlong penalty) comes later and does not enter that choice.
+With dynamic sampling (DAPO) a group whose task rewards are all equal carries no gradient and is replaced by a
+new one, for a bounded number of rounds.  Shaping of rewards (overlong penalty) comes later and does not enter
+that choice.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Collector:
     """Makes the rollout batches of a run.
 
     config: the run's; algorithm: its algorithm with every null resolved.
-    engine: samples; rewards: judge; tokenizer: of prompts and completions; prompts: where the next ones come from.
+    engine: samples; rewards: judge; tokenizer: of prompts and completions; prompts: where the next ones come
+      from.
     console: where phases and warnings are shown.
     """
 
@@ -63,7 +66,9 @@ class Collector:
     _said: set[str] = field(default_factory=set)  # failures of reward functions that a warning has told
 
     def collect(self, step: int, clock: StepClock) -> RolloutBatch:
-        """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced while rounds last."""
+        """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced
+        while rounds last.
+        """
         wanted = self.config.rollout.prompts_per_step
         batch = self._sample(step, 0, wanted, clock)
         if not self.algorithm.dynamic_sampling:
@@ -71,9 +76,16 @@ class Collector:
         kept, failures, rounds = _informative(batch), batch.failures, 1
         while len(kept) < wanted and rounds < self.algorithm.max_generation_rounds:
             more = self._sample(step, rounds, wanted, clock)
-            kept, failures, rounds = kept + _informative(more), add_failures(failures, more.failures), rounds + 1
+            kept, failures, rounds = (
+                kept + _informative(more),
+                add_failures(failures, more.failures),
+                rounds + 1,
+            )
         if len(kept) < wanted:
-            self.console.warn(f"step {step}: {len(kept)} of {wanted} groups are informative after {rounds} rounds; going on with them")
+            self.console.warn(
+                f"step {step}: {len(kept)} of {wanted} groups are informative after {rounds} rounds; "
+                "going on with them"
+            )
         return RolloutBatch(kept[:wanted] or batch.groups, failures if kept else batch.failures, rounds)
 
     def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
@@ -81,7 +93,12 @@ class Collector:
         prompts = self.prompts.take(count)
         seeds = derived_seeds(count * group, self.config.seed, SEED_ROLLOUT, step, round_index)
         requests = [Request(i, prompts[i // group].ids, seed) for i, seed in enumerate(seeds)]
-        sampling = SamplingParams(rollout.temperature, rollout.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.config.seed)
+        sampling = SamplingParams(
+            rollout.temperature,
+            rollout.max_completion_tokens,
+            tuple(self.tokenizer.eos_ids),
+            self.config.seed,
+        )
         with self.console.phase("rollout", len(requests), "completions") as progress, clock.phase("rollout"):
             trajectories = self.engine.generate(requests, sampling)
             progress.advance(len(requests))
@@ -107,7 +124,13 @@ class Collector:
         members = [slice(first, first + group) for first in range(0, len(requests), group)]
         return RolloutBatch(
             [
-                Group(prompt, trajectories[m], texts[m], rewards.total[m], {name: part[m] for name, part in rewards.parts.items()})
+                Group(
+                    prompt,
+                    trajectories[m],
+                    texts[m],
+                    rewards.total[m],
+                    {name: part[m] for name, part in rewards.parts.items()},
+                )
                 for prompt, m in zip(prompts, members, strict=True)
             ],
             rewards.failures,
@@ -117,4 +140,8 @@ class Collector:
 def _informative(batch: RolloutBatch) -> list[Group]:
     """The groups whose rewards are not all equal."""
     rewards = [group.rewards[None] for group in batch.groups]
-    return [group for group, row in zip(batch.groups, rewards, strict=True) if informative_groups(row, ~np.isnan(row))[0]]
+    return [
+        group
+        for group, row in zip(batch.groups, rewards, strict=True)
+        if informative_groups(row, ~np.isnan(row))[0]
+    ]

@@ -1,4 +1,6 @@
-"""The order of the training prompts: a function of the seed and one cursor, so that a resumed run goes on exactly."""
+"""The order of the training prompts: a function of the seed and one cursor,
+so that a resumed run goes on exactly.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,13 @@ class PromptStream:
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int, seed: int) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.max_prompt_tokens, self.seed = max_prompt_tokens, seed
+        self.task = task
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.seed = seed
         self.restart()
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
 
     def restart(self) -> None:
         """Moves the stream to its start."""
@@ -66,23 +71,30 @@ class PromptStream:
                 continue
             self.skipped += 1
             misses += 1
-            if misses >= 2 * len(self.task.train) - 1:  # so many in a row hold a whole epoch, wherever they begin
+            # so many in a row hold a whole epoch, wherever they begin
+            if misses >= 2 * len(self.task.train) - 1:
                 raise UserError(
-                    f"task {self.task.name}: no training prompt fits: got {len(ids)} tokens in the last one, expected 1 to "
-                    f"rollout.max_prompt_tokens={self.max_prompt_tokens}. Raise it, or choose shorter prompts."
+                    f"task {self.task.name}: no training prompt fits: got {len(ids)} tokens in the last "
+                    "one, expected 1 to "
+                    f"rollout.max_prompt_tokens={self.max_prompt_tokens}. Raise it, or choose shorter "
+                    "prompts."
                 )
         return taken
 
     def _next_index(self) -> int:
         epoch, place = divmod(self.cursor, len(self.task.train))
         if epoch != self._epoch:
-            self._order = np.random.default_rng((self.seed, SEED_DATA, epoch)).permutation(len(self.task.train))
+            self._order = np.random.default_rng((self.seed, SEED_DATA, epoch)).permutation(
+                len(self.task.train)
+            )
             self._epoch = epoch
         self.cursor += 1
         return int(self._order[place])
 
 
-def fitting_prompts(examples: Iterator[Example] | list[Example], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def fitting_prompts(
+    examples: Iterator[Example] | list[Example], tokenizer: Tokenizer, max_prompt_tokens: int
+) -> list[Prompt]:
     """Those of `examples` whose prompt fits, tokenised."""
     prompts = (Prompt(example, tokenizer.encode_prompt(example.prompt)) for example in examples)
     return [prompt for prompt in prompts if 0 < len(prompt.ids) <= max_prompt_tokens]

@@ -1,4 +1,6 @@
-"""A completion token by token, for whoever reads the record of a run: each token's text and its log-probability."""
+"""A completion token by token, for whoever reads the record of a run:
+each token's text and its log-probability.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def token_record(tokenizer: Tokenizer, trajectory: Trajectory) -> dict[str, Any]
     """Texts and log-probabilities of what follows the prompt, as JSON values.
 
     tokens           text of each of the first `MAX_TOKENS` tokens; that of a stop token is empty
-    logprobs         of each, as the engine reported it, rounded to 1e-4; None where the policy did not write the token
+    logprobs         of each, as the engine reported it, rounded to 1e-4; None where the policy did not write
+                     the token
     tokens_left_out  how many there are beyond, where there are
     """
     start, ids = trajectory.turns[0].stop, trajectory.completion_ids
@@ -30,11 +33,14 @@ def token_record(tokenizer: Tokenizer, trajectory: Trajectory) -> dict[str, Any]
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """One text a token; a character of several tokens stands at the last of them, and the others are empty."""
+    """One text a token; a character of several tokens stands at the last of them,
+    and the others are empty.
+    """
     texts, begin = [], 0
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[begin:end])
-        if text.endswith(_PART_OF_A_CHARACTER) and end < len(ids) and end - begin < 4:  # UTF-8 has at most four bytes
+        # UTF-8 has at most four bytes
+        if text.endswith(_PART_OF_A_CHARACTER) and end < len(ids) and end - begin < 4:
             texts.append("")
         else:
             texts.append(text)

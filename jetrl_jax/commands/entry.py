@@ -1,7 +1,8 @@
 """What all entry points share: the config arguments, and one way to end.
 
-    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a disk that takes no more
-                  4 another process of the run was lost · 130 interrupted · 141 the reader of our output went away
+    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a
+                  disk that takes no more · 4 another process of the run was lost · 130 interrupted ·
+                  141 the reader of our output went away
 
 No module that a config needs imports jax, so that bad input ends before any device is touched.
 """
@@ -29,7 +30,8 @@ BROKEN_PIPE = 141
 
 
 def command_parser(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
-    """The parser of `python -m jetrl_jax NAME` (``train``: of `python -m jetrl_jax.train`), whose --help ends with examples.
+    """The parser of `python -m jetrl_jax NAME` (``train``: of `python -m jetrl_jax.train`), whose --help ends
+    with examples.
 
     examples: what stands behind ``python -m jetrl_jax``, line by line.
     """
@@ -47,7 +49,10 @@ def command_parser(name: str, description: str, *examples: str) -> argparse.Argu
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` --config and --set; `config_from_arguments` reads them."""
     parser.add_argument(
-        "--config", type=user_path, metavar="FILE", help="YAML file of the run (fields left out have their defaults, see docs/config.md)"
+        "--config",
+        type=user_path,
+        metavar="FILE",
+        help="YAML file of the run (fields left out have their defaults, see docs/config.md)",
     )
     parser.add_argument(
         "--set",
@@ -55,7 +60,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         action="append",
         default=[],
-        help="change a field of the config, such as rollout.group_size=8 or rewards.0.weight=2; repeatable, the last one counts",
+        help="change a field of the config, such as rollout.group_size=8 or rewards.0.weight=2; "
+        "repeatable, the last one counts",
     )
 
 
@@ -82,15 +88,22 @@ def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
 
 
 def check_output_files(command: str, *files: Path | None) -> None:
-    """Raises UserError, before anything is computed, for a file that cannot be written where it is asked for; None is no file."""
+    """Raises UserError, before anything is computed, for a file that cannot be written where it is asked
+    for; None is no file.
+    """
     for file in files:
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
             what = "is a directory" if file.is_dir() else "stands in no directory that can be written"
-            raise UserError(f"{command}: the output {what}: got {str(file)!r}, expected a file in a directory that is there.")
+            raise UserError(
+                f"{command}: the output {what}: got {str(file)!r}, expected a file in a directory that "
+                "is there."
+            )
 
 
 def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run `main(sys.argv[1:])` and exit with its status; errors of the user end with a message, not with a traceback."""
+    """Run `main(sys.argv[1:])` and exit with its status; errors of the user end with a message,
+    not with a traceback.
+    """
     try:
         status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
@@ -107,9 +120,13 @@ def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:
             raise
-        status = _end(f"stopped: {error}. What was saved before is whole: make room and go on with --resume.", RunStopped.exit_code)
+        status = _end(
+            f"stopped: {error}. What was saved before is whole: make room and go on with --resume.",
+            RunStopped.exit_code,
+        )
     if _nobody_reads():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit must not complain
+        # Python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
 

@@ -1,7 +1,7 @@
 """`python -m jetrl_jax evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
 
-With a run directory the run's own config says task and sizes, and `--step` which checkpoint; with a Hugging Face directory
-give `--config`.
+With a run directory the run's own config says task and sizes, and `--step` which checkpoint; with a Hugging
+Face directory give `--config`.
 Prints one JSON object.
 """
 
@@ -18,19 +18,40 @@ from jetrl_jax.runs.policy_config import is_run, policy_config
 
 def main(argv: list[str]) -> int:
     """Parses the command line, evaluates, prints the metrics."""
-    parser = command_parser("evaluate", "Evaluate a policy on held-out prompts.", "evaluate --checkpoint runs/tiny_cpu --step best")
-    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
-    add_step_argument(parser)
-    parser.add_argument("--config", type=user_path, metavar="FILE", help="config with the task, needed for a Hugging Face directory")
+    parser = command_parser(
+        "evaluate",
+        "Evaluate a policy on held-out prompts.",
+        "evaluate --checkpoint runs/tiny_cpu --step best",
+    )
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field, such as eval.prompts=1024"
+        "--checkpoint",
+        type=user_path,
+        required=True,
+        metavar="DIR",
+        help="run directory, or Hugging Face directory",
+    )
+    add_step_argument(parser)
+    parser.add_argument(
+        "--config",
+        type=user_path,
+        metavar="FILE",
+        help="config with the task, needed for a Hugging Face directory",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change a field, such as eval.prompts=1024",
     )
     arguments = parser.parse_args(argv)
 
     policy_config(arguments.checkpoint, arguments.overrides, arguments.config)
     if arguments.config is None and not is_run(arguments.checkpoint):
         raise UserError(
-            f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without --config, expected --config FILE."
+            f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without "
+            "--config, expected --config FILE."
         )
 
     from jetrl_jax.runs.engines import build_engine

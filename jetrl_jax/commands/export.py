@@ -1,7 +1,8 @@
-"""`python -m jetrl_jax export --run DIR --out DIR --format bf16|fp8 [--step N|best|last]`: a policy as a Hugging Face checkpoint directory.
+"""`python -m jetrl_jax export --run DIR --out DIR --format bf16|fp8 [--step N|best|last]`: a policy as a
+Hugging Face checkpoint directory.
 
-`bf16` (and fp16, fp32) writes the rounded masters; `fp8` writes the very codes and scales that the run's rollout and
-forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.
+`bf16` (and fp16, fp32) writes the rounded masters; `fp8` writes the very codes and scales that the run's
+rollout and forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def main(argv: list[str]) -> int:
     """Parses the command line, reads the policy, writes the directory."""
     parser = command_parser(
-        "export", "Write a policy as a Hugging Face checkpoint directory.", "export --run runs/tiny_cpu --out out_fp8 --format fp8"
+        "export",
+        "Write a policy as a Hugging Face checkpoint directory.",
+        "export --run runs/tiny_cpu --out out_fp8 --format fp8",
     )
-    parser.add_argument("--run", type=user_path, required=True, metavar="DIR", help="run directory, or a Hugging Face directory")
+    parser.add_argument(
+        "--run",
+        type=user_path,
+        required=True,
+        metavar="DIR",
+        help="run directory, or a Hugging Face directory",
+    )
     add_step_argument(parser)
     parser.add_argument(
-        "--out", type=user_path, required=True, metavar="DIR", help="where the checkpoint goes; new, empty or an earlier checkpoint"
+        "--out",
+        type=user_path,
+        required=True,
+        metavar="DIR",
+        help="where the checkpoint goes; new, empty or an earlier checkpoint",
     )
-    parser.add_argument("--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in")
+    parser.add_argument(
+        "--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in"
+    )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in --out")
     parser.add_argument(
@@ -37,20 +52,34 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     if not arguments.max_shard_gb > 0:
-        raise UserError(f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number.")
+        raise UserError(
+            f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number."
+        )
     policy_config(arguments.run, arguments.overrides)
 
     from bridge.hf.write import decoder_parameters, save_checkpoint, save_published
     from jetrl_jax.runs.policy import load_policy, published_weights
 
     policy = load_policy(arguments.run, arguments.overrides, step=arguments.step)
-    options = {"tokenizer": policy.tokenizer, "max_shard_bytes": arguments.max_shard_gb * 1e9, "overwrite": arguments.overwrite}
+    options = {
+        "tokenizer": policy.tokenizer,
+        "max_shard_bytes": arguments.max_shard_gb * 1e9,
+        "overwrite": arguments.overwrite,
+    }
     config = policy.model.config
     if arguments.format == "fp8":
         path = save_published(arguments.out, config, published_weights(policy), **options)
     else:
-        path = save_checkpoint(arguments.out, config, decoder_parameters(policy.model), dtype=FORMATS[arguments.format], **options)
+        path = save_checkpoint(
+            arguments.out,
+            config,
+            decoder_parameters(policy.model),
+            dtype=FORMATS[arguments.format],
+            **options,
+        )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     source = "" if policy.step is None else f" of step {policy.step}"
-    print(f"{arguments.format} checkpoint{source} in {path}: {size:,} bytes of weights, verified after writing")
+    print(
+        f"{arguments.format} checkpoint{source} in {path}: {size:,} bytes of weights, verified after writing"
+    )
     return 0

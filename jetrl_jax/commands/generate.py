@@ -1,7 +1,7 @@
 """`python -m jetrl_jax generate --checkpoint DIR --prompt TEXT`: talk to a trained policy.
 
-DIR is a run directory (`--step` says which checkpoint) or a Hugging Face directory.  Without --prompt, each line of
-standard input is a prompt and is answered as it comes.
+DIR is a run directory (`--step` says which checkpoint) or a Hugging Face directory.  Without --prompt, each
+line of standard input is a prompt and is answered as it comes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,48 @@ from jetrl_jax.runs.policy_config import policy_config
 def main(argv: list[str]) -> int:
     """Parses the command line and prints completions to standard output."""
     parser = command_parser(
-        "generate", "Complete prompts with a trained policy.", "generate --checkpoint runs/tiny_cpu --prompt jetrl= --samples 4"
+        "generate",
+        "Complete prompts with a trained policy.",
+        "generate --checkpoint runs/tiny_cpu --prompt jetrl= --samples 4",
     )
-    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
+    parser.add_argument(
+        "--checkpoint",
+        type=user_path,
+        required=True,
+        metavar="DIR",
+        help="run directory, or Hugging Face directory",
+    )
     add_step_argument(parser)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (repeatable); without it, lines of standard input")
-    parser.add_argument("--max-tokens", type=int, default=None, metavar="N", help="longest completion, in tokens (default: the run's)")
-    parser.add_argument("--temperature", type=float, default=None, help="sampling temperature, 0 is greedy (default: the run's)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="prompt (repeatable); without it, lines of standard input",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=None,
+        metavar="N",
+        help="longest completion, in tokens (default: the run's)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=None,
+        help="sampling temperature, 0 is greedy (default: the run's)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the run's config"
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change a field of the run's config",
     )
     arguments = parser.parse_args(argv)
     for name, value, least in (
@@ -52,6 +83,8 @@ def main(argv: list[str]) -> int:
     sampler = PolicySampler(load_policy(arguments.checkpoint, overrides, step=arguments.step))
     prompts = arguments.prompt if arguments.prompt is not None else (line.rstrip("\n") for line in sys.stdin)
     for prompt in prompts:
-        for text in sampler(prompt, arguments.samples, seed=arguments.seed, greedy=arguments.temperature == 0):
+        for text in sampler(
+            prompt, arguments.samples, seed=arguments.seed, greedy=arguments.temperature == 0
+        ):
             print(text, flush=True)
     return 0

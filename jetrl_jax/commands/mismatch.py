@@ -1,9 +1,11 @@
-"""`python -m jetrl_jax mismatch --checkpoint RUN [--flow-a F] [--flow-b F]`: where two flows part on the same tokens.
+"""`python -m jetrl_jax mismatch --checkpoint RUN [--flow-a F] [--flow-b F]`: where two flows part on the same
+tokens.
 
-A flow is a precision preset, seen from the trainer's side (the default) or the rollout's: `bf16`, `fp8_rollout_only:rollout`.
-Without arguments the run's own flow is compared with itself, trainer against rollout.  The tokens are completions of
-held-out prompts sampled by the policy, or texts of your own.  Prints a table, one row an operator, and the gap of the
-log-probabilities; `--out` draws both as a page, `--json` writes the numbers.
+A flow is a precision preset, seen from the trainer's side (the default) or the rollout's: `bf16`,
+`fp8_rollout_only:rollout`. Without arguments the run's own flow is compared with itself, trainer against
+rollout.  The tokens are completions of held-out prompts sampled by the policy, or texts of your own.  Prints
+a table, one row an operator, and the gap of the log-probabilities; `--out` draws both as a page, `--json`
+writes the numbers.
 """
 
 from __future__ import annotations
@@ -37,24 +39,47 @@ def main(argv: list[str]) -> int:
         "Where two precision flows part on the same tokens, operator by operator.",
         "mismatch --checkpoint runs/tiny_cpu --flow-a bf16 --flow-b fp8_unified",
     )
-    parser.add_argument("--checkpoint", type=user_path, required=True, metavar="DIR", help="run directory, or Hugging Face directory")
-    parser.add_argument("--flow-a", metavar="FLOW", help="preset[:trainer|:rollout]; default: the run's own, trainer")
+    parser.add_argument(
+        "--checkpoint",
+        type=user_path,
+        required=True,
+        metavar="DIR",
+        help="run directory, or Hugging Face directory",
+    )
+    parser.add_argument(
+        "--flow-a", metavar="FLOW", help="preset[:trainer|:rollout]; default: the run's own, trainer"
+    )
     parser.add_argument("--flow-b", metavar="FLOW", help="the same; default: flow A's preset, rollout")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the config for both"
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change a field of the config for both",
     )
-    parser.add_argument("--text", action="append", default=[], help="a text to score in place of sampled completions; repeatable")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        help="a text to score in place of sampled completions; repeatable",
+    )
     parser.add_argument("--completions", type=int, default=64, help="completions to sample")
     parser.add_argument("--out", type=user_path, metavar="PAGE", help="HTML page with the charts")
     parser.add_argument("--json", type=user_path, metavar="FILE", help="the numbers")
     arguments = parser.parse_args(argv)
     if arguments.completions < 1:
-        raise UserError(f"mismatch: nothing to compare: got --completions {arguments.completions}, expected at least 1.")
+        raise UserError(
+            f"mismatch: nothing to compare: got --completions {arguments.completions}, expected at least 1."
+        )
     check_output_files("mismatch", arguments.out, arguments.json)
 
     policy_config(arguments.checkpoint, arguments.overrides)
     if not arguments.text and not is_run(arguments.checkpoint):
-        raise UserError(f"mismatch: no task to take prompts from: got the Hugging Face directory {arguments.checkpoint}, expected --text.")
+        raise UserError(
+            "mismatch: no task to take prompts from: got the Hugging Face directory "
+            f"{arguments.checkpoint}, expected --text."
+        )
 
     from jetrl_jax.diagnostics.operators import compare
     from jetrl_jax.runs.policy import load_policy
@@ -63,11 +88,18 @@ def main(argv: list[str]) -> int:
     flow_a = arguments.flow_a or f"{policy.config.precision.preset}:trainer"
     flow_b = arguments.flow_b or f"{flow_a.partition(':')[0]}:rollout"
     model_a, model_b = bound_model(policy, flow_a), bound_model(policy, flow_b)
-    tokens, mask = _given(policy, arguments.text) if arguments.text else _sampled(policy, arguments.completions)
+    tokens, mask = (
+        _given(policy, arguments.text) if arguments.text else _sampled(policy, arguments.completions)
+    )
     differences, logits_a, logits_b = compare(model_a, model_b, *tokens)
     gaps = logprob_gaps(policy, (model_a, logits_a), (model_b, logits_b), tokens, mask)
     print(table(flow_a, flow_b, differences, gaps))
-    record = {"a": flow_a, "b": flow_b, "operators": [dataclasses.asdict(d) for d in differences], "logprobs": gaps}
+    record = {
+        "a": flow_a,
+        "b": flow_b,
+        "operators": [dataclasses.asdict(d) for d in differences],
+        "logprobs": gaps,
+    }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(record, indent=1))
     if arguments.out is not None:
@@ -90,7 +122,10 @@ def bound_model(policy: Policy, flow: str) -> Decoder:
 
     preset, _, side = flow.partition(":")
     if preset not in PRESETS or (side or SIDES[0]) not in SIDES:
-        raise UserError(f"mismatch: unknown flow: got {flow!r}, expected one of {', '.join(PRESETS)}, with :trainer or :rollout after it.")
+        raise UserError(
+            f"mismatch: unknown flow: got {flow!r}, expected one of {', '.join(PRESETS)}, with :trainer "
+            "or :rollout after it."
+        )
     config = override_config(policy.config, [f"precision.preset={preset}"])
     flow_policy = build_policy(config, model=policy.model, tokenizer=policy.tokenizer)
     weights = published_weights(flow_policy)
@@ -110,15 +145,24 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
 
     config = policy.config
     task = build_task(config.task, config.seed)
-    prompts = fitting_prompts([task.eval[i] for i in range(len(task.eval))], policy.tokenizer, config.rollout.max_prompt_tokens)
-    requests = [Request(i, prompts[i % len(prompts)].ids, seed) for i, seed in enumerate(derived_seeds(count, config.seed, 99))]
-    sampling = SamplingParams(config.rollout.temperature, config.rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), 0)
+    prompts = fitting_prompts(
+        [task.eval[i] for i in range(len(task.eval))], policy.tokenizer, config.rollout.max_prompt_tokens
+    )
+    requests = [
+        Request(i, prompts[i % len(prompts)].ids, seed)
+        for i, seed in enumerate(derived_seeds(count, config.seed, 99))
+    ]
+    sampling = SamplingParams(
+        config.rollout.temperature, config.rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), 0
+    )
     with contextlib.closing(build_engine(policy, config.rollout)) as engine:
         engine.load(published_weights(policy), 0)
         return engine.generate(requests, sampling)
 
 
-def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any], tokens: Tokens, mask: np.ndarray) -> dict[str, Any]:
+def logprob_gaps(
+    policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any], tokens: Tokens, mask: np.ndarray
+) -> dict[str, Any]:
     """Mismatch metrics of B (as the engine) against A (as the trainer), and mean |Δ| by position.
 
     `mask` bool [R, T] marks the tokens that are scored; a token is predicted from the one before it.
@@ -144,7 +188,11 @@ def logprob_gaps(policy: Policy, a: tuple[Decoder, Any], b: tuple[Decoder, Any],
     gap = np.abs(one.astype(np.float64) - other)
     where = positions[mask]
     by_position = {int(p): float(gap[mask][where == p].mean()) for p in np.unique(where)}
-    return {"tokens": int(mask.sum()), "metrics": mismatch_metrics(one, other, mask, rows), "by_position": by_position}
+    return {
+        "tokens": int(mask.sum()),
+        "metrics": mismatch_metrics(one, other, mask, rows),
+        "by_position": by_position,
+    }
 
 
 def _sampled(policy: Policy, count: int) -> tuple[Tokens, np.ndarray]:
@@ -159,7 +207,10 @@ def _given(policy: Policy, texts: list[str]) -> tuple[Tokens, np.ndarray]:
         raise UserError(f"mismatch: a text is too short: got {short[0]!r}, expected at least two tokens.")
     longest, positions = max(len(one) for one in ids), policy.model.config.max_position_embeddings
     if longest > positions:
-        raise UserError(f"mismatch: a text is too long: got {longest} tokens, expected at most max_position_embeddings={positions}.")
+        raise UserError(
+            f"mismatch: a text is too long: got {longest} tokens, expected at most "
+            f"max_position_embeddings={positions}."
+        )
     return _rows([(one[:1], one[1:]) for one in ids])
 
 
@@ -170,7 +221,9 @@ def _rows(sequences: list[tuple[list[int], list[int]]]) -> tuple[Tokens, np.ndar
     mask = np.zeros(ids.shape, bool)
     for row, (first, second) in enumerate(sequences):
         whole = slice(0, len(first) + len(second))
-        ids[row, whole], segments[row, whole], mask[row, len(first) : whole.stop] = first + second, 1, True
+        ids[row, whole] = first + second
+        segments[row, whole] = 1
+        mask[row, len(first) : whole.stop] = True
     return (ids, np.tile(np.arange(width, dtype=np.int32), (len(ids), 1)), segments), mask
 
 
@@ -178,19 +231,36 @@ def first_difference(differences: list[Difference]) -> str:
     """Where the two part, in words."""
     for d in differences:
         if d.unequal > 0:
-            return f"they part at {_place(d)} ({100 * d.unequal:.2g} % of its values, by at most {d.largest:.1e})"
+            return (
+                f"they part at {_place(d)} ({100 * d.unequal:.2g} % of its values, by at most "
+                f"{d.largest:.1e})"
+            )
     return "they never part: every operator's output is the same bits"
 
 
 def table(flow_a: str, flow_b: str, differences: list[Difference], gaps: dict[str, Any]) -> str:
     """The differences and the gap of the log-probabilities as aligned text."""
     lines = [("operator", "accumulated", "own", "unequal", "largest")]
-    lines += [(_place(d), f"{d.accumulated:.2e}", f"{d.own:.2e}", f"{d.unequal:.1%}", f"{d.largest:.2e}") for d in differences]
+    lines += [
+        (_place(d), f"{d.accumulated:.2e}", f"{d.own:.2e}", f"{d.unequal:.1%}", f"{d.largest:.2e}")
+        for d in differences
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    rows = ["  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]) for line in lines]
+    rows = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]
     metrics = gaps["metrics"]
     shown = ", ".join(f"{name.removeprefix('mismatch/')} {metrics[name]:.3g}" for name in _SHOWN)
-    return "\n".join([f"A {flow_a}, B {flow_b}, {gaps['tokens']} tokens; {first_difference(differences)}", *rows, f"logprobs: {shown}"])
+    return "\n".join(
+        [
+            f"A {flow_a}, B {flow_b}, {gaps['tokens']} tokens; {first_difference(differences)}",
+            *rows,
+            f"logprobs: {shown}",
+        ]
+    )
 
 
 def page(flow_a: str, flow_b: str, differences: list[Difference], gaps: dict[str, Any]) -> str:
@@ -199,13 +269,19 @@ def page(flow_a: str, flow_b: str, differences: list[Difference], gaps: dict[str
     from plotly.subplots import make_subplots
 
     title = f"{flow_a} against {flow_b}: {first_difference(differences)}"
-    figure = make_subplots(rows=2, cols=1, subplot_titles=("relative error of each operator's output", "mean |Δ logprob| by position"))
+    figure = make_subplots(
+        rows=2,
+        cols=1,
+        subplot_titles=("relative error of each operator's output", "mean |Δ logprob| by position"),
+    )
     places = [_place(d) for d in differences]
     for name in ("accumulated", "own"):
         values = [getattr(d, name) or None for d in differences]  # zero has no place on a logarithmic axis
         figure.add_trace(go.Scatter(x=places, y=values, mode="lines+markers", name=name), row=1, col=1)
     by_position = gaps["by_position"]
-    bars = go.Bar(x=list(by_position), y=[value or None for value in by_position.values()], name="mean |Δ logprob|")
+    bars = go.Bar(
+        x=list(by_position), y=[value or None for value in by_position.values()], name="mean |Δ logprob|"
+    )
     figure.add_trace(bars, row=2, col=1)
     figure.update_yaxes(type="log", exponentformat="power")
     figure.update_layout(title=title, height=900, template="plotly_white")

@@ -6,10 +6,10 @@ Three pairs on one set of tokens, sampled by the engine from the policy's own fl
     bf16_floor   BF16 on both sides: what two implementations of one model differ by
     bf16_fp8     BF16 training against the policy's rollout: the gap of a mixed flow
 
-of each: mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 = E[exp(d) - 1 - d] with d = trainer - engine,
-the share of tokens within 1e-5, and mean |d| by position.  Where vLLM runs in this process, also the first operator of the
-first layer whose output differs between the two sides, on the first sequences; the head is left to the log-probabilities.
-Prints a table; `--json` writes the numbers.
+of each: mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 = E[exp(d) - 1 - d] with d =
+trainer - engine, the share of tokens within 1e-5, and mean |d| by position.  Where vLLM runs in this process,
+also the first operator of the first layer whose output differs between the two sides, on the first sequences;
+the head is left to the log-probabilities. Prints a table; `--json` writes the numbers.
 """
 
 from __future__ import annotations
@@ -44,21 +44,33 @@ Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 me
 
 
 def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
-    """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last, mean |d|, tokens]."""
+    """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last,
+    mean |d|, tokens].
+    """
     from jetrl_jax.rl.metrics import mismatch_metrics
 
-    differences = [np.asarray(ours[1:], np.float64) - theirs[1:] for ours, theirs in zip(trainer, engine, strict=True)]
+    differences = [
+        np.asarray(ours[1:], np.float64) - theirs[1:] for ours, theirs in zip(trainer, engine, strict=True)
+    ]
     flat = np.concatenate(differences)
-    metrics = mismatch_metrics(flat, np.zeros_like(flat), np.ones(flat.shape, bool), np.zeros(flat.shape, int))
+    metrics = mismatch_metrics(
+        flat, np.zeros_like(flat), np.ones(flat.shape, bool), np.zeros(flat.shape, int)
+    )
     where = np.concatenate([np.arange(1, len(d) + 1) for d in differences])
     size = np.abs(flat)
     edges = np.linspace(1, where.max() + 1, min(BUCKETS, int(where.max())) + 1).astype(int)
-    ranges = [(int(low), int(high) - 1, (where >= low) & (where < high)) for low, high in itertools.pairwise(edges)]
+    ranges = [
+        (int(low), int(high) - 1, (where >= low) & (where < high)) for low, high in itertools.pairwise(edges)
+    ]
     return {
         "tokens": int(flat.size),
         **{name: metrics[f"mismatch/{name}"] for name in FIGURES},
         "equal_share": float((size <= EQUAL).mean()),
-        "by_position": [[low, high, float(size[inside].mean()), int(inside.sum())] for low, high, inside in ranges if inside.any()],
+        "by_position": [
+            [low, high, float(size[inside].mean()), int(inside.sum())]
+            for low, high, inside in ranges
+            if inside.any()
+        ],
     }
 
 
@@ -80,10 +92,17 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
     rollout = policy.config.rollout
     rng = np.random.default_rng(seed)
     vocab = policy.model.config.vocab_size
-    prompts = [rng.integers(0, vocab, int(rng.integers(1, rollout.max_prompt_tokens + 1))).tolist() for _ in range(sequences)]
+    prompts = [
+        rng.integers(0, vocab, int(rng.integers(1, rollout.max_prompt_tokens + 1))).tolist()
+        for _ in range(sequences)
+    ]
     requests = [Request(i, ids, seed + i) for i, ids in enumerate(prompts)]
     sampling = SamplingParams(1.0, rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), seed)
-    bf16 = build_policy(override_config(policy.config, ["precision.preset=bf16"]), model=policy.model, tokenizer=policy.tokenizer)
+    bf16 = build_policy(
+        override_config(policy.config, ["precision.preset=bf16"]),
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+    )
     flows = {"policy": policy, "bf16": bf16}
 
     tokens: list[list[int]] = []
@@ -97,7 +116,9 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
             if not tokens:
                 tokens = [answer.token_ids.tolist() for answer in engine.generate(requests, sampling)]
             engine_side[name] = engine.score(tokens)
-            operators[name] = where_they_part(nnx.merge(nnx.graphdef(flow.model), weights), engine, tokens[:TRACED])
+            operators[name] = where_they_part(
+                nnx.merge(nnx.graphdef(flow.model), weights), engine, tokens[:TRACED]
+            )
         finally:
             engine.close()
         score, longest = Scorer(flow.model), max(len(ids) for ids in tokens)  # one length: compiled once
@@ -112,19 +133,31 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
 
 
 def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """{"first_difference": in words, "operators": every operator's difference, in the order of the forward, if it can be had}."""
+    """{"first_difference": in words, "operators": every operator's difference,
+    in the order of the forward, if it can be had}.
+    """
     from jetrl_jax.commands.mismatch import first_difference
 
     if engine.describe()["mode"] != "in_process":
-        return {"first_difference": "not known: vLLM's operators are seen in this process alone; --set rollout.engine=vllm"}
+        return {
+            "first_difference": "not known: vLLM's operators are seen in this process alone; --set "
+            "rollout.engine=vllm"
+        }
     if not engine.settings.started.enforce_eager:
-        return {"first_difference": "not known: compiled, vLLM runs no single operators; --set rollout.engine.enforce_eager=true"}
+        return {
+            "first_difference": "not known: compiled, vLLM runs no single operators; --set "
+            "rollout.engine.enforce_eager=true"
+        }
     differences = operator_differences(model, engine, tokens)
-    return {"first_difference": first_difference(differences), "operators": [dataclasses.asdict(d) for d in differences]}
+    return {
+        "first_difference": first_difference(differences),
+        "operators": [dataclasses.asdict(d) for d in differences],
+    }
 
 
 def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[int]]) -> list[Difference]:
-    """Trainer (A, a decoder with the weights that it multiplies) against vLLM (B, in this process), up to the final norm.
+    """Trainer (A, a decoder with the weights that it multiplies) against vLLM (B, in this process), up to the
+    final norm.
 
     Raises:
       RuntimeError: an operator's outputs do not have the same size on both sides.
@@ -134,7 +167,8 @@ def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[
     theirs = [engine.operators(ids) for ids in tokens]
     ids, segments = (np.zeros((len(tokens), max(map(len, tokens))), np.int32) for _ in range(2))
     for row, sequence in enumerate(tokens):
-        ids[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
+        ids[row, : len(sequence)] = sequence
+        segments[row, : len(sequence)] = 1
     positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
     found = []
     for layer, name, values in outputs(model, ids, positions, segments):
@@ -145,40 +179,67 @@ def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[
         if name in RESIDUALS:  # one side returns the residual too
             a, b = a[:, : b.shape[1]], b[:, : a.shape[1]]
         if a.shape != b.shape:
-            raise RuntimeError(f"parity: operator {name} of layer {layer}: got {b.shape} from vLLM, expected {a.shape}.")
+            raise RuntimeError(
+                f"parity: operator {name} of layer {layer}: got {b.shape} from vLLM, expected {a.shape}."
+            )
         found.append(difference(layer, name, a.astype(np.float64), b.astype(np.float64)))
     return found
 
 
 def table(pairs: dict[str, dict[str, Any]]) -> str:
     """The figures as aligned text."""
-    lines = [f"{'pair':<12}{'tokens':>8}{'mean |d|':>11}{'max |d|':>11}{'k3':>11}{'equal':>8}   mean |d| by position"]
+    lines = [
+        f"{'pair':<12}{'tokens':>8}{'mean |d|':>11}{'max |d|':>11}{'k3':>11}{'equal':>8}   mean |d| by "
+        "position"
+    ]
     for name, row in pairs.items():
         positions = "  ".join(f"{low}-{high}: {mean:.1e}" for low, high, mean, _ in row["by_position"])
         figures = "".join(f"{row[key]:>11.2e}" for key in FIGURES)
         lines.append(f"{name:<12}{row['tokens']:>8}{figures}{row['equal_share']:>8.1%}   {positions}")
-    lines += [f"{name}, operators: {row['first_difference']}" for name, row in pairs.items() if "first_difference" in row]
+    lines += [
+        f"{name}, operators: {row['first_difference']}"
+        for name, row in pairs.items()
+        if "first_difference" in row
+    ]
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
     """Parses the command line, measures, prints and writes."""
-    parser = command_parser("parity", "Score the same tokens on trainer and vLLM.", "parity --run runs/tiny_vllm_cpu")
+    parser = command_parser(
+        "parity", "Score the same tokens on trainer and vLLM.", "parity --run runs/tiny_vllm_cpu"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=user_path, metavar="DIR", help="run directory (its latest checkpoint, its flow)")
     source.add_argument(
-        "--model", type=user_path, metavar="DIR", help="Hugging Face directory; in BF16 unless --set precision.preset says otherwise"
+        "--run", type=user_path, metavar="DIR", help="run directory (its latest checkpoint, its flow)"
+    )
+    source.add_argument(
+        "--model",
+        type=user_path,
+        metavar="DIR",
+        help="Hugging Face directory; in BF16 unless --set precision.preset says otherwise",
     )
     parser.add_argument("--sequences", type=int, default=32, help="sequences that are sampled and scored")
     parser.add_argument("--json", type=user_path, metavar="FILE", help="write the numbers")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="change a field of the config")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="change a field of the config",
+    )
     arguments = parser.parse_args(argv)
     if arguments.sequences < 1:
-        raise UserError(f"parity: nothing to score: got --sequences {arguments.sequences}, expected at least 1.")
+        raise UserError(
+            f"parity: nothing to score: got --sequences {arguments.sequences}, expected at least 1."
+        )
     check_output_files("parity", arguments.json)
 
     # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
-    engine = [] if policy_config(arguments.run or arguments.model).samples_by_vllm else ["rollout.engine=vllm"]
+    engine = (
+        [] if policy_config(arguments.run or arguments.model).samples_by_vllm else ["rollout.engine=vllm"]
+    )
     overrides = [*engine, "rollout.engine.on_mismatch=warn", *arguments.overrides]
     policy_config(arguments.run or arguments.model, overrides)
 

@@ -1,8 +1,10 @@
-"""`python -m jetrl_jax plan --config C --devices 8xH100`: does a run fit, and what will it send; nothing is allocated.
+"""`python -m jetrl_jax plan --config C --devices 8xH100`: does a run fit, and what will it send; nothing is
+allocated.
 
-Prints what each phase of a step needs of a device's memory, the largest microbatch and the longest completion that fit, and
-the work and traffic of a step.  `--check` compiles the run's programs ahead of time on as many fake CPU devices, or with
-`--check-target` for a GPU that is not there, and prints XLA's own memory analysis beside the plan.
+Prints what each phase of a step needs of a device's memory, the largest microbatch and the longest completion
+that fit, and the work and traffic of a step.  `--check` compiles the run's programs ahead of time on as many
+fake CPU devices, or with `--check-target` for a GPU that is not there, and prints XLA's own memory analysis
+beside the plan.
 
 Exit status: 0 it fits, 2 bad input, 3 it does not fit.
 """
@@ -42,10 +44,13 @@ def main(argv: list[str]) -> int:
     if arguments.model is not None:  # so that nothing is judged by the sizes of a new model
         config = override_config(config, [f"model={{path: {json.dumps(str(arguments.model))}}}"])
     if not 0 <= arguments.reserve < 1:
-        raise UserError(f"--reserve: not a share: got {arguments.reserve}, expected 0 up to, not including, 1.")
+        raise UserError(
+            f"--reserve: not a share: got {arguments.reserve}, expected 0 up to, not including, 1."
+        )
     if devices.count != config.sharding.devices:
         raise UserError(
-            f"--devices: not the config's mesh: got {devices.count} devices, expected the product of the degrees in sharding, "
+            f"--devices: not the config's mesh: got {devices.count} devices, expected the product of "
+            "the degrees in sharding, "
             f"{config.sharding.devices}."
         )
     _use_fake_devices(devices.count)
@@ -80,14 +85,17 @@ def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelCo
     path = user_path(path)
     if not (path / "config.json").is_file():
         raise UserError(
-            f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are not needed: --model DIR gives "
+            f"plan: no config.json: got {str(path)!r}, expected a Hugging Face directory. Weights are "
+            "not needed: --model DIR gives "
             f"a directory that holds config.json alone, such as configs/models/qwen3_8b."
         )
     sizes = read_config(path)
     if config.max_sequence_tokens > sizes.max_position_embeddings:
         raise UserError(
-            f"plan: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
-            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+            "plan: sequences do not fit the model: got rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most "
+            f"max_position_embeddings={sizes.max_position_embeddings}."
         )
     return sizes
 
@@ -101,7 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(parser)
     parser.add_argument("--devices", required=True, metavar="NxKIND", help="such as 8xH100 or 8x80GiB")
     parser.add_argument(
-        "--model", type=user_path, metavar="DIR", help="directory with a config.json, in place of model.path; weights are not read"
+        "--model",
+        type=user_path,
+        metavar="DIR",
+        help="directory with a config.json, in place of model.path; weights are not read",
     )
     parser.add_argument(
         "--reserve",
@@ -110,12 +121,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help=f"of a device's memory, left to the driver, NCCL and fragmentation (default {RESERVE})",
     )
-    parser.add_argument("--no-search", action="store_true", help="leave out the largest microbatch and the longest completion")
-    parser.add_argument("--check", action="store_true", help="compile the programs for fake CPU devices and compare (minutes)")
     parser.add_argument(
-        "--check-target", type=user_path, metavar="FILE", help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin"
+        "--no-search", action="store_true", help="leave out the largest microbatch and the longest completion"
     )
-    parser.add_argument("--layers", type=int, metavar="L", help="plan the model as if it had L layers, such as for a quick check")
+    parser.add_argument(
+        "--check", action="store_true", help="compile the programs for fake CPU devices and compare (minutes)"
+    )
+    parser.add_argument(
+        "--check-target",
+        type=user_path,
+        metavar="FILE",
+        help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="L",
+        help="plan the model as if it had L layers, such as for a quick check",
+    )
     return parser
 
 
@@ -129,7 +152,9 @@ def _use_fake_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool) -> int:
+def _print_plan(
+    console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool
+) -> int:
     from jetrl_jax.planning.memory import MemoryPlan
     from jetrl_jax.planning.traffic import traffic, work
 
@@ -141,51 +166,96 @@ def _print_plan(console: Console, config: RunConfig, sizes: ModelConfig, devices
     for phase in plan.phases:
         table.add_column(phase.name, justify="right")
     for item in items:
-        table.add_row(item, *(f"{phase.bytes[item] / GIB:.2f}" if item in phase.bytes else "" for phase in plan.phases))
+        table.add_row(
+            item, *(f"{phase.bytes[item] / GIB:.2f}" if item in phase.bytes else "" for phase in plan.phases)
+        )
     table.add_section()
     table.add_row("total", *(f"{phase.total / GIB:.2f}" for phase in plan.phases))
     table.add_row("left", *(f"{(budget - phase.total) / GIB:.2f}" for phase in plan.phases))
     console.print(table)
-    console.print(f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: {budget / GIB:.2f} GiB")
+    console.print(
+        f"memory of a device {devices.memory_bytes / GIB:.2f} GiB, {reserve:.0%} of it in reserve: "
+        f"{budget / GIB:.2f} GiB"
+    )
     console.print(f"attention: {plan.run.attention.name} ({plan.run.attention.reason})")
     if config.shared_vllm is not None:
-        console.print("JAX beside vLLM on one GPU: " + " ".join(f"{name}={value}" for name, value in variables(config.shared_vllm).items()))
+        console.print(
+            "JAX beside vLLM on one GPU: "
+            + " ".join(f"{name}={value}" for name, value in variables(config.shared_vllm).items())
+        )
     for remat in ("none", "layer"):
-        console.print(f"gradient's temporaries with batch.remat: {remat}: {plan.gradient_temporaries(remat) / GIB:.2f} GiB")
+        console.print(
+            f"gradient's temporaries with batch.remat: {remat}: "
+            f"{plan.gradient_temporaries(remat) / GIB:.2f} GiB"
+        )
     if search:
         _print_largest(console, plan, budget)
-    _print_step(console, work(plan.run), "work of a step on one device, at the rates of one H100: predictions, not times of runs")
-    _print_step(console, traffic(plan.run, plan.shallow), "what one device sends in a step, over NVLink: predictions")
+    _print_step(
+        console,
+        work(plan.run),
+        "work of a step on one device, at the rates of one H100: predictions, not times of runs",
+    )
+    _print_step(
+        console, traffic(plan.run, plan.shallow), "what one device sends in a step, over NVLink: predictions"
+    )
     full = plan.fullest
     if full.total > budget:
-        raise RunStopped(f"plan: it does not fit: {full.name} needs {full.total / GIB:.2f} GiB of {budget / GIB:.2f} GiB.")
+        raise RunStopped(
+            f"plan: it does not fit: {full.name} needs {full.total / GIB:.2f} GiB of {budget / GIB:.2f} GiB."
+        )
     return 0
 
 
 def _print_largest(console: Console, plan: Any, budget: int) -> None:
     tokens, length = plan.largest_microbatch(budget), plan.longest_completion(budget)
     console.print(f"largest batch.microbatch_tokens that fits: {tokens or 'none, not even one row'}")
-    console.print(f"longest rollout.max_completion_tokens that fits, with one row a device in a microbatch: {length or 'none'}")
+    console.print(
+        "longest rollout.max_completion_tokens that fits, with one row a device in a microbatch: "
+        f"{length or 'none'}"
+    )
 
 
 def _print_step(console: Console, rows: list[Any], title: str) -> None:
     table = Table("", "amount", "rate", "seconds", "rate's source", title=title)
     for row in rows:
-        table.add_row(row.name, f"{row.amount:.3g} {row.unit}", f"{row.rate:.3g} {row.unit}/s", f"{row.seconds:.3f}", row.source)
+        table.add_row(
+            row.name,
+            f"{row.amount:.3g} {row.unit}",
+            f"{row.rate:.3g} {row.unit}/s",
+            f"{row.seconds:.3f}",
+            row.source,
+        )
     table.add_section()
     table.add_row("all, one after the other", "", "", f"{sum(row.seconds for row in rows):.3f}", "")
     console.print(table)
 
 
-def _print_check(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: Path | None) -> None:
+def _print_check(
+    console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, target: Path | None
+) -> None:
     from jetrl_jax.planning.check import check, target_devices
 
-    where = "fake CPU devices, whose temporaries are not a GPU's" if target is None else f"GPUs as {target} describes them"
-    console.print(f"XLA's memory analysis for {devices.count} {where}; GiB on one device: plan / XLA, error of the total")
+    where = (
+        "fake CPU devices, whose temporaries are not a GPU's"
+        if target is None
+        else f"GPUs as {target} describes them"
+    )
+    console.print(
+        f"XLA's memory analysis for {devices.count} {where}; GiB on one device: plan / XLA, error of "
+        "the total"
+    )
     table = Table("program", "arguments", "outputs", "temporaries", "given back", "total", "error")
     layout_devices = None if target is None else target_devices(target, devices.count)
     for program, plan, xla in check(config, sizes, layout_devices):
-        pairs = [(plan.arguments, xla.arguments), (plan.outputs, xla.outputs), (plan.temporaries, xla.temporaries)]
+        pairs = [
+            (plan.arguments, xla.arguments),
+            (plan.outputs, xla.outputs),
+            (plan.temporaries, xla.temporaries),
+        ]
         pairs += [(plan.alias, xla.alias), (plan.total, xla.total)]
-        table.add_row(program, *(f"{a / GIB:.3f} / {b / GIB:.3f}" for a, b in pairs), f"{plan.total / xla.total - 1:+.1%}")
+        table.add_row(
+            program,
+            *(f"{a / GIB:.3f} / {b / GIB:.3f}" for a, b in pairs),
+            f"{plan.total / xla.total - 1:+.1%}",
+        )
     console.print(table)

@@ -1,4 +1,5 @@
-"""`python -m jetrl_jax report RUN [RUN ...] [--out PAGE]`: one HTML page about one run, or about several laid over one another.
+"""`python -m jetrl_jax report RUN [RUN ...] [--out PAGE]`: one HTML page about one run, or about several laid
+over one another.
 
 The page holds everything it needs (the chart library is inside it) and fetches nothing: it opens from a disk
 without a network.  It reads only what `jetrl_jax.record.run_directory` writes, starts no device, and can be
@@ -21,8 +22,8 @@ PAGE_FILE = "report.html"
 def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write the page about ``runs`` (run directories) to ``out`` and return its path.
 
-    Raises `UserError` on a path that is no run directory, a run without a row, a run named twice, a file of a run
-    that cannot be read, and a page that cannot be written.
+    Raises `UserError` on a path that is no run directory, a run without a row, a run named twice, a file of a
+    run that cannot be read, and a page that cannot be written.
     """
     from jetrl_jax.report.page import render  # plotly takes its time
 
@@ -34,7 +35,9 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     try:
         target.write_text(render(records), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"report: the page cannot be written: got --out {target}: {error.strerror}") from error
+        raise UserError(
+            f"report: the page cannot be written: got --out {target}: {error.strerror}"
+        ) from error
     return target
 
 
@@ -51,11 +54,17 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 def main(argv: list[str]) -> int:
     """Reads the command line, writes the page and says where; returns the exit status."""
     parser = command_parser(
-        "report", "Write an HTML page about one or several runs.", "report runs/tiny_cpu", "report runs/a runs/b --out both.html"
+        "report",
+        "Write an HTML page about one or several runs.",
+        "report runs/tiny_cpu",
+        "report runs/a runs/b --out both.html",
     )
     parser.add_argument("runs", type=user_path, metavar="RUN", nargs="+", help="directory of a run")
     parser.add_argument(
-        "--out", type=user_path, metavar="PAGE", help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here"
+        "--out",
+        type=user_path,
+        metavar="PAGE",
+        help=f"the page; default RUN/{PAGE_FILE}, for several runs {PAGE_FILE} here",
     )
     arguments = parser.parse_args(argv)
     page = write_report(arguments.runs, arguments.out)

@@ -1,8 +1,10 @@
-"""One process of several under a watch that imports no JAX: however the worker ends, there is one message and a status.
+"""One process of several under a watch that imports no JAX: however the worker ends, there is one message and
+a status.
 
-When JAX's coordination service loses a process, it aborts the others from native code, with a stack trace and no way to
-catch it.  So the command forks before JAX is loaded: the child runs; the parent passes signals on, waits, and says what
-happened.  What native code writes to stderr is kept aside and shown only where nobody can say what it means.
+When JAX's coordination service loses a process, it aborts the others from native code, with a stack trace and
+no way to catch it.  So the command forks before JAX is loaded: the child runs; the parent passes signals on,
+waits, and says what happened.  What native code writes to stderr is kept aside and shown only where nobody
+can say what it means.
 
     4     another process of the run was lost, or not all were there in time
     128+n the worker was ended by signal n
@@ -27,7 +29,9 @@ from jetrl_jax.config.devices import DistributedSection
 from jetrl_jax.errors import ProcessLost
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-LINGER_S = 2.0  # a process that ends with an error takes the coordinator along: the others get to say what they found themselves
+# a process that ends with an error takes the coordinator along: the others get to say what they found
+# themselves
+LINGER_S = 2.0
 SHOWN_BYTES = 4000
 
 
@@ -61,7 +65,10 @@ def _explain(section: DistributedSection, status: int, said: bytes) -> int:
     """Prints what the worker's end means where it could not say it itself; returns the exit status."""
     if status == -signal.SIGABRT and b"distributed service" in said:
         if b"RegisterTask" in said:
-            _print(f"stopped: distributed: not all processes were there within distributed.timeout_s = {section.timeout_s} s.")
+            _print(
+                "stopped: distributed: not all processes were there within distributed.timeout_s = "
+                f"{section.timeout_s} s."
+            )
         else:
             _print(f"stopped: {_lost(section)}")
         return ProcessLost.exit_code
@@ -74,7 +81,8 @@ def _explain(section: DistributedSection, status: int, said: bytes) -> int:
 
 def _lost(section: DistributedSection) -> str:
     return (
-        f"distributed: another process of the run ended, or was silent for distributed.timeout_s = {section.timeout_s} s; its own "
+        "distributed: another process of the run ended, or was silent for distributed.timeout_s = "
+        f"{section.timeout_s} s; its own "
         "output may say why. Go on with --resume."
     )
 
@@ -90,7 +98,9 @@ def _work(section: DistributedSection, work: Callable[[], int], native: IO[bytes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     os.dup2(native.fileno(), 2)
-    threading.Thread(target=lambda: os.read(watched, 1) or os._exit(ProcessLost.exit_code), daemon=True).start()
+    threading.Thread(
+        target=lambda: os.read(watched, 1) or os._exit(ProcessLost.exit_code), daemon=True
+    ).start()
     status: object = 1
     try:
         run_entry_point(lambda words: _guarded(section, work))

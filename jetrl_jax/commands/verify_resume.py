@@ -1,9 +1,10 @@
-"""`python -m jetrl_jax.train --config C --verify-resume K`: does a run that is stopped and resumed equal one that is not?
+"""`python -m jetrl_jax.train --config C --verify-resume K`: does a run that is stopped and resumed equal one
+that is not?
 
-Three processes in a temporary directory: 2K steps at one go; the same run, which gets a SIGTERM as step K ends; and the
-resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every sampled prompt and
-completion, every array of the last checkpoint (masters, moments, loss scale, reference) by its SHA-256, its counters and
-data position, and the exported weights.
+Three processes in a temporary directory: 2K steps at one go; the same run, which gets a SIGTERM as step K
+ends; and the resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every
+sampled prompt and completion, every array of the last checkpoint (masters, moments, loss scale, reference) by
+its SHA-256, its counters and data position, and the exported weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetrl_jax.commands.entry import add_config_arguments, command_parser, config_from_arguments, run_entry_point
+from jetrl_jax.commands.entry import (
+    add_config_arguments,
+    command_parser,
+    config_from_arguments,
+    run_entry_point,
+)
 from jetrl_jax.config.load import dump_config, load_config, override_config
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import RunStopped, UserError
@@ -37,27 +43,42 @@ def verify_resume(config: RunConfig, steps: int) -> list[str]:
       RunStopped: a process failed, or the two runs differ; the message lists where.
     """
     if steps < 1:
-        raise UserError(f"verify_resume: nothing to resume: got --verify-resume {steps}, expected at least 1.")
+        raise UserError(
+            f"verify_resume: nothing to resume: got --verify-resume {steps}, expected at least 1."
+        )
     if config.distributed.on:
-        raise UserError("verify_resume: runs in one process: got distributed.processes, expected --set distributed.processes=1.")
+        raise UserError(
+            "verify_resume: runs in one process: got distributed.processes, expected --set "
+            "distributed.processes=1."
+        )
     with tempfile.TemporaryDirectory(prefix="verify_resume_") as name:
         root = Path(name)
         whole, parts = root / "whole", root / "parts"
         _run([*TRAIN, _write(config, root, whole, steps)])
         again = _write(config, root, parts, steps)
-        _run([sys.executable, "-m", "jetrl_jax.commands.verify_resume", again, str(steps)], expected=128 + signal.SIGTERM)
+        _run(
+            [sys.executable, "-m", "jetrl_jax.commands.verify_resume", again, str(steps)],
+            expected=128 + signal.SIGTERM,
+        )
         _run([*TRAIN, again, "--resume"])
         different, same = _compare(whole, parts)
     if different:
         lines = "\n".join(f"  {line}" for line in different)
-        raise RunStopped(f"verify_resume: stopped after step {steps} and resumed, the run is another one:\n{lines}")
+        raise RunStopped(
+            f"verify_resume: stopped after step {steps} and resumed, the run is another one:\n{lines}"
+        )
     return [f"stopped after step {steps} of {2 * steps}, resumed in a new process", *same]
 
 
 def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> str:
     """The config file of a run of 2K steps in `directory`."""
     updates = 2 * steps * config.algorithm.epochs * config.algorithm.minibatches
-    changes = [f"run.directory={directory}", f"run.steps={2 * steps}", f"checkpoint.every_steps={2 * steps}", "run.wandb_project=null"]
+    changes = [
+        f"run.directory={directory}",
+        f"run.steps={2 * steps}",
+        f"checkpoint.every_steps={2 * steps}",
+        "run.wandb_project=null",
+    ]
     changes += [f"optimizer.warmup_steps={min(config.optimizer.warmup_steps, updates - 1)}"]
     file = root / f"{directory.name}.yaml"
     file.write_text(dump_config(override_config(config, changes)), encoding="utf-8")
@@ -68,11 +89,15 @@ def _run(command: list[str], expected: int = 0) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != expected:
         what, status = " ".join(command[2:]), f"{done.returncode}, not {expected}"
-        raise RunStopped(f"verify_resume: {what} ended with status {status}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+        raise RunStopped(
+            f"verify_resume: {what} ended with status {status}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+        )
 
 
 def _run_and_stop(file: str, steps: int) -> int:
-    """The process to be stopped: the run of a config file, which gets a SIGTERM as step K ends; returns its exit status."""
+    """The process to be stopped: the run of a config file, which gets a SIGTERM as step K ends;
+    returns its exit status.
+    """
     from jetrl_jax.record.console import Console
     from jetrl_jax.runs.grpo import GRPOTrainer
 
@@ -107,11 +132,17 @@ def _compare(whole: Path, parts: Path) -> tuple[list[str], list[str]]:
     for name in sorted({*documents[0]["manifest"], *documents[1]["manifest"]}):
         pairs[f"array {name}"] = tuple(document["manifest"].get(name) for document in documents)
     pairs["counters and data position"] = (documents[0]["metadata"], documents[1]["metadata"])
-    exports = [{file.name: file.read_bytes() for file in sorted((path / "export").iterdir())} for path in (whole, parts)]
+    exports = [
+        {file.name: file.read_bytes() for file in sorted((path / "export").iterdir())}
+        for path in (whole, parts)
+    ]
     pairs["exported files"] = (exports[0], exports[1])
     different = [_shown(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
     arrays = sum(name.startswith("array ") for name in pairs)
-    return different, [*(f"equal: {name}" for name in pairs if not name.startswith("array ")), f"equal: {arrays} arrays of the checkpoint"]
+    return different, [
+        *(f"equal: {name}" for name in pairs if not name.startswith("array ")),
+        f"equal: {arrays} arrays of the checkpoint",
+    ]
 
 
 def _shown(name: str, one: Any, other: Any) -> str:
@@ -119,7 +150,10 @@ def _shown(name: str, one: Any, other: Any) -> str:
         for index, (a, b) in enumerate(zip(one, other, strict=False)):
             if a != b:
                 keys = [key for key in a if a.get(key) != b.get(key)]
-                return f"{name}: row {index} differs in {', '.join(keys)}: {a.get(keys[0])!r} and {b.get(keys[0])!r}"
+                return (
+                    f"{name}: row {index} differs in {', '.join(keys)}: {a.get(keys[0])!r} and "
+                    f"{b.get(keys[0])!r}"
+                )
         return f"{name}: {len(one)} and {len(other)} rows"
     return name
 
@@ -127,7 +161,9 @@ def _shown(name: str, one: Any, other: Any) -> str:
 def main(argv: list[str]) -> int:
     """Parses the command line, runs, prints what was compared; returns the exit status."""
     parser = command_parser(
-        "verify-resume", "Check that a stopped and resumed run is the same.", "verify-resume --config configs/tiny_cpu.yaml 3"
+        "verify-resume",
+        "Check that a stopped and resumed run is the same.",
+        "verify-resume --config configs/tiny_cpu.yaml 3",
     )
     add_config_arguments(parser)
     parser.add_argument("steps", type=int, metavar="K", help="the run is stopped after K steps of 2K")

@@ -14,7 +14,9 @@ def build_plan(paths: Iterable[str], section: PrecisionSection) -> PrecisionPlan
     """The plan of a model with these parameter paths."""
     fp8 = fp8_choices(section)
     overrides = [(override.pattern, override.format) for override in fp8.overrides]
-    return PrecisionPlan(paths, section.preset, overrides, wgrad_operand=fp8.wgrad_operand, scale_format=fp8.scale_format)
+    return PrecisionPlan(
+        paths, section.preset, overrides, wgrad_operand=fp8.wgrad_operand, scale_format=fp8.scale_format
+    )
 
 
 def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm: bool) -> Numerics:

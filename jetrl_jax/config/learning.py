@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jetrl_jax.config.rule import Rule
-from jetrl_jax.config.types import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, show
+from jetrl_jax.config.types import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    show,
+)
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
@@ -18,17 +27,29 @@ OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
 class _Algorithm(Section):
     name: str = Field(description="Algorithm: advantage and loss, with its own defaults.")
     loss_aggregation: Aggregation = Field("token_mean", description="How token losses become one number.")
-    clip_low: PositiveFloat = Field(0.2, description="Distance below 1 at which the importance ratio is clipped; from 1 on it never is.")
-    clip_high: PositiveFloat = Field(0.2, description="Distance above 1 at which the importance ratio is clipped.")
-    kl_coef: NonNegativeFloat = Field(0.0, description="Factor of the KL term to the frozen start policy; 0 is off.")
+    clip_low: PositiveFloat = Field(
+        0.2, description="Distance below 1 at which the importance ratio is clipped; from 1 on it never is."
+    )
+    clip_high: PositiveFloat = Field(
+        0.2, description="Distance above 1 at which the importance ratio is clipped."
+    )
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="Factor of the KL term to the frozen start policy; 0 is off."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
     epochs: PositiveInt = Field(1, description="Passes over a rollout batch.")
     minibatches: PositiveInt = Field(1, description="Optimiser steps of one pass.")
-    mask_truncated: bool = Field(False, description="Whether completions cut at max_completion_tokens get no gradient.")
-    dynamic_sampling: bool = Field(False, description="Whether groups with equal rewards are replaced by new ones.")
+    mask_truncated: bool = Field(
+        False, description="Whether completions cut at max_completion_tokens get no gradient."
+    )
+    dynamic_sampling: bool = Field(
+        False, description="Whether groups with equal rewards are replaced by new ones."
+    )
     max_generation_rounds: PositiveInt = Field(10, description="Most rounds of dynamic sampling in a step.")
     overlong_buffer_tokens: NonNegativeInt | None = Field(
-        0, description="Length of the soft penalty zone before max_completion_tokens, in tokens; 0 is off, null a fifth of it."
+        0,
+        description="Length of the soft penalty zone before max_completion_tokens, in tokens; 0 is "
+        "off, null a fifth of it.",
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:
@@ -101,13 +122,15 @@ class CispoSection(_Algorithm):
 
 
 AlgorithmSection = Annotated[
-    GrpoSection | DapoSection | DrGrpoSection | RlooSection | ReinforceSection | GspoSection | CispoSection, Field(discriminator="name")
+    GrpoSection | DapoSection | DrGrpoSection | RlooSection | ReinforceSection | GspoSection | CispoSection,
+    Field(discriminator="name"),
 ]
 
 
 class _Weight(Section):
     kind: str = Field(
-        description="Importance weight of trainer against engine: truncated (TIS) or zeroed outside bounds (MIS, IcePop); none: 1."
+        description="Importance weight of trainer against engine: truncated (TIS) or zeroed outside "
+        "bounds (MIS, IcePop); none: 1."
     )
 
 
@@ -120,7 +143,9 @@ class NoWeightSection(_Weight):
 class BoundedWeightSection(_Weight):
     """A weight with an upper bound."""
 
-    high: PositiveFloat = Field(2.0, description="Ratio at which a weight is truncated, or above which a mask weight is 0.")
+    high: PositiveFloat = Field(
+        2.0, description="Ratio at which a weight is truncated, or above which a mask weight is 0."
+    )
     normalize: bool = Field(False, description="Whether weights are divided by their mean over the batch.")
 
 
@@ -138,14 +163,24 @@ class MaskWeightSection(BoundedWeightSection):
 
     def _rules(self) -> Iterator[Rule]:
         expected = f"at most correction.weight.high = {show(self.high)}"
-        yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the mask", expected, involves=("high",))
+        yield Rule(
+            self.low <= self.high,
+            "low",
+            "no ratio lies between the bounds of the mask",
+            expected,
+            involves=("high",),
+        )
 
 
-WeightSection = Annotated[NoWeightSection | TruncatedWeightSection | MaskWeightSection, Field(discriminator="kind")]
+WeightSection = Annotated[
+    NoWeightSection | TruncatedWeightSection | MaskWeightSection, Field(discriminator="kind")
+]
 
 
 class _Reject(Section):
-    kind: str = Field(description="Statistic by which tokens or sequences leave the loss; none: they all stay.")
+    kind: str = Field(
+        description="Statistic by which tokens or sequences leave the loss; none: they all stay."
+    )
 
 
 class NoRejectSection(_Reject):
@@ -160,7 +195,9 @@ class StatisticSection(_Reject):
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
         "sequence_mean", description="Over what the statistic is taken; a sequence is kept or rejected whole."
     )
-    high: PositiveFloat = Field(1e-3, description="Largest value that is kept, of k1 the largest inverse ratio.")
+    high: PositiveFloat = Field(
+        1e-3, description="Largest value that is kept, of k1 the largest inverse ratio."
+    )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -182,7 +219,13 @@ class RatioStatisticSection(StatisticSection):
 
     def _rules(self) -> Iterator[Rule]:
         expected = f"at most correction.reject.high = {show(self.high)}"
-        yield Rule(self.low <= self.high, "low", "no ratio lies between the bounds of the rejection", expected, involves=("high",))
+        yield Rule(
+            self.low <= self.high,
+            "low",
+            "no ratio lies between the bounds of the rejection",
+            expected,
+            involves=("high",),
+        )
 
 
 class DistanceStatisticSection(StatisticSection):
@@ -191,12 +234,15 @@ class DistanceStatisticSection(StatisticSection):
     kind: Literal["k2", "k3"] = "k2"
 
 
-RejectSection = Annotated[NoRejectSection | RatioStatisticSection | DistanceStatisticSection, Field(discriminator="kind")]
+RejectSection = Annotated[
+    NoRejectSection | RatioStatisticSection | DistanceStatisticSection, Field(discriminator="kind")
+]
 
 
 class _Correction(Section):
     mode: str = Field(
-        description="decoupled: the ratio compares with the trainer's own logprobs, the weight corrects for the engine; "
+        description="decoupled: the ratio compares with the trainer's own logprobs, the weight "
+        "corrects for the engine; "
         "bypass: the ratio compares with the engine's logprobs, nothing is recomputed.",
     )
 
@@ -205,16 +251,26 @@ class DecoupledSection(_Correction):
     """The trainer's own log-probabilities in the ratio (`jetrl_jax.rl.correction`)."""
 
     mode: Literal["decoupled"] = "decoupled"
-    weight: WeightSection = Field(NoWeightSection(), description="Importance weight of trainer against engine.")
+    weight: WeightSection = Field(
+        NoWeightSection(), description="Importance weight of trainer against engine."
+    )
     reject: RejectSection = Field(NoRejectSection(), description="What leaves the loss.")
     veto: PositiveFloat | None = Field(
-        None, description="A sequence with a token of a smaller ratio leaves the loss whole (1e-4 is common); null: off."
+        None,
+        description="A sequence with a token of a smaller ratio leaves the loss whole (1e-4 is "
+        "common); null: off.",
     )
 
     @property
     def acts(self) -> bool:
-        """Whether it does anything: the trainer's log-probabilities at the behaviour version are then needed before the loss."""
-        return not isinstance(self.weight, NoWeightSection) or not isinstance(self.reject, NoRejectSection) or self.veto is not None
+        """Whether it does anything: the trainer's log-probabilities at the behaviour version are then
+        needed before the loss.
+        """
+        return (
+            not isinstance(self.weight, NoWeightSection)
+            or not isinstance(self.reject, NoRejectSection)
+            or self.veto is not None
+        )
 
 
 class BypassSection(_Correction):
@@ -237,8 +293,12 @@ class OptimizerSection(Section):
     b1: Decay = Field(0.9, description="Decay of the first moment per optimiser step.")
     b2: Decay = Field(0.999, description="Decay of the second moment per optimiser step.")
     eps: PositiveFloat = Field(1e-8, description="Epsilon added to the root of the second moment.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay, multiplied by the learning rate.")
-    grad_clip: PositiveFloat = Field(1.0, description="Largest global norm of the gradient; a longer one is scaled down.")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="Decoupled weight decay, multiplied by the learning rate."
+    )
+    grad_clip: PositiveFloat = Field(
+        1.0, description="Largest global norm of the gradient; a longer one is scaled down."
+    )
 
 
 class BatchSection(Section):
@@ -249,12 +309,17 @@ class BatchSection(Section):
     )
     microbatch_tokens: PositiveInt = Field(
         8192,
-        description="Size of one forward and backward pass of one device, in tokens (padding included); rounded down to whole rows.",
+        description="Size of one forward and backward pass of one device, in tokens (padding "
+        "included); rounded down to whole rows.",
     )
     remat: Literal["none", "layer"] = Field(
-        "none", description="What the backward computes again: nothing; or all within a layer, of which only the input is kept."
+        "none",
+        description="What the backward computes again: nothing; or all within a layer, of which only "
+        "the input is kept.",
     )
-    logprob_chunk_tokens: PositiveInt = Field(1024, description="Number of tokens whose logits exist at once.")
+    logprob_chunk_tokens: PositiveInt = Field(
+        1024, description="Number of tokens whose logits exist at once."
+    )
 
 
 class WarmStartSection(Section):
@@ -262,5 +327,9 @@ class WarmStartSection(Section):
 
     steps: PositiveInt = Field(description="Supervised optimiser steps before RL.")
     batch_size: PositiveInt = Field(256, description="Number of examples of one supervised step.")
-    learning_rate: PositiveFloat = Field(2e-3, description="Peak learning rate of the supervised steps, cosine to a tenth of it.")
-    noise: Fraction = Field(0.0, description="Chance that a token of the worked solution is replaced by another of the alphabet.")
+    learning_rate: PositiveFloat = Field(
+        2e-3, description="Peak learning rate of the supervised steps, cosine to a tenth of it."
+    )
+    noise: Fraction = Field(
+        0.0, description="Chance that a token of the worked solution is replaced by another of the alphabet."
+    )

@@ -1,4 +1,6 @@
-"""Mistakes in a config, in the user's words: what is wrong, where, got, expected, hint and what the field means."""
+"""Mistakes in a config, in the user's words: what is wrong, where, got, expected,
+hint and what the field means.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,31 @@ from typing import Any
 
 from jetrl_jax.config.rule import Problem
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import FieldType, Path, about, belongs, dotted, look_up, split, suggest, type_of, value_in
+from jetrl_jax.config.schema import (
+    FieldType,
+    Path,
+    about,
+    belongs,
+    dotted,
+    look_up,
+    split,
+    suggest,
+    type_of,
+    value_in,
+)
 from jetrl_jax.config.types import INT32_MAX, show
 from jetrl_jax.config.yaml_text import Mark, Source, labelled
 from jetrl_jax.errors import UserError
 
-_RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "string_too_short", "too_long")
+_RANGE_ERRORS = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "too_short",
+    "string_too_short",
+    "too_long",
+)
 _NUMBER = re.compile(r"[-+]?(\d[\d_, ]*)?\.?\d+([eE][-+]?\d+)?")
 
 
@@ -26,14 +47,21 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
     where = mark.where if mark else ""
     if path[-1:] == ("[key]",) or kind == "invalid_key":
         return Problem(
-            dotted(path[:-1] if len(path) == 1 else path[:-2]), "a key that is not text", show(error["input"]), "a name", where=where
+            dotted(path[:-1] if len(path) == 1 else path[:-2]),
+            "a key that is not text",
+            show(error["input"]),
+            "a name",
+            where=where,
         )
     if kind == "extra_forbidden":
         return unknown_key(path, source, where, error["input"])
     found = look_up(path, source.data)
     expected = found.takes.in_words() if found else ""
     if kind == "missing":  # a --set of the section's kind asks for it
-        where = next((mark.where for place, mark in source.marks.items() if place[:-1] == path[:-1] and mark.from_set), where)
+        where = next(
+            (mark.where for place, mark in source.marks.items() if place[:-1] == path[:-1] and mark.from_set),
+            where,
+        )
         return Problem(dotted(path), "missing", "nothing", expected, where=where)
     exact = source.marks.get(path)
     if found is not None and kind == "union_tag_invalid":
@@ -41,16 +69,31 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
     got = (exact.got() if exact else None) or show(error["input"])
     if kind == "config_value":
         return Problem(dotted(path), error["ctx"]["what"], got, error["ctx"]["expected"], where=where)
-    what = "not one of the choices" if kind == "literal_error" else "out of range" if kind in _RANGE_ERRORS else "wrong type"
+    what = (
+        "not one of the choices"
+        if kind == "literal_error"
+        else "out of range"
+        if kind in _RANGE_ERRORS
+        else "wrong type"
+    )
     if kind == "less_than_equal" and error["ctx"]["le"] == INT32_MAX:
         expected += f", at most {error['ctx']['le']}"
     if what == "wrong type":
         got += f" ({_name_of(error['input'], exact)})"
-    return Problem(dotted(path), what, got, expected, _hint(error["input"], exact, found.takes if found else None), where=where)
+    return Problem(
+        dotted(path),
+        what,
+        got,
+        expected,
+        _hint(error["input"], exact, found.takes if found else None),
+        where=where,
+    )
 
 
 def without_tags(loc: Path) -> Path:
-    """A place as pydantic has it, without the names of variants that it puts after a section that is one of several."""
+    """A place as pydantic has it, without the names of variants that it puts after a section that is one
+    of several.
+    """
     path: Path = ()
     within: FieldType | None = None
     for part in loc:
@@ -58,11 +101,21 @@ def without_tags(loc: Path) -> Path:
             within = FieldType("section", variants=tuple(item for item in within.variants if item[0] == part))
             continue
         path = (*path, part)
-        section = RunConfig if within is None and len(path) == 1 else within.sections[0] if within and within.sections else None
+        section = (
+            RunConfig
+            if within is None and len(path) == 1
+            else within.sections[0]
+            if within and within.sections
+            else None
+        )
         if isinstance(part, int):
             within = FieldType("section", variants=within.variants) if within else None
         else:
-            within = type_of(section, part) if section is not None and part in section.model_fields else FieldType("text")
+            within = (
+                type_of(section, part)
+                if section is not None and part in section.model_fields
+                else FieldType("text")
+            )
     return path
 
 
@@ -73,7 +126,13 @@ def unknown_key(path: Path, source: Source, where: str, value: Any) -> Problem:
         return Problem(dotted(path), "unknown key", where=where, hint=suggest(path, source.data))
     exact = source.marks.get(path)
     what = f"{path[-1]} belongs to {home[0]}; this is {home[1]}"
-    return Problem(dotted(path), what, (exact.got() if exact else None) or show(value), f"the field left out, or {home[0]}", where=where)
+    return Problem(
+        dotted(path),
+        what,
+        (exact.got() if exact else None) or show(value),
+        f"the field left out, or {home[0]}",
+        where=where,
+    )
 
 
 def _unknown_variant(path: Path, kind: FieldType, source: Source, where: str) -> Problem:
@@ -84,7 +143,12 @@ def _unknown_variant(path: Path, kind: FieldType, source: Source, where: str) ->
     choice = FieldType("choice", choices=tuple(label for label, _ in kind.variants))
     got = (mark.got() if mark else None) or show(value)
     return Problem(
-        dotted(field), "not one of the choices", got, choice.in_words(), _hint(value, mark, choice), where=mark.where if mark else where
+        dotted(field),
+        "not one of the choices",
+        got,
+        choice.in_words(),
+        _hint(value, mark, choice),
+        where=mark.where if mark else where,
     )
 
 
@@ -93,7 +157,14 @@ def _name_of(value: Any, mark: Mark | None) -> str:
         return "text, because it stands in quotes" if mark and mark.quoted else "text"
     if isinstance(value, dict):
         return "a section" if value else "an empty section"
-    names = {bool: "a boolean", int: "a whole number", float: "a number", list: "a list", tuple: "a list", type(None): "null"}
+    names = {
+        bool: "a boolean",
+        int: "a whole number",
+        float: "a number",
+        list: "a list",
+        tuple: "a list",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)
 
 
@@ -110,7 +181,11 @@ def _hint(value: Any, mark: Mark | None, kind: FieldType | None) -> str:
     if isinstance(value, str):
         return _hint_for_text(value, quoted, kind)
     if value is None:
-        return "remove the line for the default" if not kind.variants else "remove the line, or put fields under it"
+        return (
+            "remove the line for the default"
+            if not kind.variants
+            else "remove the line, or put fields under it"
+        )
     if kind.kind == "text":
         if isinstance(value, dict | list | tuple):
             return "text that begins with { or [ needs quotes"
@@ -128,25 +203,36 @@ def _hint_for_text(value: str, quoted: bool, kind: FieldType) -> str:
     if kind.kind == "bool":
         if value.lower() in ("true", "false"):
             return "remove the quotes" if quoted else f"write {value.lower()}"
-        meant = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}.get(value.lower())
+        meant = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}.get(
+            value.lower()
+        )
         return f"write {meant}: yes, no, on and off are text in YAML 1.2" if meant else ""
     if kind.kind in ("int", "float") and _NUMBER.fullmatch(value.strip()):
-        is_decimal_comma = re.fullmatch(r"[-+]?\d+,\d+", value) and not re.fullmatch(r"[-+]?\d{1,3},\d{3}", value)
+        is_decimal_comma = re.fullmatch(r"[-+]?\d+,\d+", value) and not re.fullmatch(
+            r"[-+]?\d{1,3},\d{3}", value
+        )
         plain = value.replace(",", ".") if is_decimal_comma else re.sub(r"[_, ]", "", value)
         return f"remove the quotes: {plain}" if quoted else f"write {plain}"
     return ""
 
 
 def raise_all(problems: Iterable[Problem], source: Source, name: str) -> None:
-    """Raise one `UserError` that tells every problem, in the order of the file and then of the command line."""
-    placed = [problem if problem.where else dataclasses.replace(problem, where=_place(problem, source)) for problem in problems]
+    """Raise one `UserError` that tells every problem, in the order of the file and then of the command
+    line.
+    """
+    placed = [
+        problem if problem.where else dataclasses.replace(problem, where=_place(problem, source))
+        for problem in problems
+    ]
     unique = list(dict.fromkeys(placed))
     if not unique:
         return
     unique.sort(key=lambda problem: _reading_order(problem, source))
     count = f"{len(unique)} problems" if len(unique) > 1 else "a problem"
     body = "\n\n".join(_paragraph(problem, name, source) for problem in unique)
-    raise UserError(f"{count} in the config\n\n{body}\n\nNothing was started. All fields: python -m jetrl_jax config")
+    raise UserError(
+        f"{count} in the config\n\n{body}\n\nNothing was started. All fields: python -m jetrl_jax config"
+    )
 
 
 def _place(problem: Problem, source: Source) -> str:
@@ -169,7 +255,11 @@ def _reading_order(problem: Problem, source: Source) -> tuple[int, int]:
 
 
 def _paragraph(problem: Problem, name: str, source: Source) -> str:
-    head = f"{problem.where or name}: {problem.path}: {problem.what}" if problem.path else f"{problem.where or name}: {problem.what}"
+    head = (
+        f"{problem.where or name}: {problem.path}: {problem.what}"
+        if problem.path
+        else f"{problem.where or name}: {problem.what}"
+    )
     lines = [("got", problem.got), ("expected", problem.expected), ("hint", problem.hint)]
     if problem.what != "unknown key":
         lines.append(("meaning", about(split(problem.path), source.data) if problem.path else ""))

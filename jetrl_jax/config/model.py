@@ -15,13 +15,19 @@ from jetrl_jax.config.types import Options, PositiveFloat, PositiveInt, Section,
 class NewModelSection(Section):
     """The sizes of a new model."""
 
-    architecture: Literal["qwen3", "qwen2", "llama"] = Field("qwen3", description="Architecture of the model.")
-    hidden_size: PositiveInt = Field(128, description="Width of the residual stream, in channels; any size, FP8 blocks may be partial.")
+    architecture: Literal["qwen3", "qwen2", "llama"] = Field(
+        "qwen3", description="Architecture of the model."
+    )
+    hidden_size: PositiveInt = Field(
+        128, description="Width of the residual stream, in channels; any size, FP8 blocks may be partial."
+    )
     intermediate_size: PositiveInt = Field(384, description="Width of the SwiGLU layer, in channels.")
     num_layers: PositiveInt = Field(2, description="Number of decoder layers.")
     num_heads: PositiveInt = Field(4, description="Number of query heads.")
     num_kv_heads: PositiveInt = Field(4, description="Number of key/value heads; divides num_heads.")
-    head_dim: PositiveInt = Field(32, description="Width of one head, in channels; even, since RoPE turns pairs.")
+    head_dim: PositiveInt = Field(
+        32, description="Width of one head, in channels; even, since RoPE turns pairs."
+    )
     max_position_embeddings: PositiveInt = Field(512, description="Longest sequence of the model, in tokens.")
     rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary embedding.")
     rms_norm_eps: PositiveFloat = Field(1e-6, description="Epsilon added to the mean square in the RMSNorm.")
@@ -36,7 +42,13 @@ class NewModelSection(Section):
             f"a divisor {of_heads}",
             involves=("num_heads",),
         )
-        yield Rule(self.head_dim % 2 == 0, "head_dim", "a head of odd width", "an even number", "RoPE turns pairs of channels")
+        yield Rule(
+            self.head_dim % 2 == 0,
+            "head_dim",
+            "a head of odd width",
+            "an even number",
+            "RoPE turns pairs of channels",
+        )
         yield Rule(
             self.architecture != "llama" or self.hidden_size % self.num_heads == 0,
             "hidden_size",
@@ -49,7 +61,9 @@ class NewModelSection(Section):
 class SavedModelSection(Section):
     """A Hugging Face checkpoint, whose config.json has the sizes."""
 
-    path: UserPath = Field(description="Hugging Face checkpoint directory to start from; without it the model is new.")
+    path: UserPath = Field(
+        description="Hugging Face checkpoint directory to start from; without it the model is new."
+    )
 
 
 def _source(value: Any) -> str:
@@ -58,19 +72,25 @@ def _source(value: Any) -> str:
 
 
 ModelSection = Annotated[
-    Annotated[NewModelSection, Tag("a new model")] | Annotated[SavedModelSection, Tag("a checkpoint")], Discriminator(_source)
+    Annotated[NewModelSection, Tag("a new model")] | Annotated[SavedModelSection, Tag("a checkpoint")],
+    Discriminator(_source),
 ]
 
 
 class _Tokenizer(Section):
-    kind: str = Field(description="How text becomes tokens: character and byte are built in; huggingface loads tokenizer files.")
+    kind: str = Field(
+        description="How text becomes tokens: character and byte are built in; huggingface loads "
+        "tokenizer files."
+    )
 
 
 class CharacterSection(_Tokenizer):
     """One token per character of an alphabet."""
 
     kind: Literal["character"] = "character"
-    characters: Text = Field("0123456789+-*= abcdefghijklmnopqrstuvwxyz", description="Alphabet, one token per character.")
+    characters: Text = Field(
+        "0123456789+-*= abcdefghijklmnopqrstuvwxyz", description="Alphabet, one token per character."
+    )
 
     def _rules(self) -> Iterator[Rule]:
         twice = sorted({x for x in self.characters if self.characters.count(x) > 1})
@@ -89,9 +109,15 @@ class HuggingFaceSection(_Tokenizer):
 
     kind: Literal["huggingface"] = "huggingface"
     path: UserPath | None = Field(None, description="Directory or tokenizer.json; null takes model.path.")
-    chat_template: bool = Field(False, description="Whether a prompt is wrapped by the tokenizer's chat template.")
-    chat_template_kwargs: Options = Field({}, description="Keyword arguments of the chat template, such as enable_thinking: false.")
-    system_prompt: str | None = Field(None, description="System message put before each prompt by the chat template; null: none.")
+    chat_template: bool = Field(
+        False, description="Whether a prompt is wrapped by the tokenizer's chat template."
+    )
+    chat_template_kwargs: Options = Field(
+        {}, description="Keyword arguments of the chat template, such as enable_thinking: false."
+    )
+    system_prompt: str | None = Field(
+        None, description="System message put before each prompt by the chat template; null: none."
+    )
 
     def _rules(self) -> Iterator[Rule]:
         if not self.chat_template:

@@ -15,14 +15,18 @@ class PrecisionOverride(Section):
     """One exception to the preset."""
 
     pattern: Text = Field(
-        description="Glob over parameter paths, such as layers.0.* or *.down_proj.weight; one that matches nothing is an error."
+        description="Glob over parameter paths, such as layers.0.* or *.down_proj.weight; one that "
+        "matches nothing is an error."
     )
-    format: Literal["bf16", "fp8"] = Field(description="bf16 takes the matched linear layers out of FP8; fp8 puts them in.")
+    format: Literal["bf16", "fp8"] = Field(
+        description="bf16 takes the matched linear layers out of FP8; fp8 puts them in."
+    )
 
 
 class _Precision(Section):
     preset: str = Field(
-        description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 backward; "
+        description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward "
+        "has a BF16 backward; "
         "fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none either and scales its loss."
     )
 
@@ -36,8 +40,12 @@ class UnquantizedSection(_Precision):
 class LossScaleSection(Section):
     """Dynamic loss scaling."""
 
-    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(32768.0, description="Factor of the loss at the first update.")
-    growth_interval: PositiveInt = Field(400, description="Finite updates in a row after which the factor doubles; an overflow halves it.")
+    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(
+        32768.0, description="Factor of the loss at the first update."
+    )
+    growth_interval: PositiveInt = Field(
+        400, description="Finite updates in a row after which the factor doubles; an overflow halves it."
+    )
 
 
 class Fp16Section(_Precision):
@@ -50,10 +58,15 @@ class Fp16Section(_Precision):
 class Fp8Section(_Precision):
     """FP8 with block scales."""
 
-    overrides: tuple[PrecisionOverride, ...] = Field((), description="Exceptions to the preset; the last match wins.")
-    scale_format: Literal["float32", "power_of_two"] = Field("float32", description="Values that a block's scale may take.")
+    overrides: tuple[PrecisionOverride, ...] = Field(
+        (), description="Exceptions to the preset; the last match wins."
+    )
+    scale_format: Literal["float32", "power_of_two"] = Field(
+        "float32", description="Values that a block's scale may take."
+    )
     promotion_order: Literal["deepgemm", "triton"] = Field(
-        "deepgemm", description="Order of the two scale products when a 128-block enters the FP32 accumulator."
+        "deepgemm",
+        description="Order of the two scale products when a 128-block enters the FP32 accumulator.",
     )
 
 
@@ -69,17 +82,25 @@ class Fp8UnifiedSection(Fp8Section):
     preset: Literal["fp8_unified"] = "fp8_unified"
     wgrad_operand: Literal["requantize", "dual", "block"] = Field(
         "requantize",
-        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the paper's), quantised a second time "
+        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the "
+        "paper's), quantised a second time "
         "from BF16 (dual) or in 128x128 blocks (block).",
     )
 
 
-PrecisionSection = Annotated[UnquantizedSection | Fp16Section | Fp8UnifiedSection | Fp8WithoutWgradSection, Field(discriminator="preset")]
+PrecisionSection = Annotated[
+    UnquantizedSection | Fp16Section | Fp8UnifiedSection | Fp8WithoutWgradSection,
+    Field(discriminator="preset"),
+]
 
 
 def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
     """What a preset says of FP8, with the defaults of what it does not say."""
-    said = {name: getattr(section, name) for name in type(section).model_fields if name in Fp8UnifiedSection.model_fields}
+    said = {
+        name: getattr(section, name)
+        for name in type(section).model_fields
+        if name in Fp8UnifiedSection.model_fields
+    }
     return Fp8UnifiedSection.model_validate(said | {"preset": "fp8_unified"})
 
 
@@ -87,26 +108,38 @@ class NumericsSection(Section):
     """Rounding points and exactness of the forward pass."""
 
     exact: bool = Field(
-        True, description="Shape-independent reductions, so that rollout and training logprobs are the same bits; false is faster."
+        True,
+        description="Shape-independent reductions, so that rollout and training logprobs are the same "
+        "bits; false is faster.",
     )
     engine_variant: Literal["native", "cuda"] = Field(
-        "native", description="Whose rounding points the model mirrors: those of vLLM's native operations or of its CUDA kernels."
+        "native",
+        description="Whose rounding points the model mirrors: those of vLLM's native operations or of "
+        "its CUDA kernels.",
     )
     kernels: Literal["auto", "xla", "xla_fast", "mosaic_gpu", "mosaic_interpret"] = Field(
         "auto",
-        description="What forms the FP8 products, and the codes that they multiply: Pallas kernels on a Hopper GPU (mosaic_gpu; "
-        "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: the kernels where they run, else xla for the "
+        description="What forms the FP8 products, and the codes that they multiply: Pallas kernels on "
+        "a Hopper GPU (mosaic_gpu; "
+        "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: the kernels where "
+        "they run, else xla for the "
         "forward of an exact run and xla_fast elsewhere.",
     )
     attention: Literal["auto", "xla", "cudnn"] = Field(
         "auto",
-        description="What computes attention, in training and in the embedded engine: cuDNN's flash kernels, which keep no scores and "
+        description="What computes attention, in training and in the embedded engine: cuDNN's flash "
+        "kernels, which keep no scores and "
         "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
     )
 
     def _rules(self) -> Iterator[Rule]:
         for name, inexact, what, other in (
-            ("kernels", "xla_fast", "bits of xla_fast depend on the number of rows", "auto, xla or a mosaic kernel"),
+            (
+                "kernels",
+                "xla_fast",
+                "bits of xla_fast depend on the number of rows",
+                "auto, xla or a mosaic kernel",
+            ),
             ("attention", "cudnn", "bits of cuDNN's attention depend on shapes", "auto or xla"),
         ):
             holds = not (self.exact and getattr(self, name) == inexact)

@@ -23,7 +23,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field demands of itself and of those that it involves; `field` is blamed where it does not hold."""
+    """What a field demands of itself and of those that it involves;
+    `field` is blamed where it does not hold.
+    """
 
     holds: bool
     field: str

@@ -23,7 +23,9 @@ LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
 def find_problems(config: RunConfig) -> list[Problem]:
     """Every violation of the rules by a config whose fields are valid one by one."""
     return [
-        Problem(rule.field, rule.what, show(value_at(config, rule.field)), rule.expected, rule.hint, rule.involves)
+        Problem(
+            rule.field, rule.what, show(value_at(config, rule.field)), rule.expected, rule.hint, rule.involves
+        )
         for rule in all_rules(config)
         if not rule.holds
     ]
@@ -42,7 +44,11 @@ def _own_rules(section: Section, path: str) -> Iterator[Rule]:
         yield dataclasses.replace(rule, field=path + rule.field, involves=involves)
     for name in type(section).model_fields:
         value = getattr(section, name)
-        parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+        parts = (
+            {f"{name}.{i}": part for i, part in enumerate(value)}
+            if isinstance(value, tuple)
+            else {name: value}
+        )
         for inner, part in parts.items():
             if isinstance(part, Section):
                 yield from _own_rules(part, f"{path}{inner}.")
@@ -60,7 +66,13 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
     if isinstance(config.tokenizer, HuggingFaceSection):
         holds = (config.tokenizer.path or config.model_path) is not None
         expected = "a directory or a tokenizer.json, here or by model.path"
-        yield Rule(holds, "tokenizer.path", "tokenizer.kind: huggingface needs files", expected, involves=("tokenizer.kind", "model.path"))
+        yield Rule(
+            holds,
+            "tokenizer.path",
+            "tokenizer.kind: huggingface needs files",
+            expected,
+            involves=("tokenizer.kind", "model.path"),
+        )
     preset = ("precision.preset",)
     if not isinstance(config.precision, Fp8Section):
         for rule in config.numerics.idle("no layer is in FP8", "kernels"):
@@ -130,7 +142,8 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
         "batch.microbatch_tokens",
         "a microbatch does not hold one row",
         f"at least the length of a row, {config.row_tokens} tokens",
-        "a row is batch.row_tokens long; where that is null, as long as the longest prompt plus the longest completion",
+        "a row is batch.row_tokens long; where that is null, as long as the longest prompt plus the "
+        "longest completion",
         involves=("batch.row_tokens", *LENGTHS),
     )
     yield Rule(
@@ -158,7 +171,13 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
 
 def _devices(config: RunConfig) -> Iterator[Rule]:
     shards, product = config.sharding.row_shards, "sharding.data * sharding.fsdp"
-    sizes = ("model.num_kv_heads", "model.head_dim", "model.hidden_size", "model.intermediate_size", "precision.preset")
+    sizes = (
+        "model.num_kv_heads",
+        "model.head_dim",
+        "model.hidden_size",
+        "model.intermediate_size",
+        "precision.preset",
+    )
     if isinstance(config.model, NewModelSection):
         fits = _tensor_misfits(config, config.model)
         yield Rule(
@@ -195,7 +214,9 @@ def _devices(config: RunConfig) -> Iterator[Rule]:
 
 
 def _matrices() -> dict[str, Matrix]:
-    """Name -> one of each kind of linear layer of a new model: those of one shape and unit share a line of a message."""
+    """Name -> one of each kind of linear layer of a new model:
+    those of one shape and unit share a line of a message.
+    """
     kinds: dict[tuple[str, str], list[Matrix]] = {}
     for matrix in MATRICES:
         kinds.setdefault((matrix.outputs, matrix.inputs), []).append(matrix)
@@ -203,7 +224,9 @@ def _matrices() -> dict[str, Matrix]:
 
 
 def _tensor_misfits(config: RunConfig, model: NewModelSection) -> list[str]:
-    """The kinds of matrices that `sharding.tensor` cannot split, each with the degrees that can; the vocabulary is the tokenizer's."""
+    """The kinds of matrices that `sharding.tensor` cannot split, each with the degrees that can;
+    the vocabulary is the tokenizer's.
+    """
     told, fp8 = [], isinstance(config.precision, Fp8Section)
     for name, matrix in _matrices().items():
         outputs = matrix.shape(model)[0]
@@ -238,7 +261,9 @@ def _rewards(config: RunConfig) -> Iterator[Rule]:
         )
         separate, idle = _separate_process(config, reward.name), list[Rule]()
         if separate is False and not reward.separate_process:
-            idle += reward.idle(f"{reward.name} runs in the trainer's process, where nothing can end it", "timeout_s")
+            idle += reward.idle(
+                f"{reward.name} runs in the trainer's process, where nothing can end it", "timeout_s"
+            )
         if separate is True:
             idle += reward.idle(f"{reward.name} always runs in processes of its own", "separate_process")
         for rule in idle:
@@ -256,5 +281,9 @@ def _separate_process(config: RunConfig, name: str) -> bool | None:
             return True
         if isinstance(config.task, FunctionSection):
             return None
-        name = config.task.options.get("verifier", "exact_match") if isinstance(config.task, RowsSection) else "exact_match"
+        name = (
+            config.task.options.get("verifier", "exact_match")
+            if isinstance(config.task, RowsSection)
+            else "exact_match"
+        )
     return name not in UNTIMED_REWARDS

@@ -8,11 +8,11 @@
       optimizer  batch  warm_start              how the weights move
       eval  checkpoint  run                     what is measured, kept and written
 
-A task, a model source, an engine, an algorithm, a correction and a precision are classes with their own fields and defaults,
-of which the section's `kind` (`name`, `preset`, `mode`) names one.  Types and ranges are checked by pydantic: unknown keys are
-forbidden and nothing is converted silently.  `jetrl_jax.config.load` reads YAML and ``--set``, runs the rules between fields
-(`Section.rules`, `jetrl_jax.config.rules`) and turns every mistake into one message.  None of these modules imports jax: a
-mistake costs no device.
+A task, a model source, an engine, an algorithm, a correction and a precision are classes with their own
+fields and defaults, of which the section's `kind` (`name`, `preset`, `mode`) names one.  Types and ranges are
+checked by pydantic: unknown keys are forbidden and nothing is converted silently.  `jetrl_jax.config.load`
+reads YAML and ``--set``, runs the rules between fields (`Section.rules`, `jetrl_jax.config.rules`) and turns
+every mistake into one message.  None of these modules imports jax: a mistake costs no device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from jetrl_jax.config.learning import (
     OptimizerSection,
     WarmStartSection,
 )
-from jetrl_jax.config.model import CharacterSection, ModelSection, NewModelSection, SavedModelSection, TokenizerSection
+from jetrl_jax.config.model import (
+    CharacterSection,
+    ModelSection,
+    NewModelSection,
+    SavedModelSection,
+    TokenizerSection,
+)
 from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection, PrecisionSection
 from jetrl_jax.config.record import CheckpointSection, EvalSection, RunSection
 from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection, VllmSection
@@ -43,23 +49,35 @@ class RunConfig(Section):
     """The whole config of a run."""
 
     seed: NonNegativeInt = Field(0, description="Seed of initialisation, data order and sampling.")
-    model: ModelSection = Field(NewModelSection(), description="The policy: a checkpoint to start from, or the sizes of a new model.")
+    model: ModelSection = Field(
+        NewModelSection(), description="The policy: a checkpoint to start from, or the sizes of a new model."
+    )
     tokenizer: TokenizerSection = Field(CharacterSection(), description="How text becomes token ids.")
-    precision: PrecisionSection = Field(Fp8UnifiedSection(), description="Which matrix multiplication runs in which format.")
+    precision: PrecisionSection = Field(
+        Fp8UnifiedSection(), description="Which matrix multiplication runs in which format."
+    )
     numerics: NumericsSection = NumericsSection()
     sharding: ShardingSection = ShardingSection()
     distributed: DistributedSection = DistributedSection()
-    task: TaskSection = Field(ArithmeticSection(), description="Where prompts, answers and worked solutions come from.")
-    rewards: tuple[RewardSection, ...] = Field((RewardSection(),), min_length=1, description="Reward functions, summed by weight.")
+    task: TaskSection = Field(
+        ArithmeticSection(), description="Where prompts, answers and worked solutions come from."
+    )
+    rewards: tuple[RewardSection, ...] = Field(
+        (RewardSection(),), min_length=1, description="Reward functions, summed by weight."
+    )
     rollout: RolloutSection = RolloutSection()
-    algorithm: AlgorithmSection = Field(GrpoSection(), description="Advantage, loss and the rules around them.")
+    algorithm: AlgorithmSection = Field(
+        GrpoSection(), description="Advantage, loss and the rules around them."
+    )
     correction: CorrectionSection = Field(
         DecoupledSection(), description="What is done about tokens whose rollout and trainer logprobs differ."
     )
     optimizer: OptimizerSection = OptimizerSection()
     batch: BatchSection = BatchSection()
     warm_start: WarmStartSection | None = Field(
-        None, description="Supervised steps on the task's worked solutions, for a model that begins from scratch; null: none."
+        None,
+        description="Supervised steps on the task's worked solutions, for a model that begins from "
+        "scratch; null: none.",
     )
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -93,7 +111,9 @@ class RunConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Size of one forward and backward pass over all devices, in tokens: whole rows, equally many on each."""
+        """Size of one forward and backward pass over all devices, in tokens: whole rows,
+        equally many on each.
+        """
         return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.row_shards
 
     @property
@@ -104,10 +124,16 @@ class RunConfig(Section):
     @property
     def eval_verifier(self) -> str:
         """What judges held-out completions: `eval.verifier`, where it is null what the rewards say."""
-        return self.eval.verifier or rewarded_verifier((reward.name, reward.weight) for reward in self.rewards)
+        return self.eval.verifier or rewarded_verifier(
+            (reward.name, reward.weight) for reward in self.rewards
+        )
 
     def resolved_nulls(self) -> dict[str, Any]:
         """What a null stands for, by dotted path, for every field that is null and stands for a value."""
         overlong = self.algorithm.overlong_tokens(self.rollout.max_completion_tokens)
-        resolved = {"algorithm.overlong_buffer_tokens": overlong, "batch.row_tokens": self.row_tokens, "eval.verifier": self.eval_verifier}
+        resolved = {
+            "algorithm.overlong_buffer_tokens": overlong,
+            "batch.row_tokens": self.row_tokens,
+            "eval.verifier": self.eval_verifier,
+        }
         return {path: value for path, value in resolved.items() if value_at(self, path) is None}

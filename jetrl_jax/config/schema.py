@@ -60,8 +60,9 @@ class FieldType:
     """What a field takes.
 
     kind: int, float, bool, text, choice, section, list (of sections) or options (free names).
-    variants: label -> section, of which a section is one and a list holds any number; tag: the field of the section that names
-      the variant, "" where there is one variant or where its fields tell; default: the variant where the tag is left out.
+    variants: label -> section, of which a section is one and a list holds any number; tag: the field of the
+      section that names the variant, "" where there is one variant or where its fields tell; default: the
+      variant where the tag is left out.
     """
 
     kind: str
@@ -122,7 +123,11 @@ def type_of(owner: type[Section], name: str) -> FieldType:
         kept = [arg for arg in args if arg is not type(None)]
         if origin is Annotated:
             annotation = args[0]
-            metadata += [part for extra in args[1:] for part in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+            metadata += [
+                part
+                for extra in args[1:]
+                for part in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
+            ]
         elif origin in (Union, UnionType) and len(kept) == 1:
             annotation, optional = kept[0], True
         else:
@@ -145,7 +150,9 @@ def _variants(args: Sequence[Any], info: FieldInfo) -> FieldType:
     """The type of a section that is one of several."""
     if isinstance(info.discriminator, str):
         tag = info.discriminator
-        labels = [(label, section) for section in args for label in get_args(section.model_fields[tag].annotation)]
+        labels = [
+            (label, section) for section in args for label in get_args(section.model_fields[tag].annotation)
+        ]
         return FieldType("section", variants=tuple(labels), tag=tag, default=getattr(info.default, tag))
     tagged = [(part.tag, get_args(arg)[0]) for arg in args for part in get_args(arg)[1:]]
     (choose,) = [part.discriminator for part in info.metadata if isinstance(part, Discriminator)]
@@ -154,14 +161,25 @@ def _variants(args: Sequence[Any], info: FieldInfo) -> FieldType:
 
 def _bounds(metadata: Sequence[Any], whole: bool = False) -> tuple[str, ...]:
     names = ("gt", "ge", "lt", "le", "min_length")
-    found = {name: getattr(part, name) for part in metadata for name in names if getattr(part, name, None) is not None}
+    found = {
+        name: getattr(part, name)
+        for part in metadata
+        for name in names
+        if getattr(part, name, None) is not None
+    }
     if whole and "gt" in found:
         found["ge"] = found.pop("gt") + 1
     if found.get("le") == INT32_MAX:  # said only where it is broken
         del found["le"]
     if "ge" in found and "le" in found:
         return (f"from {show(found['ge'])} to {show(found['le'])}",)
-    words = {"gt": "greater than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}", "min_length": "not empty"}
+    words = {
+        "gt": "greater than {}",
+        "ge": "at least {}",
+        "lt": "less than {}",
+        "le": "at most {}",
+        "min_length": "not empty",
+    }
     return tuple(words[name].format(show(found[name])) for name in names if name in found)
 
 
@@ -172,7 +190,11 @@ def dotted(path: Path) -> str:
 
 def split(path: str) -> Path:
     """The inverse of `dotted`: list indices as numbers."""
-    return tuple(int(part) if part.isdecimal() and part.isascii() else part for part in path.split(".")) if path else ()
+    return (
+        tuple(int(part) if part.isdecimal() and part.isascii() else part for part in path.split("."))
+        if path
+        else ()
+    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +212,9 @@ class Found:
 
     @property
     def meaning(self) -> str:
-        """The sentence of the field: its description, or that of the section that it is; a default's own sentence is its base's."""
+        """The sentence of the field: its description, or that of the section that it is;
+        a default's own sentence is its base's.
+        """
         for owner in self.owner.__mro__:
             info = owner.model_fields.get(self.name) if issubclass(owner, Section) else None
             if info is not None and info.description:
@@ -232,14 +256,20 @@ def in_options(path: Path) -> bool:
     return any(entry is not None and entry.takes.kind == "options" for entry in found)
 
 
-def all_fields(owner: type[Section] = RunConfig, prefix: str = "", within: FieldType | None = None) -> Iterator[tuple[str, list[Found]]]:
-    """Every field under `owner` that takes a value: dotted path (list items as rewards.N.name), and it in each variant that has it."""
+def all_fields(
+    owner: type[Section] = RunConfig, prefix: str = "", within: FieldType | None = None
+) -> Iterator[tuple[str, list[Found]]]:
+    """Every field under `owner` that takes a value: dotted path (list items as rewards.N.name),
+    and it in each variant that has it.
+    """
     owners = within.sections if within is not None else (owner,)
     for name in dict.fromkeys(name for section in owners for name in section.model_fields):
         holders = [section for section in owners if name in section.model_fields]
         kind = type_of(holders[0], name)
         if kind.variants:
-            yield from all_fields(kind.sections[0], prefix + name + (".N." if kind.kind == "list" else "."), kind)
+            yield from all_fields(
+                kind.sections[0], prefix + name + (".N." if kind.kind == "list" else "."), kind
+            )
             continue
         if within is not None and name == within.tag:
             choice = FieldType("choice", choices=tuple(label for label, _ in within.variants))
@@ -254,7 +284,9 @@ def about(path: Path, data: Any) -> str:
     found = look_up(path, data)
     if found is None or isinstance(path[-1], int):
         return ""
-    default = "" if found.takes.variants or found.info.is_required() else f" Default: {default_of(found.info)}."
+    default = (
+        "" if found.takes.variants or found.info.is_required() else f" Default: {default_of(found.info)}."
+    )
     return f"{found.meaning}{default}"
 
 
@@ -262,11 +294,15 @@ def default_of(info: FieldInfo) -> str:
     """The default of a field as YAML text; "required" where it has none."""
     if info.is_required():
         return "required"
-    return info.default if isinstance(info.default, str) and info.default.isidentifier() else show(info.default)
+    return (
+        info.default if isinstance(info.default, str) and info.default.isidentifier() else show(info.default)
+    )
 
 
 def belongs(path: Path, data: Any) -> tuple[str, str] | None:
-    """Where a key that is unknown here belongs: (the other variants of its section that have it, the one that stands here)."""
+    """Where a key that is unknown here belongs: (the other variants of its section that have it,
+    the one that stands here).
+    """
     parent = look_up(path[:-1], data)
     if parent is None or parent.takes.kind != "section":
         return None
@@ -275,7 +311,11 @@ def belongs(path: Path, data: Any) -> tuple[str, str] | None:
     present = parent.takes.variant(value)
     if not having or present is None:
         return None
-    label = value.get(parent.takes.tag, parent.takes.default) if parent.takes.tag else parent.takes.named([present])
+    label = (
+        value.get(parent.takes.tag, parent.takes.default)
+        if parent.takes.tag
+        else parent.takes.named([present])
+    )
     return parent.takes.named(having), f"{parent.takes.tag} {label}".strip()
 
 
@@ -285,7 +325,11 @@ def value_in(data: Any, path: Path) -> Any:
         if isinstance(data, dict):
             data = data.get(part)
         else:
-            data = data[part] if isinstance(data, list | tuple) and isinstance(part, int) and part < len(data) else None
+            data = (
+                data[part]
+                if isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+                else None
+            )
     return data
 
 
@@ -308,7 +352,9 @@ def likely_fields(path: Path, data: Any = None) -> list[str]:
     parent, name = path[:-1], str(path[-1])
     section = _section_at(parent, data)
     siblings = {dotted((*parent, sibling)): sibling for sibling in (section.model_fields if section else ())}
-    everywhere = {name: name for name in RunConfig.model_fields} | {field: field.rsplit(".", 1)[-1] for field, _ in all_fields()}
+    everywhere = {name: name for name in RunConfig.model_fields} | {
+        field: field.rsplit(".", 1)[-1] for field, _ in all_fields()
+    }
     word = name.replace("-", "_").lower()
     leaf = word.rsplit(".", 1)[-1]
     attempts = (
@@ -323,7 +369,13 @@ def likely_fields(path: Path, data: Any = None) -> list[str]:
 
 def _section_at(path: Path, data: Any) -> type[Section] | None:
     found = look_up(path, data) if path else None
-    kind = FieldType("section", variants=(("", RunConfig),)) if not path else found.takes if found else FieldType("text")
+    kind = (
+        FieldType("section", variants=(("", RunConfig),))
+        if not path
+        else found.takes
+        if found
+        else FieldType("text")
+    )
     return kind.candidates(value_in(data, path))[0] if kind.kind == "section" else None
 
 

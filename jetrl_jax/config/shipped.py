@@ -1,4 +1,6 @@
-"""The configs that come with this project, by name: in a checkout those of `configs/`, in an installed wheel its own copies."""
+"""The configs that come with this project, by name: in a checkout those of `configs/`,
+in an installed wheel its own copies.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from pydantic import Field
 from jetrl_jax.config.rule import Rule
 from jetrl_jax.config.types import Options, PositiveFloat, Section, Text, UserPath
 
-UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: they run in the trainer's process
+# cheap and safe: they run in the trainer's process
+UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")
 BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
 _DOTTED_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 FUNCTION = re.compile(f"{_DOTTED_NAME}:{_DOTTED_NAME}")
@@ -20,16 +21,23 @@ FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
 
 class _Task(Section):
     kind: str = Field(
-        description="Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; function is yours."
+        description="Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and "
+        "gsm8k read; function is yours."
     )
-    prompt_template: Text = Field("{prompt}", description="How a prompt is written; {prompt} stands for the task's text.")
+    prompt_template: Text = Field(
+        "{prompt}", description="How a prompt is written; {prompt} stands for the task's text."
+    )
     options: Options = Field(
-        {}, description="Options of the task, by kind; an unknown one is an error that lists them. function: its keyword arguments."
+        {},
+        description="Options of the task, by kind; an unknown one is an error that lists them. "
+        "function: its keyword arguments.",
     )
 
     def _rules(self) -> Iterator[Rule]:
         holds = "{prompt}" in self.prompt_template
-        yield Rule(holds, "prompt_template", "the prompt has no place in the template", "text with {prompt} in it")
+        yield Rule(
+            holds, "prompt_template", "the prompt has no place in the template", "text with {prompt} in it"
+        )
 
 
 class _SplitTask(_Task):
@@ -64,7 +72,9 @@ class FileSection(RowsSection):
 
     kind: Literal["jsonl", "parquet"] = "jsonl"
     path: UserPath = Field(description="Path of the training file.")
-    eval_path: UserPath | None = Field(None, description="The held-out file; null holds out eval_fraction of path.")
+    eval_path: UserPath | None = Field(
+        None, description="The held-out file; null holds out eval_fraction of path."
+    )
 
     def _rules(self) -> Iterator[Rule]:
         yield from super()._rules()
@@ -88,7 +98,9 @@ class Gsm8kSection(_Task):
     """Grade school word problems."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    path: UserPath | None = Field(None, description="Directory of the files; null takes $GSM8K_DIR or the one beside the checkout.")
+    path: UserPath | None = Field(
+        None, description="Directory of the files; null takes $GSM8K_DIR or the one beside the checkout."
+    )
 
 
 class FunctionSection(RowsSection):
@@ -100,11 +112,14 @@ class FunctionSection(RowsSection):
     def _rules(self) -> Iterator[Rule]:
         yield from super()._rules()
         hint = "the module is imported from the current directory or from the installed packages"
-        yield Rule(FUNCTION.fullmatch(self.name) is not None, "name", "no Python function", FUNCTION_FORM, hint)
+        yield Rule(
+            FUNCTION.fullmatch(self.name) is not None, "name", "no Python function", FUNCTION_FORM, hint
+        )
 
 
 TaskSection = Annotated[
-    ArithmeticSection | ReasoningGymSection | FileSection | DatasetsSection | Gsm8kSection | FunctionSection, Field(discriminator="kind")
+    ArithmeticSection | ReasoningGymSection | FileSection | DatasetsSection | Gsm8kSection | FunctionSection,
+    Field(discriminator="kind"),
 ]
 
 
@@ -112,18 +127,28 @@ class RewardSection(Section):
     """One reward function."""
 
     name: Text = Field(
-        "task", description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, math_verify; or module:function."
+        "task",
+        description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, "
+        "math_verify; or module:function.",
     )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
-    timeout_s: PositiveFloat = Field(10.0, description="Time after which a call counts as failed and its sample is masked, in seconds.")
-    separate_process: bool = Field(False, description="Whether it runs in worker processes; module:function always does.")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="Time after which a call counts as failed and its sample is masked, in seconds."
+    )
+    separate_process: bool = Field(
+        False, description="Whether it runs in worker processes; module:function always does."
+    )
 
     def _rules(self) -> Iterator[Rule]:
         known = self.name in BUILTIN_REWARDS or FUNCTION.fullmatch(self.name) is not None
-        yield Rule(known, "name", "unknown reward", f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}")
+        yield Rule(
+            known, "name", "unknown reward", f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}"
+        )
 
 
 def rewarded_verifier(rewards: Iterable[tuple[str, float]]) -> str:
-    """The verifier among rewards, given by name and weight: task where it is one or none is, else the first of positive weight."""
+    """The verifier among rewards, given by name and weight: task where it is one or none is,
+    else the first of positive weight.
+    """
     named = [name for name, weight in rewards if weight > 0 and name in BUILTIN_REWARDS]
     return named[0] if named and "task" not in named else "task"

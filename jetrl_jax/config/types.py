@@ -1,4 +1,6 @@
-"""What every section of the config is made of: a strict base class, types of numbers and texts, how a value is found and shown."""
+"""What every section of the config is made of: a strict base class, types of numbers and texts,
+how a value is found and shown.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jetrl_jax.config.rule import Rule
 from jetrl_jax.errors import UserError
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
-# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (near 0 they are infinite, or NaN).
+# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (near 0 they are
+# infinite, or NaN).
 TEMPERATURES = (1e-3, 1e6)
 VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM raises a lower one in silence and refuses a higher one
 PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
@@ -30,7 +33,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _plain(value: Any, where: str = "") -> Any:
-    """`value` with tuples as lists, if YAML can hold it: text, finite numbers, true, false, null, lists, mappings."""
+    """`value` with tuples as lists, if YAML can hold it: text, finite numbers, true, false, null, lists,
+    mappings.
+    """
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -39,7 +44,9 @@ def _plain(value: Any, where: str = "") -> Any:
         return value
     what = f"{where.lstrip('.') or 'the value'} cannot be written to a config file"
     raise PydanticCustomError(
-        "config_value", "{what}", {"what": what, "expected": "text, finite numbers, true, false, null, lists and mappings"}
+        "config_value",
+        "{what}",
+        {"what": what, "expected": "text, finite numbers, true, false, null, lists and mappings"},
     )
 
 
@@ -63,7 +70,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def rules(self) -> Iterable[Rule]:
-        """What its fields demand of each other; `jetrl_jax.config.rules` has what they demand of other sections."""
+        """What its fields demand of each other; `jetrl_jax.config.rules` has what they demand of other
+        sections.
+        """
         return self._rules()
 
     def _rules(self) -> Iterable[Rule]:
@@ -84,13 +93,16 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it: ``~`` is the home directory, in configs and after ``--out=`` too, where no shell sees it.
+    """A path as a user writes it: ``~`` is the home directory, in configs and after ``--out=`` too, where no
+    shell sees it.
 
     Raises `UserError` on ``~name`` where there is no such user.
     """
     expanded = os.path.expanduser(path)
     if str(expanded).startswith("~"):
-        raise UserError(f"no such home directory: got {str(path)!r}, expected ~ or the name of a user after it.")
+        raise UserError(
+            f"no such home directory: got {str(path)!r}, expected ~ or the name of a user after it."
+        )
     return Path(expanded)
 
 
@@ -99,5 +111,9 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
     else:
-        text = json.dumps(value, ensure_ascii=False, default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part))
+        text = json.dumps(
+            value,
+            ensure_ascii=False,
+            default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part),
+        )
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
 """YAML text into plain values that remember where they stand.
 
-The YAML of a config is the core of YAML 1.2 that JSON users expect: only true and false are booleans, 1e-6 is a
-number, 2024-01-01 and yes are text.  What makes a config unreadable or ambiguous is refused with its line:
+The YAML of a config is the core of YAML 1.2 that JSON users expect: only true and false are booleans, 1e-6 is
+a number, 2024-01-01 and yes are text.  What makes a config unreadable or ambiguous is refused with its line:
 duplicate keys, keys that are not text, anchors and aliases, tags, more than one document, nan and infinity.
 """
 
@@ -29,10 +29,15 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
 )
 SYNTAX_HINT = (
-    "fields of one section are indented by the same number of spaces, a colon is followed by a space, and text needs quotes that "
+    "fields of one section are indented by the same number of spaces, a colon is followed by a space, "
+    "and text needs quotes that "
     'holds ": " or begins with one of * & ! % @ ` { ['
 )
 
@@ -46,11 +51,18 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases (& and *) have no place in a config", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases (& and *) have no place in a config",
+                problem_mark=event.start_mark,
+            )
         if event.tag is not None:
-            raise yaml.MarkedYAMLError(problem="tags (!) have no place in a config", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="tags (!) have no place in a config", problem_mark=event.start_mark
+            )
         if self.depth >= MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"values are nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"values are nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
+            )
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -58,7 +70,9 @@ class _Loader(yaml.SafeLoader):
 
 
 for _name, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])])
+    _Loader.add_implicit_resolver(
+        _PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])]
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -73,7 +87,8 @@ for _name, _pattern, _first in _SCALARS:
 
 
 def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value))  # 1e-06 -> 1e-6, then 1.0e-6, which YAML 1.1 reads too
+    # 1e-06 -> 1e-6, then 1.0e-6, which YAML 1.1 reads too
+    text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value))
     if "e" in text and "." not in text:
         text = text.replace("e", ".0e")
     return dumper.represent_scalar(_PREFIX + "float", text)
@@ -111,7 +126,11 @@ class Mark:
         """The scalar as it was written."""
         if self.raw is None:
             return None
-        text = json.dumps(self.raw, ensure_ascii=not encodable(self.raw)) if self.quoted else self.raw or "nothing"
+        text = (
+            json.dumps(self.raw, ensure_ascii=not encodable(self.raw))
+            if self.quoted
+            else self.raw or "nothing"
+        )
         return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -126,14 +145,20 @@ class Source:
 
     def mark(self, path: Path) -> Mark | None:
         """The mark of `path`, or of the closest thing around it that was written."""
-        return next((self.marks[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.marks), None)
+        return next(
+            (self.marks[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.marks), None
+        )
 
-    def report(self, path: Path, what: str, where: str, *, got: str = "", expected: str = "", hint: str = "") -> None:
+    def report(
+        self, path: Path, what: str, where: str, *, got: str = "", expected: str = "", hint: str = ""
+    ) -> None:
         """Note a problem at `path`."""
         self.problems.append(Problem(dotted(path), what, got, expected, hint, where=where))
 
 
-def read_yaml(text: str, name: str, *, source: Source | None = None, at: Path = (), where: str | None = None) -> Source:
+def read_yaml(
+    text: str, name: str, *, source: Source | None = None, at: Path = (), where: str | None = None
+) -> Source:
     """Read one YAML document.
 
     Args:
@@ -144,7 +169,8 @@ def read_yaml(text: str, name: str, *, source: Source | None = None, at: Path = 
     Returns: the source, with the value in `data` (None for an empty document).
 
     Raises:
-      UserError: the text is not YAML, or uses what the module docstring refuses.  Duplicate and odd keys do not
+      UserError: the text is not YAML, or uses what the module docstring refuses.  Duplicate and odd keys do
+        not
         raise: they are noted in the source.
     """
     source = Source() if source is None else source
@@ -158,11 +184,13 @@ def read_yaml(text: str, name: str, *, source: Source | None = None, at: Path = 
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         raise UserError(
-            f"{name}:{line}:{column}: not text: got the character U+{int(error.character):04X}, expected printable text in UTF-8"
+            f"{name}:{line}:{column}: not text: got the character U+{int(error.character):04X}, "
+            "expected printable text in UTF-8"
         ) from None
     except (ValueError, OverflowError):  # a \U escape beyond Unicode, a directive of a thousand digits
         raise UserError(
-            f"{name}:{loader.line + 1}:{loader.column + 1}: YAML syntax: an escape or directive that stands for no character"
+            f"{name}:{loader.line + 1}:{loader.column + 1}: YAML syntax: an escape or directive that "
+            "stands for no character"
         ) from None
     finally:
         if loader is not None:
@@ -178,14 +206,18 @@ class _Reader:
     """Turns nodes into plain values, marking each path."""
 
     def __init__(self, source: Source, name: str, where: str | None) -> None:
-        self.source, self.name, self.fixed = source, name, where
+        self.source = source
+        self.name = name
+        self.fixed = where
 
     def where(self, node: yaml.Node) -> str:
         return self.fixed or f"{self.name}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            self.source.marks[path] = Mark(self.where(node), node.value, node.style in ("'", '"', "|", ">"), self.fixed is not None)
+            self.source.marks[path] = Mark(
+                self.where(node), node.value, node.style in ("'", '"', "|", ">"), self.fixed is not None
+            )
             return self.scalar(node, path)
         self.source.marks[path] = Mark(self.where(node), None, False, self.fixed is not None)
         if isinstance(node, yaml.MappingNode):
@@ -199,14 +231,27 @@ class _Reader:
         for key_node, value_node in node.value:
             where = self.where(key_node)
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _PREFIX + "str":
-                shown = key_node.value or "nothing" if isinstance(key_node, yaml.ScalarNode) else "a list or section"
+                shown = (
+                    key_node.value or "nothing"
+                    if isinstance(key_node, yaml.ScalarNode)
+                    else "a list or section"
+                )
                 self.source.report(
-                    path, "a key that is not text", where, got=shown, expected="a name", hint="put it in quotes if it is one"
+                    path,
+                    "a key that is not text",
+                    where,
+                    got=shown,
+                    expected="a name",
+                    hint="put it in quotes if it is one",
                 )
                 continue
             key = key_node.value
             if key in first:
-                again = "merge the two sections" if isinstance(value_node, yaml.MappingNode) else "keep one of them"
+                again = (
+                    "merge the two sections"
+                    if isinstance(value_node, yaml.MappingNode)
+                    else "keep one of them"
+                )
                 self.source.report(
                     (*path, key),
                     "stands twice",
@@ -217,7 +262,9 @@ class _Reader:
                 )
                 continue
             if not encodable(key):
-                self.source.report(path, "a key with half a character (a lone surrogate)", where, expected="text in UTF-8")
+                self.source.report(
+                    path, "a key with half a character (a lone surrogate)", where, expected="text in UTF-8"
+                )
                 continue
             first[key] = where
             value = self.value(value_node, (*path, key))
@@ -260,7 +307,8 @@ def _syntax_message(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
     """PyYAML's complaint with its line and column, the line itself and a caret."""
     lines = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
     marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
-    mark = next((mark for mark in marks if mark.line < len(lines) and lines[mark.line].strip()), marks[-1])  # of an end: its beginning
+    # of an end: its beginning
+    mark = next((mark for mark in marks if mark.line < len(lines) and lines[mark.line].strip()), marks[-1])
     shown = lines[mark.line].replace("\t", "\N{RIGHTWARDS ARROW}") if mark.line < len(lines) else ""
     problem = ", ".join(part for part in (error.context, error.problem) if part)
     message = f"{name}:{mark.line + 1}:{mark.column + 1}: YAML syntax: {problem}"
@@ -272,5 +320,10 @@ def _syntax_message(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
 def labelled(label: str, text: str) -> str:
     """One line of a message, "  label     text", wrapped."""
     return textwrap.fill(
-        text, WIDTH, initial_indent=f"  {label:<10}", subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=f"  {label:<10}",
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -1,12 +1,16 @@
-"""One GPU for trainer and vLLM: what JAX may take of its memory, and that it gives back what vLLM needs; imports no jax.
+"""One GPU for trainer and vLLM: what JAX may take of its memory, and that it gives back what vLLM needs;
+imports no jax.
 
-    vLLM sleeps while the trainer learns   XLA takes memory as it needs it and returns what it frees (cuda_async, nothing
-                                           preallocated): each side has what the other has given up
-    vLLM stays awake                       XLA preallocates 1 - RESERVE - rollout.engine.gpu_memory_utilization of the GPU
+    vLLM sleeps while the trainer learns   XLA takes memory as it needs it and returns what it frees
+                                           (cuda_async, nothing preallocated): each side has what the other
+                                           has given up
+    vLLM stays awake                       XLA preallocates 1 - RESERVE -
+                                           rollout.engine.gpu_memory_utilization of the GPU
 
-JAX alone would preallocate 75 % and never return any of it, so that neither way works without these variables, which JAX
-reads once, when it finds the GPU.  Sources: JAX's page on GPU memory allocation; XLA's allocator "cuda_async" sets the
-release threshold of CUDA's memory pool to what it preallocates.  Not run on a GPU yet.
+JAX alone would preallocate 75 % and never return any of it, so that neither way works without these
+variables, which JAX reads once, when it finds the GPU.  Sources: JAX's page on GPU memory allocation; XLA's
+allocator "cuda_async" sets the release threshold of CUDA's memory pool to what it preallocates.  Not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -24,7 +28,11 @@ if TYPE_CHECKING:
     from jetrl_jax.config.run_config import RunConfig
 
 
-ALLOCATOR, PREALLOCATE, FRACTION = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"
+ALLOCATOR, PREALLOCATE, FRACTION = (
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_CLIENT_MEM_FRACTION",
+)
 OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX reads it too, and refuses both at once
 RETURNING = ("cuda_async", "platform")  # allocators that give memory back to the driver
 NO = ("false", "False", "0")
@@ -38,7 +46,8 @@ def sleeps(section: StartedVllmSection, on_gpu: bool) -> bool:
     """
     if section.sleep and not on_gpu:
         raise UserError(
-            "rollout.engine.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or null, which sleeps on GPUs alone."
+            "rollout.engine.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or "
+            "null, which sleeps on GPUs alone."
         )
     return on_gpu if section.sleep is None else section.sleep
 
@@ -51,7 +60,9 @@ def variables(section: StartedVllmSection) -> dict[str, str]:
 
 
 def share_gpu(config: RunConfig) -> None:
-    """Gives this process the variables that the user has not set, unless JAX has started, when they come too late."""
+    """Gives this process the variables that the user has not set, unless JAX has started,
+    when they come too late.
+    """
     bridge = sys.modules.get("jax._src.xla_bridge")
     vllm = config.shared_vllm
     if vllm is None or (bridge is not None and bridge.backends_are_initialized()):
@@ -62,7 +73,9 @@ def share_gpu(config: RunConfig) -> None:
 
 
 def check_device(config: RunConfig, on_gpu: bool) -> None:
-    """Raises UserError where vLLM cannot share the trainer's device as `vllm` says: `sleeps` and `check_shared_gpu`."""
+    """Raises UserError where vLLM cannot share the trainer's device as `vllm` says:
+    `sleeps` and `check_shared_gpu`.
+    """
     if config.shared_vllm is not None:
         sleeps(config.shared_vllm, on_gpu)
         if on_gpu:
@@ -70,7 +83,9 @@ def check_device(config: RunConfig, on_gpu: bool) -> None:
 
 
 def check_shared_gpu(section: StartedVllmSection, environment: Mapping[str, str]) -> None:
-    """Raises UserError where JAX, started in this environment, leaves vLLM no room on the GPU that both use."""
+    """Raises UserError where JAX, started in this environment,
+    leaves vLLM no room on the GPU that both use.
+    """
     allocator = environment.get(ALLOCATOR, "default").lower()
     returns = allocator == "platform" or (allocator in RETURNING and environment.get(PREALLOCATE) in NO)
     needed = " ".join(f"{name}={value}" for name, value in variables(section).items())
@@ -80,11 +95,20 @@ def check_shared_gpu(section: StartedVllmSection, environment: Mapping[str, str]
     else:
         share = environment.get(FRACTION) or environment.get(OLD_FRACTION) or "1"
         fits = returns or (float(share) + section.gpu_memory_utilization <= 1)
-        why = f"JAX takes memory beside rollout.engine.gpu_memory_utilization={section.gpu_memory_utilization:g}"
+        why = (
+            "JAX takes memory beside "
+            f"rollout.engine.gpu_memory_utilization={section.gpu_memory_utilization:g}"
+        )
     if fits:
         return
-    got = ", ".join(f"{name}={environment[name]}" for name in (ALLOCATOR, PREALLOCATE, FRACTION, OLD_FRACTION) if name in environment)
+    got = ", ".join(
+        f"{name}={environment[name]}"
+        for name in (ALLOCATOR, PREALLOCATE, FRACTION, OLD_FRACTION)
+        if name in environment
+    )
     raise UserError(
-        f"vLLM and the trainer do not fit on one GPU: {why}: got {got or 'none of its variables'} in the environment, expected {needed}. "
-        "Set these before Python starts, or unset yours: the commands of jetrl_jax set what is missing, unless JAX has started before them."
+        f"vLLM and the trainer do not fit on one GPU: {why}: got {got or 'none of its variables'} in "
+        f"the environment, expected {needed}. "
+        "Set these before Python starts, or unset yours: the commands of jetrl_jax set what is "
+        "missing, unless JAX has started before them."
     )

@@ -1,10 +1,12 @@
-"""The mesh of a run, and where every array of it lies: which axis of which parameter is split over which devices.
+"""The mesh of a run, and where every array of it lies: which axis of which parameter is split over which
+devices.
 
-A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary (embedding and
-head are whole on every device of "tensor" where it does not divide the vocabulary).  What a device of "tensor" has of a
-matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block of its codes (for one that is not
-multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the slice of the whole codes.
-Norm weights are on every device.
+A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary
+(embedding and head are whole on every device of "tensor" where it does not divide the vocabulary).  What a
+device of "tensor" has of a matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block
+of its codes (for one that is not
+multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the slice of
+the whole codes. Norm weights are on every device.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from jetrl_jax.config.devices import ShardingSection
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import anatomy
-from jetrl_jax.models.anatomy import Matrix, Norm, fitting_degrees, fitting_tensor_degrees, part_of, read_by, shard_axis
+from jetrl_jax.models.anatomy import (
+    Matrix,
+    Norm,
+    fitting_degrees,
+    fitting_tensor_degrees,
+    part_of,
+    read_by,
+    shard_axis,
+)
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
 from jetrl_jax.precision.parameters import map_params, named_params
@@ -51,31 +61,60 @@ class Layout:
       UserError: fewer devices than asked for, or matrices that cannot be split so, all listed.
     """
 
-    def __init__(self, section: ShardingSection, plan: PrecisionPlan, model: Decoder, devices: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        section: ShardingSection,
+        plan: PrecisionPlan,
+        model: Decoder,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
         count = section.devices
         devices = processes.mesh_devices(count, section.tensor) if devices is None else list(devices)
         if len(devices) < count:
-            hint = " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more." if devices[0].platform == "cpu" else ""
+            hint = (
+                " On a CPU, JAX_NUM_CPU_DEVICES in the environment makes more."
+                if devices[0].platform == "cpu"
+                else ""
+            )
             raise UserError(
-                f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected sharding.data * sharding.fsdp * "
+                f"sharding: not enough devices: got {len(devices)} ({devices[0].device_kind}), expected "
+                "sharding.data * sharding.fsdp * "
                 f"sharding.tensor = {section.data} * {section.fsdp} * {section.tensor} = {count}.{hint}"
             )
-        self.section, self.plan, self.model = section, plan, model
-        self.mesh = Mesh(np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES)
+        self.section = section
+        self.plan = plan
+        self.model = model
+        self.mesh = Mesh(
+            np.array(devices[:count]).reshape(section.data, section.fsdp, section.tensor), MESH_AXES
+        )
         fp8 = {path for path in plan.paths if plan.flow(path).quantized}
         shapes = {path: tuple(value.shape) for path, value in named_params(nnx.state(model, nnx.Param))}
         matrices = [path for path, shape in shapes.items() if len(shape) == 2]
         self._unsplit = {path for path in shapes if path == NORM or isinstance(part_of(path), Norm)}
-        self._unsplit |= {path for path in matrices if path in VOCABULARY and shapes[path][0] % section.tensor}
+        self._unsplit |= {
+            path for path in matrices if path in VOCABULARY and shapes[path][0] % section.tensor
+        }
         blocks = {path for path in matrices if path in fp8 or not fp8.isdisjoint(read_by(path))}
-        units = {path: _tensor_unit(path, path in blocks, model.config.head_dim) for path in matrices if path not in self._unsplit}
+        units = {
+            path: _tensor_unit(path, path in blocks, model.config.head_dim)
+            for path in matrices
+            if path not in self._unsplit
+        }
         _refuse(
             "tensor: shards would cut a head, a 128x128 block or a row",
             section.tensor,
-            {path: (shapes[path], fitting_tensor_degrees(shapes[path][0], unit)) for path, unit in units.items()},
+            {
+                path: (shapes[path], fitting_tensor_degrees(shapes[path][0], unit))
+                for path, unit in units.items()
+            },
         )
-        parts = {path: shape if path in self._unsplit else (shape[0] // section.tensor, *shape[1:]) for path, shape in shapes.items()}
-        self.axes: Mapping[str, int | None] = {path: shard_axis(parts[path], section.fsdp, path in fp8) for path in shapes}
+        parts = {
+            path: shape if path in self._unsplit else (shape[0] // section.tensor, *shape[1:])
+            for path, shape in shapes.items()
+        }
+        self.axes: Mapping[str, int | None] = {
+            path: shard_axis(parts[path], section.fsdp, path in fp8) for path in shapes
+        }
         _refuse(
             "fsdp: shards would cut a 128x128 block or a row",
             section.fsdp,
@@ -94,10 +133,16 @@ class Layout:
 
     def record(self) -> dict[str, Any]:
         """What the run's record says of it."""
-        return {"mesh": dict(self.mesh.shape), "fsdp_axes": dict(self.axes), "not_split_over_tensor": sorted(self._unsplit)}
+        return {
+            "mesh": dict(self.mesh.shape),
+            "fsdp_axes": dict(self.axes),
+            "not_split_over_tensor": sorted(self._unsplit),
+        }
 
     def specs(self, state: nnx.State) -> nnx.State:
-        """The partition spec of every parameter, in a state of the same paths (also that of published weights)."""
+        """The partition spec of every parameter, in a state of the same paths (also that of published
+        weights).
+        """
         return map_params(lambda path, _: self._spec(path), state)
 
     def shardings(self, state: nnx.State) -> nnx.State:
@@ -116,16 +161,31 @@ class Layout:
 
     def shards(self, state: nnx.State) -> nnx.State:
         """Inside `map`: the arguments' values as `ShardedParameter`s, for a model to make whole."""
-        return map_params(lambda path, value: ShardedParameter(value, self.axes[path], _of_heads(path)), state)
+        return map_params(
+            lambda path, value: ShardedParameter(value, self.axes[path], _of_heads(path)), state
+        )
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`jax.shard_map` of `function` over the mesh; collectives and gradients are written out by hand in it."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        """`jax.shard_map` of `function` over the mesh;
+        collectives and gradients are written out by hand in it.
+        """
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def copies(self) -> list[Layout]:
-        """Of each whole copy of the policy that this process has room for: its devices, split over "tensor" only."""
-        section, groups = ShardingSection(tensor=self.section.tensor), self.mesh.devices.reshape(-1, self.section.tensor)
-        return [Layout(section, self.plan, self.model, list(row)) for row in groups if row[0].process_index == processes.index()]
+        """Of each whole copy of the policy that this process has room for: its devices,
+        split over "tensor" only.
+        """
+        section, groups = (
+            ShardingSection(tensor=self.section.tensor),
+            self.mesh.devices.reshape(-1, self.section.tensor),
+        )
+        return [
+            Layout(section, self.plan, self.model, list(row))
+            for row in groups
+            if row[0].process_index == processes.index()
+        ]
 
     def replicate(self, state: nnx.State) -> list[nnx.State]:
         """A copy of every parameter on the devices of each of `copies`, moved from device to device."""
@@ -155,10 +215,14 @@ class Layout:
 
 
 def placed(shardings: Any, tree: Any) -> Any:
-    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree, such as codes with their scales."""
+    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree,
+    such as codes with their scales.
+    """
 
     def place(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        )
 
     return jax.tree.map(place, shardings, tree)
 
@@ -176,6 +240,10 @@ def _of_heads(path: str) -> bool:
 
 def _refuse(what: str, degree: int, fitting: Mapping[str, tuple[tuple[int, ...], list[int]]]) -> None:
     """Raises for the matrices whose fitting degrees lack the one asked for, all listed."""
-    cut = [f"  {path} {shape}: {', '.join(map(str, fits))}" for path, (shape, fits) in fitting.items() if degree not in fits]
+    cut = [
+        f"  {path} {shape}: {', '.join(map(str, fits))}"
+        for path, (shape, fits) in fitting.items()
+        if degree not in fits
+    ]
     if cut:
         raise UserError("\n".join([f"sharding.{what}: got {degree}, expected a degree that fits", *cut]))

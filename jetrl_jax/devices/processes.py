@@ -1,9 +1,11 @@
-"""Several processes that run one policy: their start on JAX's distributed runtime, and what they tell each other.
+"""Several processes that run one policy: their start on JAX's distributed runtime, and what they tell each
+other.
 
-Every process runs the same program on the same host data: configs, prompts, trajectories, rewards, advantages and packed
-batches are whole everywhere, so that all take the same branches and start the same collectives in the same order.  What is
-divided is the work: the devices' rows and shards, the completions sampled on them, and the calls of reward functions, whose
-results are exchanged.  What is done once is done by the first process (`is_first`).
+Every process runs the same program on the same host data: configs, prompts, trajectories, rewards, advantages
+and packed batches are whole everywhere, so that all take the same branches and start the same collectives in
+the same order.  What is
+divided is the work: the devices' rows and shards, the completions sampled on them, and the calls of reward
+functions, whose results are exchanged.  What is done once is done by the first process (`is_first`).
 
 With one process every function here does nothing, or returns what it was given.
 """
@@ -27,19 +29,26 @@ from jetrl_jax.config.devices import DistributedSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision import parameters
 
-ENVIRONMENT = {"processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID", "coordinator": "JAX_COORDINATOR_ADDRESS"}
+ENVIRONMENT = {
+    "processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+}
 MAX_EXCHANGED_BYTES = 2**30  # of one process at once: sizes are int32, and buffers powers of two
-_LOST = re.compile(r"gloo|nccl|coordination service|coordinationservice|connection closed by peer", re.IGNORECASE)
+_LOST = re.compile(
+    r"gloo|nccl|coordination service|coordinationservice|connection closed by peer", re.IGNORECASE
+)
 
 
 def start(section: DistributedSection) -> None:
-    """Joins this process to the others; before anything else touches a device.  Does nothing where there is one process.
+    """Joins this process to the others; before anything else touches a device.  Does nothing where there is
+    one process.
 
     A caller who has initialised `jax.distributed` already keeps what there is.
 
     Raises:
-      UserError: what the config leaves open is neither in the environment nor known to JAX's cluster detection, is no
-        number, or the coordinator's port is taken.
+      UserError: what the config leaves open is neither in the environment nor known to JAX's cluster
+        detection, is no number, or the coordinator's port is taken.
     """
     if not section.on or jax.distributed.is_initialized():
         return
@@ -47,7 +56,8 @@ def start(section: DistributedSection) -> None:
     number, process_id = _number(section, "processes"), _number(section, "process_id")
     if process_id == 0 and address is not None:
         _check_free(address)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers itself
+    # it would take SIGTERM, which a run answers itself
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             address,
@@ -59,8 +69,10 @@ def start(section: DistributedSection) -> None:
         )
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise UserError(
-            f"distributed: cannot join the other processes: got coordinator={address}, processes={number}, process_id={process_id} "
-            f"({error}), expected each from the config, from the environment ({', '.join(ENVIRONMENT.values())}) or from a cluster "
+            f"distributed: cannot join the other processes: got coordinator={address}, "
+            f"processes={number}, process_id={process_id} "
+            f"({error}), expected each from the config, from the environment "
+            f"({', '.join(ENVIRONMENT.values())}) or from a cluster "
             "that JAX knows (SLURM, Open MPI), and for process 0 a free port."
         ) from error
 
@@ -71,21 +83,30 @@ def _number(section: DistributedSection, name: str) -> int | None:
     if value is not None or text is None:
         return value
     if not text.isdecimal():
-        raise UserError(f"distributed: no number: got {ENVIRONMENT[name]}={text!r} in the environment, expected an integer.")
+        raise UserError(
+            f"distributed: no number: got {ENVIRONMENT[name]}={text!r} in the environment, expected an "
+            "integer."
+        )
     return int(text)
 
 
 def _check_free(address: str) -> None:
-    """Raises UserError where somebody listens at the coordinator's port; gRPC would share it with another run's coordinator."""
+    """Raises UserError where somebody listens at the coordinator's port;
+    gRPC would share it with another run's coordinator.
+    """
     port = address.rpartition(":")[2]
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"distributed: not an address: got coordinator={address}, expected HOST:PORT of process 0, such as node1:8476.")
+        raise UserError(
+            f"distributed: not an address: got coordinator={address}, expected HOST:PORT of process 0, "
+            "such as node1:8476."
+        )
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         socket.create_server(("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
     except OSError as error:
         raise UserError(
-            f"distributed: the coordinator's port is taken: got {address} ({error.strerror}), expected a free port of this machine; "
+            f"distributed: the coordinator's port is taken: got {address} ({error.strerror}), expected "
+            "a free port of this machine; "
             "another run may have it."
         ) from error
 
@@ -106,14 +127,16 @@ def is_first() -> bool:
 
 
 def mesh_devices(wanted: int, together: int) -> list[jax.Device]:
-    """The devices of a mesh of `wanted`, equally many of each process, process by process; fewer where there are not as many.
+    """The devices of a mesh of `wanted`, equally many of each process, process by process; fewer where there
+    are not as many.
 
     Raises:
       UserError: they cannot be shared evenly, `together` neighbours always in one process.
     """
     if wanted // together % count():
         raise UserError(
-            f"sharding: devices are not shared evenly: got {wanted // together} groups of {together} and {count()} processes, expected "
+            f"sharding: devices are not shared evenly: got {wanted // together} groups of {together} "
+            f"and {count()} processes, expected "
             "sharding.data * sharding.fsdp to be a multiple."
         )
     taken = [0] * count()
@@ -126,7 +149,8 @@ def mesh_devices(wanted: int, together: int) -> list[jax.Device]:
 
 
 def exchange(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """What each process gave, in the order of the processes; names are the same everywhere, shapes need not be.
+    """What each process gave, in the order of the processes; names are the same everywhere, shapes need not
+    be.
 
     Raises:
       ValueError: more than `MAX_EXCHANGED_BYTES` in a process.
@@ -138,11 +162,17 @@ def exchange(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     payload = np.frombuffer(buffer.getvalue(), np.uint8)
     sizes = [int(size) for size in multihost_utils.process_allgather(np.int32(min(len(payload), 2**31 - 1)))]
     if max(sizes) > MAX_EXCHANGED_BYTES:
-        raise ValueError(f"exchange: too much at once: got {max(sizes)} bytes of one process, expected at most {MAX_EXCHANGED_BYTES}.")
+        raise ValueError(
+            f"exchange: too much at once: got {max(sizes)} bytes of one process, expected at most "
+            f"{MAX_EXCHANGED_BYTES}."
+        )
     padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)  # a power of two: few shapes to compile
     padded[: len(payload)] = payload
     gathered = multihost_utils.process_allgather(padded)
-    return [dict(np.load(io.BytesIO(row[:size].tobytes()), allow_pickle=False)) for row, size in zip(gathered, sizes, strict=True)]
+    return [
+        dict(np.load(io.BytesIO(row[:size].tobytes()), allow_pickle=False))
+        for row, size in zip(gathered, sizes, strict=True)
+    ]
 
 
 def exchange_json(value: Any) -> list[Any]:
@@ -151,19 +181,24 @@ def exchange_json(value: Any) -> list[Any]:
 
 
 def check_same(what: str, text: str) -> None:
-    """Raises UserError in every process where `text` is not the same in all; names the first lines that differ."""
+    """Raises UserError in every process where `text` is not the same in all;
+    names the first lines that differ.
+    """
     texts = exchange_json(text)
     for index, other in enumerate(texts):
         if other != texts[0]:
             pairs = zip(texts[0].splitlines(), other.splitlines(), strict=False)
             first, here = next(((a, b) for a, b in pairs if a != b), ("", ""))
             raise UserError(
-                f"distributed: process {index} has another {what}: got {here.strip()!r}, expected {first.strip()!r} as process 0."
+                f"distributed: process {index} has another {what}: got {here.strip()!r}, expected "
+                f"{first.strip()!r} as process 0."
             )
 
 
 def fetch(tree: Any) -> Any:
-    """The arrays of a tree as numpy, whole also where they are split over processes (then every process must call this)."""
+    """The arrays of a tree as numpy, whole also where they are split over processes (then every process
+    must call this).
+    """
 
     def one(value: Any) -> Any:
         split = isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
@@ -173,7 +208,9 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_to_first(tree: Any) -> Any | None:
-    """As `fetch`, array by array, kept by the first process alone; None in the others.  One process: the tree as it is."""
+    """As `fetch`, array by array, kept by the first process alone; None in the others.  One process:
+    the tree as it is.
+    """
     if count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -193,15 +230,18 @@ def barrier() -> None:
 def place(tree: Any, shardings: Any) -> Any:
     """`jax.device_put` onto the devices of all processes, each of which has the same whole arrays.
 
-    With several processes by way of the host: straight from a device jax (0.10 to 0.12) makes replicated arrays whose
-    shards cannot be read, and numpy arrays it would send around to compare them.
+    With several processes by way of the host: straight from a device jax (0.10 to 0.12) makes replicated
+    arrays whose shards cannot be read, and numpy arrays it would send around to compare them.
     """
     if count() == 1:
         return jax.device_put(tree, shardings)
 
     def put(sharding: Any, part: Any) -> Any:
         whole = jax.tree.map(np.asarray, part)
-        return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), whole)
+        return jax.tree.map(
+            lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]),
+            whole,
+        )
 
     return jax.tree.map(put, shardings, tree)
 
@@ -219,8 +259,8 @@ def fingerprint(tree: Any) -> str:
 def settle(tree: Any) -> Any:
     """The tree, when it is computed.
 
-    Where a process drives several CPU devices, programs of several processes that are in flight at once can wait for each
-    other's threads for ever.
+    Where a process drives several CPU devices, programs of several processes that are in flight at once can
+    wait for each other's threads for ever.
     """
     return tree if count() == 1 else jax.block_until_ready(tree)
 
@@ -234,7 +274,9 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def tells_of_a_lost_process(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, says that a collective or the coordination service lost another process."""
+    """Whether an exception, or what caused it, says that a collective or the coordination service lost
+    another process.
+    """
     while error is not None:
         if isinstance(error, RuntimeError | ValueError) and _LOST.search(str(error)):
             return count() > 1

@@ -1,10 +1,11 @@
-"""The decoder's forward taken apart: two policies on the same tokens, operator by operator, and where they part.
+"""The decoder's forward taken apart: two policies on the same tokens, operator by operator, and where they
+part.
 
-Each operator is run three times: by A on A's inputs, by B on B's inputs (the *accumulated* difference: all that came
-before included), and by B on A's inputs (its *own* difference: what this operator alone adds).
+Each operator is run three times: by A on A's inputs, by B on B's inputs (the *accumulated* difference: all
+that came before included), and by B on A's inputs (its *own* difference: what this operator alone adds).
 
-The pieces are the modules and operations of `jetrl_jax.models.decoder` in its order; a test holds the last output against
-the decoder's own, bit for bit.
+The pieces are the modules and operations of `jetrl_jax.models.decoder` in its order; a test holds the last
+output against the decoder's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def compare(
       ValueError: decoders of different sizes.
     """
     if a.config != b.config:
-        raise ValueError(f"compare: the decoders differ in size: got {a.config} and {b.config}, expected one architecture")
+        raise ValueError(
+            f"compare: the decoders differ in size: got {a.config} and {b.config}, expected one architecture"
+        )
     used = np.asarray(segment_ids) > 0
     inputs_a, inputs_b = (_start(model, token_ids, positions, segment_ids) for model in (a, b))
     differences = []
@@ -78,7 +81,8 @@ def compare(
 def outputs(
     model: Decoder, token_ids: ArrayLike, positions: ArrayLike, segment_ids: ArrayLike
 ) -> Iterator[tuple[int, str, dict[str, np.ndarray]]]:
-    """(layer, operator, its values by name, each float32 [tokens, width]) of one decoder, in the order of the forward.
+    """(layer, operator, its values by name, each float32 [tokens, width]) of one decoder, in the order of the
+    forward.
 
     Arguments as `compare`; tokens are those that are not padding, row after row.
     """
@@ -87,11 +91,22 @@ def outputs(
     for layer, name, run in _operators(model):
         made = run(values)
         values = values | made
-        yield layer, name, {key: np.asarray(value).astype(np.float32)[used].reshape(used.sum(), -1) for key, value in made.items()}
+        yield (
+            layer,
+            name,
+            {
+                key: np.asarray(value).astype(np.float32)[used].reshape(used.sum(), -1)
+                for key, value in made.items()
+            },
+        )
 
 
-def difference(layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndarray | None = None) -> Difference:
-    """How far an operator's values `b` are from `a`, float64; `own` None where nobody ran B's operator on A's inputs."""
+def difference(
+    layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndarray | None = None
+) -> Difference:
+    """How far an operator's values `b` are from `a`, float64;
+    `own` None where nobody ran B's operator on A's inputs.
+    """
     size = np.linalg.norm(a) or 1.0
     gap = np.abs(b - a)
     return Difference(
@@ -108,7 +123,12 @@ def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_i
     cos, sin = jit(ops.rope_table, static_argnums=(1, 2))(positions, model.config, model.numerics)
     embedding = model.embed_tokens.weight.get_value()
     mask = attention.packed_mask(segment_ids, model.numerics)
-    return {"x": ops.round_to(embedding[token_ids], model.numerics.dtype), "mask": mask, "cos": cos, "sin": sin}
+    return {
+        "x": ops.round_to(embedding[token_ids], model.numerics.dtype),
+        "mask": mask,
+        "cos": cos,
+        "sin": sin,
+    }
 
 
 def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Values]]]:
@@ -146,16 +166,28 @@ def _named(names: str, values: Iterable[jax.Array]) -> Values:
 # The decoder's own modules and operations, in its order.
 _LAYER: dict[str, Callable[[DecoderLayer, Values], Values]] = {
     "input_norm": lambda layer, made: _add_norm(layer.input_layernorm, made),
-    "qkv": lambda layer, made: _named("q k v", (_heads(reader(made["normed"]), layer) for reader in layer.self_attn.readers)),
-    "qk_norm": lambda layer, made: {"q": layer.self_attn.q_norm(made["q"]), "k": layer.self_attn.k_norm(made["k"])},
-    "rope": lambda layer, made: {name: ops.rope(made[name], (made["cos"], made["sin"]), layer.self_attn.numerics) for name in ("q", "k")},
+    "qkv": lambda layer, made: _named(
+        "q k v", (_heads(reader(made["normed"]), layer) for reader in layer.self_attn.readers)
+    ),
+    "qk_norm": lambda layer, made: {
+        "q": layer.self_attn.q_norm(made["q"]),
+        "k": layer.self_attn.k_norm(made["k"]),
+    },
+    "rope": lambda layer, made: {
+        name: ops.rope(made[name], (made["cos"], made["sin"]), layer.self_attn.numerics)
+        for name in ("q", "k")
+    },
     "attention": lambda layer, made: {
         "attended": attention.attend(made["q"], made["k"], made["v"], made["mask"], layer.self_attn.numerics)
     },
     "o_proj": lambda layer, made: {"x": layer.self_attn.o_proj(made["attended"])},
     "post_norm": lambda layer, made: _add_norm(layer.post_attention_layernorm, made),
-    "gate_up": lambda layer, made: _named("gate up", (reader(made["normed"]) for reader in layer.mlp.readers)),
-    "silu": lambda layer, made: {"activated": ops.silu_multiply(made["gate"], made["up"], layer.mlp.numerics)},
+    "gate_up": lambda layer, made: _named(
+        "gate up", (reader(made["normed"]) for reader in layer.mlp.readers)
+    ),
+    "silu": lambda layer, made: {
+        "activated": ops.silu_multiply(made["gate"], made["up"], layer.mlp.numerics)
+    },
     "down": lambda layer, made: {"x": layer.mlp.down_proj(made["activated"])},
 }
 
@@ -174,6 +206,7 @@ def _head(model: Decoder, values: Values) -> Values:
 
 def _difference(layer: int, name: str, a: Values, b: Values, own: Values, used: np.ndarray) -> Difference:
     flat_a, flat_b, flat_own = (
-        np.concatenate([np.asarray(value).astype(np.float64)[used].reshape(-1) for value in values.values()]) for values in (a, b, own)
+        np.concatenate([np.asarray(value).astype(np.float64)[used].reshape(-1) for value in values.values()])
+        for values in (a, b, own)
     )
     return difference(layer, name, flat_a, flat_b, flat_own)

@@ -1,7 +1,10 @@
-"""The trainer's operators between its FP8 products as plain functions on numpy arrays, for `jetrl_jax.commands.check_engine`.
+"""The trainer's operators between its FP8 products as plain functions on numpy arrays, for
+`jetrl_jax.commands.check_engine`.
 
-Each takes a case of the contract (parameters and inputs by name) and gives its outputs by name, as an exact run whose engine is
-vLLM computes them: compiled, rounded where `numerics.engine_variant` says, products that are not FP8 in float64.
+Each takes a case of the contract (parameters and inputs by name) and gives its outputs by name, as an exact
+run whose engine is
+vLLM computes them: compiled, rounded where `numerics.engine_variant` says, products that are not FP8 in
+  float64.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ BF16 = jnp.bfloat16
 def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, np.ndarray]:
     """The outputs of one case, such as "rope llama3", by name."""
     operator = OPERATORS[case.split()[0]]
-    numerics = resolve(Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native")), _model())
-    outputs = jit(lambda arrays: operator(parameters, arrays, numerics))({name: jnp.asarray(array) for name, array in inputs.items()})
+    numerics = resolve(
+        Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native")), _model()
+    )
+    outputs = jit(lambda arrays: operator(parameters, arrays, numerics))(
+        {name: jnp.asarray(array) for name, array in inputs.items()}
+    )
     return {name: np.asarray(array) for name, array in outputs.items()}
 
 
@@ -62,7 +69,11 @@ def _norm(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> 
 
 def _rope(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
     x = arrays["x"][None]
-    config = _model(x.shape[-1], parameters["theta"], RopeScaling(**parameters["scaling"]) if parameters["scaling"] else None)
+    config = _model(
+        x.shape[-1],
+        parameters["theta"],
+        RopeScaling(**parameters["scaling"]) if parameters["scaling"] else None,
+    )
     return {"rotated": ops.rope(x, ops.rope_table(arrays["positions"][None], config, numerics), numerics)[0]}
 
 
@@ -83,7 +94,9 @@ def _linear(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -
 def _head(parameters: Mapping[str, Any], arrays: Arrays, numerics: Numerics) -> dict[str, jax.Array]:
     logits = dense(arrays["x"], arrays["weight"], jnp.float32, numerics)
     every = jnp.tile(jnp.arange(logits.shape[1], dtype=jnp.int32)[None], (logits.shape[0], 1))
-    logprobs = jax.vmap(lambda ids: vocabulary.token_logprobs(logits, ids, exact=numerics.exact), in_axes=1, out_axes=1)(every)
+    logprobs = jax.vmap(
+        lambda ids: vocabulary.token_logprobs(logits, ids, exact=numerics.exact), in_axes=1, out_axes=1
+    )(every)
     return {"logits": logits, "logprobs": logprobs}
 
 

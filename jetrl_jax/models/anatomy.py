@@ -1,7 +1,9 @@
-"""What a decoder layer consists of, and how devices can split it: the one list of its matrices and norms; imports no jax.
+"""What a decoder layer consists of, and how devices can split it: the one list of its matrices and norms;
+imports no jax.
 
-The decoder is built from it, and names, shapes, fused layers, split axes and rules are read off it.  A path is that of a
-module within its layer ("self_attn.q_proj"), under Hugging Face's name; a matrix is [outputs, inputs].
+The decoder is built from it, and names, shapes, fused layers, split axes and rules are read off it.  A path
+is that of a module within its layer ("self_attn.q_proj"), under Hugging Face's name; a matrix is [outputs,
+inputs].
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Matrix:
 
     @property
     def split_input(self) -> bool:
-        """Whether, where devices split the layer, each makes a part of x only: the outputs of other matrices."""
+        """Whether, where devices split the layer, each makes a part of x only:
+        the outputs of other matrices.
+        """
         return any(isinstance(PARTS[path], Matrix) for path in self.reads)
 
     def shape(self, sizes: _Sizes) -> tuple[int, int]:
@@ -78,7 +82,9 @@ class Matrix:
 
     def has_bias(self, config: ModelConfig) -> bool:
         """Whether the model has b."""
-        return {None: False, "attention_bias": config.attention_bias, "o_proj_bias": config.o_proj_bias}[self.bias]
+        return {None: False, "attention_bias": config.attention_bias, "o_proj_bias": config.o_proj_bias}[
+            self.bias
+        ]
 
     def unit(self, head_dim: int, *, blocks: bool) -> int:
         """Outputs that stay on one device: a head, and with `blocks` those of a block of scales."""
@@ -87,7 +93,9 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm with one weight a feature, whole on every device; of_heads: of each head, so that a device uses it on its own."""
+    """An RMSNorm with one weight a feature, whole on every device; of_heads: of each head,
+    so that a device uses it on its own.
+    """
 
     path: str
     of_heads: bool = False
@@ -95,9 +103,15 @@ class Norm:
 
 _PARTS: tuple[Matrix | Norm, ...] = (
     Norm("input_layernorm"),
-    Matrix("self_attn.q_proj", "heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
-    Matrix("self_attn.k_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
-    Matrix("self_attn.v_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"),
+    Matrix(
+        "self_attn.q_proj", "heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"
+    ),
+    Matrix(
+        "self_attn.k_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"
+    ),
+    Matrix(
+        "self_attn.v_proj", "kv_heads", "hidden", ("input_layernorm",), "self_attn.qkv_proj", "attention_bias"
+    ),
     Matrix("self_attn.o_proj", "hidden", "heads", ("self_attn.q_proj",), "self_attn.o_proj", "o_proj_bias"),
     Norm("self_attn.q_norm", of_heads=True),
     Norm("self_attn.k_norm", of_heads=True),
@@ -132,13 +146,17 @@ def fused_groups() -> tuple[tuple[Matrix, ...], ...]:
 
 
 def part_of(path: str) -> Matrix | Norm | None:
-    """The part of a layer that a parameter ('layers.0.self_attn.q_proj.weight') belongs to; None: it is outside the layers."""
+    """The part of a layer that a parameter ('layers.0.self_attn.q_proj.weight') belongs to; None:
+    it is outside the layers.
+    """
     found = re.fullmatch(r"layers\.\d+\.(.+)\.(?:weight|bias)", path)
     return PARTS.get(found[1]) if found else None
 
 
 def read_by(path: str) -> list[str]:
-    """The parameters (weights) of the matrices whose input features are the outputs of this one, split like them."""
+    """The parameters (weights) of the matrices whose input features are the outputs of this one,
+    split like them.
+    """
     part = part_of(path)
     if part is None:
         return []
@@ -146,7 +164,8 @@ def read_by(path: str) -> list[str]:
 
 
 def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
-    """The first axis of a matrix that `degree` devices can split without cutting a block of its scales; None: no such axis.
+    """The first axis of a matrix that `degree` devices can split without cutting a block of its scales; None:
+    no such axis.
 
     Vectors are not split (None); nor is anything at degree 1.
     """
@@ -158,9 +177,13 @@ def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
 
 def fitting_degrees(shape: tuple[int, ...], fp8: bool, most: int = 64) -> list[int]:
     """The degrees up to `most` that can split a matrix over "fsdp"."""
-    return [degree for degree in range(1, most + 1) if degree == 1 or shard_axis(shape, degree, fp8) is not None]
+    return [
+        degree for degree in range(1, most + 1) if degree == 1 or shard_axis(shape, degree, fp8) is not None
+    ]
 
 
 def fitting_tensor_degrees(features: int, unit: int, most: int = 64) -> list[int]:
-    """The degrees up to `most` whose shares of `features` output features are whole units (heads, blocks, rows)."""
+    """The degrees up to `most` whose shares of `features` output features are whole units (heads, blocks,
+    rows).
+    """
     return [degree for degree in range(1, most + 1) if features % (degree * unit) == 0 or degree == 1]

@@ -1,9 +1,11 @@
-"""Attention: of whole sequences, and of new tokens against a cache; softmax(q k^T / sqrt(H)) v over the keys that are visible.
+"""Attention: of whole sequences, and of new tokens against a cache; softmax(q k^T / sqrt(H)) v over the keys
+that are visible.
 
-What computes it is `Numerics.choices`: XLA here, or cuDNN (`jetrl_jax.models.flash_attention`).  Scores and sums are FP32
-(float64 with `exact`), and the result is rounded once.
+What computes it is `Numerics.choices`: XLA here, or cuDNN (`jetrl_jax.models.flash_attention`).  Scores and
+sums are FP32 (float64 with `exact`), and the result is rounded once.
 
-Axes: B rows, T tokens, t new tokens, N query heads, K key/value heads, G = N / K, Q = t G, H head width, S keys.
+Axes: B rows, T tokens, t new tokens, N query heads, K key/value heads, G = N / K, Q = t G, H head width, S
+  keys.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ HIDDEN = -1e30  # the score of a key that is not visible
 
 
 def packed_mask(segment_ids: jax.Array, numerics: Numerics) -> jax.Array:
-    """The visible keys of each token of a packed row, bool [B, T, T] of int32 [B, T]: of its segment, up to itself.
+    """The visible keys of each token of a packed row, bool [B, T, T] of int32 [B, T]: of its segment, up to
+    itself.
 
     Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself.
     """
@@ -38,8 +41,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, num
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
-      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal (`packed_mask`); None: all that is
-        causal.  A row without any visible key gives meaningless values.
+      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal (`packed_mask`); None: all
+        that is causal.  A row without any visible key gives meaningless values.
 
     Returns:
       [B, T, N * H] in `numerics.dtype`.
@@ -67,7 +70,9 @@ def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics
     K, S = cache.keys.shape[1:3]
     chosen = (numerics.choices.attention if t == 1 else numerics.choices.extension).name
     if chosen != "xla":
-        out = flash_cached_attention(q[:, 0], cache.keys, cache.values, positions[:, 0], planned=chosen == PLANNED)
+        out = flash_cached_attention(
+            q[:, 0], cache.keys, cache.values, positions[:, 0], planned=chosen == PLANNED
+        )
         return out.reshape(B, 1, N * H)
     queries = q.astype(jnp.float32) * np.float32(H**-0.5)
     hidden = _hidden(positions, S, N // K)
@@ -84,8 +89,9 @@ def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics
     return round_to(_tokens_first(out, t), numerics.dtype)
 
 
-# The t tokens of a row are further queries of its heads, Q = t G of each key/value head: one product with all its keys.
-# One token has no axis of its own, so that decoding is the program that it would be without the others.
+# The t tokens of a row are further queries of its heads, Q = t G of each key/value head: one product with all
+# its keys. One token has no axis of its own, so that decoding is the program that it would be without the
+# others.
 
 
 def _hidden(positions: jax.Array, length: int, group: int) -> jax.Array:
@@ -113,7 +119,9 @@ def _tokens_first(out: jax.Array, t: int) -> jax.Array:
 
 
 @shape_independent
-def _attention(scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _attention(
+    scale: float, dtype: Any, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> jax.Array:
     B, T, N, H = q.shape
     K = k.shape[2]
     precision = jax.lax.Precision.HIGHEST

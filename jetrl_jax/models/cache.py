@@ -1,4 +1,5 @@
-"""The key/value cache of one layer: [B, K, S, H], head-major, so that a decoded token reads its head's keys in one piece.
+"""The key/value cache of one layer: [B, K, S, H], head-major, so that a decoded token reads its head's keys
+in one piece.
 
 Axes: B rows, K key/value heads, S cache length, H head width, t new tokens of each row.
 """
@@ -17,10 +18,11 @@ from pallas_kernels.implementations import Choice
 
 
 def cache_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
-    """The dtype that a cache is stored in, and why; its values are always of `numerics.dtype`.  Starts the JAX backend.
+    """The dtype that a cache is stored in, and why; its values are always of `numerics.dtype`.  Starts the
+    JAX backend.
 
-    XLA's CPU backend multiplies only what stands in memory in the type of the product, so there the cache is kept
-    in that type instead of being converted for every token.
+    XLA's CPU backend multiplies only what stands in memory in the type of the product, so there the cache is
+    kept in that type instead of being converted for every token.
 
     elsewhere: for a GPU that is not here.
     """
@@ -55,7 +57,9 @@ class KVCache:
         """From keys and values [B, T, K, H] of tokens 0 .. T - 1, zeros up to `length`."""
 
         def stored(x: jax.Array) -> jax.Array:
-            return _stored(jnp.pad(jnp.moveaxis(x, 1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0))), numerics)
+            return _stored(
+                jnp.pad(jnp.moveaxis(x, 1, 2), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0))), numerics
+            )
 
         return cls(stored(keys), stored(values))
 
@@ -65,16 +69,24 @@ class KVCache:
         return int(self.keys.shape[2])
 
     def write(self, keys: jax.Array, values: jax.Array, positions: jax.Array, numerics: Numerics) -> KVCache:
-        """With keys and values [B, t, K, H] at positions int32 [B, t]; in place where the buffers may be reused."""
-        return KVCache(_written(self.keys, keys, positions, numerics), _written(self.values, values, positions, numerics))
+        """With keys and values [B, t, K, H] at positions int32 [B, t];
+        in place where the buffers may be reused.
+        """
+        return KVCache(
+            _written(self.keys, keys, positions, numerics), _written(self.values, values, positions, numerics)
+        )
 
     def read(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values as they are multiplied."""
         return self.keys.astype(dtype), self.values.astype(dtype)
 
 
-def empty_cache(config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None) -> list[KVCache]:
-    """Zeros for `rows` sequences of up to `length` tokens, for every layer; `kv_heads` None: as configured."""
+def empty_cache(
+    config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None
+) -> list[KVCache]:
+    """Zeros for `rows` sequences of up to `length` tokens, for every layer; `kv_heads` None:
+    as configured.
+    """
     shape, dtype = (rows, kv_heads or config.num_kv_heads, length, config.head_dim), stored_dtype(numerics)
     with jax.enable_x64(numerics.exact):
         return [KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
@@ -88,7 +100,8 @@ def _stored(x: jax.Array, numerics: Numerics) -> jax.Array:
 
 def _written(old: jax.Array, new: jax.Array, positions: jax.Array, numerics: Numerics) -> jax.Array:
     B, K, S, H = old.shape
-    first = jnp.arange(B * K, dtype=jnp.int32) * S  # row of the flat cache where each head of each sequence begins
+    # row of the flat cache where each head of each sequence begins
+    first = jnp.arange(B * K, dtype=jnp.int32) * S
     if positions.shape[1] == 1:  # no axis of its own, as in `attend_to_cache`
         rows, new = first + jnp.repeat(positions[:, 0], K, total_repeat_length=B * K), new[:, 0]
     else:

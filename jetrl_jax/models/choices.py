@@ -1,7 +1,9 @@
-"""Which implementation serves each operation of a policy: decided here, once, from settings, sizes and device.
+"""Which implementation serves each operation of a policy: decided here, once, from settings, sizes and
+device.
 
-Every module has the rule of its own operation (`product_implementation`, `dense_implementation`, ...); `resolve` asks them all.
-A forward reads `Numerics.choices` and decides nothing; a run's `environment.json` prints them.
+Every module has the rule of its own operation (`product_implementation`, `dense_implementation`, ...);
+`resolve` asks them all. A forward reads `Numerics.choices` and decides nothing; a run's `environment.json`
+prints them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
     Args:
       numerics: implementations asked for by name, or "auto".
       sizes: the model's.
-      elsewhere: attention and cache for a run of this JAX on a GPU that is not here, where nothing can be tried.
+      elsewhere: attention and cache for a run of this JAX on a GPU that is not here, where nothing can be
+        tried.
 
     Raises:
       UserError: an implementation that was asked for by name cannot run.
@@ -36,7 +39,11 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         return numerics
     numerics = numerics.settings
     forward = product_implementation(numerics, forward=True)
-    float32 = f"activations are {numerics.dtype}, expected bfloat16 or float16" if numerics.compute_dtype == "float32" else None
+    float32 = (
+        f"activations are {numerics.dtype}, expected bfloat16 or float16"
+        if numerics.compute_dtype == "float32"
+        else None
+    )
     attention = attention_implementation(numerics, sizes.head_dim, elsewhere=elsewhere)
     norm = fp8_producers.norm_problem(sizes.hidden_size, numerics)
     copied = COPIED if numerics.wgrad_operand != "requantize" else None

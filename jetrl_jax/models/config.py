@@ -1,7 +1,7 @@
 """The architecture of a policy as one frozen value.
 
-A dense decoder of the Qwen3, Qwen2 or Llama 3 kind is fixed by about twenty numbers, which `ModelConfig` holds;
-`bridge.hf.config` reads and writes them as Hugging Face's ``config.json``.
+A dense decoder of the Qwen3, Qwen2 or Llama 3 kind is fixed by about twenty numbers, which `ModelConfig`
+holds; `bridge.hf.config` reads and writes them as Hugging Face's ``config.json``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ class RopeScaling:
     ``rope_type`` is one of
 
         linear   every frequency divided by ``factor``
-        llama3   low frequencies divided by ``factor``, high ones kept, a linear blend between the two wavelengths
-                 ``original_max_position_embeddings / low_freq_factor`` and ``... / high_freq_factor``
-        yarn     the same by pairs of channels: a linear ramp between the two that turn ``beta_fast`` and ``beta_slow`` times
-                 within the original length, moved outwards to whole pairs unless ``truncate`` is false; cos and sin are
-                 multiplied by `attention_scaling`  (Peng et al. 2023)
+        llama3   low frequencies divided by ``factor``, high ones kept, a linear blend between the two
+                 wavelengths ``original_max_position_embeddings / low_freq_factor`` and ``... /
+                 high_freq_factor``
+        yarn     the same by pairs of channels: a linear ramp between the two that turn ``beta_fast`` and
+                 ``beta_slow`` times within the original length, moved outwards to whole pairs unless
+                 ``truncate`` is false; cos
+                 and sin are multiplied by `attention_scaling`  (Peng et al. 2023)
 
-    Fields of the other types are None, and so is what config.json leaves out: YaRN's ``beta_fast`` is then 32, ``beta_slow`` 1
-    and ``truncate`` true, in the paper as in transformers and vLLM. Raises UserError on values outside these rules.
+    Fields of the other types are None, and so is what config.json leaves out: YaRN's ``beta_fast`` is then
+    32, ``beta_slow`` 1 and ``truncate`` true, in the paper as in transformers and vLLM. Raises UserError on
+    values outside these rules.
     """
 
     rope_type: str
@@ -90,15 +93,17 @@ class RopeScaling:
 
     @property
     def betas(self) -> tuple[float, float]:
-        """YaRN's (beta_fast, beta_slow): turns within the original length above which a frequency is kept, below which divided."""
+        """YaRN's (beta_fast, beta_slow): turns within the original length above which a frequency is kept,
+        below which divided.
+        """
         return self.beta_fast or 32.0, self.beta_slow or 1.0
 
     @property
     def attention_scaling(self) -> float:
         """What cos and sin are multiplied by; 1 but for YaRN.
 
-        ``attention_factor`` where it is stated, else m(mscale) / m(mscale_all_dim) where both are, else m(1), with
-        m(s) = 0.1 s ln(factor) + 1.
+        ``attention_factor`` where it is stated, else m(mscale) / m(mscale_all_dim) where both are, else m(1),
+        with m(s) = 0.1 s ln(factor) + 1.
         """
         if self.rope_type != "yarn":
             return 1.0
@@ -114,7 +119,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that fixes a dense decoder's shapes and mathematics; hashable, so it may be a static argument.
+    """Everything that fixes a dense decoder's shapes and mathematics; hashable, so it may be a static
+    argument.
 
     ``attention_bias`` puts a bias on q, k and v, and on o too where ``o_proj_bias`` says so (Llama and Qwen3;
     Qwen2's o has none). ``qk_norm`` is RMSNorm over ``head_dim`` of every query and key head (Qwen3 only).
@@ -161,7 +167,9 @@ def is_positive_int(value: Any) -> bool:
 
 def is_positive_number(value: Any) -> bool:
     """As `is_positive_int`; finite."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )
 
 
 # Rules of the fields of `RopeScaling` that are no positive numbers.
@@ -185,25 +193,46 @@ def _field_problems(config: ModelConfig) -> list[str]:
         rule(is_positive_number(getattr(config, name)), name, "a positive number")
     for name in ("tie_word_embeddings", "attention_bias", "qk_norm"):
         rule(isinstance(getattr(config, name), bool), name, "true or false")
-    rule(config.rope_scaling is None or isinstance(config.rope_scaling, RopeScaling), "rope_scaling", "RopeScaling or None")
+    rule(
+        config.rope_scaling is None or isinstance(config.rope_scaling, RopeScaling),
+        "rope_scaling",
+        "RopeScaling or None",
+    )
     rule(isinstance(config.eos_token_ids, tuple), "eos_token_ids", "a tuple of token ids")
     if problems:
         return problems
     if config.rope_scaling is not None and config.rope_scaling.rope_type == "yarn":
         longest = config.rope_scaling.factor * (config.rope_scaling.original_max_position_embeddings or 0)
         rule(config.rope_theta > 1, "rope_theta", "more than 1 for yarn scaling")
-        stretched = f"at most factor * original_max_position_embeddings = {longest:g}, the length that YaRN stretches to"
+        stretched = (
+            f"at most factor * original_max_position_embeddings = {longest:g}, the length that "
+            "YaRN stretches to"
+        )
         rule(config.max_position_embeddings <= longest, "max_position_embeddings", stretched)
-    rule(config.num_heads % config.num_kv_heads == 0, "num_kv_heads", f"a divisor of num_heads={config.num_heads}")
+    rule(
+        config.num_heads % config.num_kv_heads == 0,
+        "num_kv_heads",
+        f"a divisor of num_heads={config.num_heads}",
+    )
     rule(config.head_dim % 2 == 0, "head_dim", "an even number, since RoPE turns pairs")
-    rule(config.qk_norm == (config.architecture == "qwen3"), "qk_norm", f"{config.architecture == 'qwen3'} for {config.architecture}")
+    rule(
+        config.qk_norm == (config.architecture == "qwen3"),
+        "qk_norm",
+        f"{config.architecture == 'qwen3'} for {config.architecture}",
+    )
     if config.architecture == "qwen2":
         rule(config.attention_bias, "attention_bias", "True for qwen2, whose q, k and v always have biases")
     if config.architecture == "llama":
-        rule(config.hidden_size % config.num_heads == 0, "hidden_size", f"a multiple of num_heads={config.num_heads} for llama")
+        rule(
+            config.hidden_size % config.num_heads == 0,
+            "hidden_size",
+            f"a multiple of num_heads={config.num_heads} for llama",
+        )
     for name in ("eos_token_ids", "bos_token_id", "pad_token_id"):
         value = getattr(config, name)
         ids = value if name == "eos_token_ids" else () if value is None else (value,)
-        inside = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.vocab_size for i in ids)
+        inside = all(
+            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.vocab_size for i in ids
+        )
         rule(inside, name, f"token ids from 0 to vocab_size-1={config.vocab_size - 1}")
     return problems

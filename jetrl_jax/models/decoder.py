@@ -10,10 +10,12 @@ which is also the K-major layout that FP8 tensor cores want.  A parameter's valu
 FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.linear`.
 The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
 An `Activation` is a value and, where FP8 layers read it, its codes, made once for all of them
-(`jetrl_jax.models.fp8_producers`).  Weights split over devices are made whole inside the modules that hold them
-(`jetrl_jax.models.sharded`), and so are the activations of layers that are split (`jetrl_jax.models.tensor_parallel`).
+(`jetrl_jax.models.fp8_producers`).  Weights split over devices are made whole inside the modules that hold
+them (`jetrl_jax.models.sharded`), and so are the activations of layers that are split
+(`jetrl_jax.models.tensor_parallel`).
 
-Axes: B rows, T tokens, t new tokens, D width, V vocabulary, N query heads, K key/value heads, H head width, S cache length.
+Axes: B rows, T tokens, t new tokens, D width, V vocabulary, N query heads, K key/value heads, H head width, S
+  cache length.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Linear(nnx.Module):
     """y = x W^T + b; weight [out, in], optional bias [out]."""
 
     def __init__(self, matrix: Matrix, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
-        self.numerics, self.split_input = numerics, matrix.split_input
+        self.numerics = numerics
+        self.split_input = matrix.split_input
         outputs, inputs = matrix.shape(config)
         self.weight = _normal(rngs, outputs, inputs)
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if matrix.has_bias(config) else None
@@ -69,7 +72,8 @@ class Linear(nnx.Module):
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., in] -> [..., out] in `numerics.dtype`.
 
-        On devices that share the layer: whole -> this device's outputs or, of a layer that reads such outputs, part -> whole.
+        On devices that share the layer: whole -> this device's outputs or, of a layer that reads such
+          outputs, part -> whole.
         """
         dtype = self.numerics.dtype
         bias, weight = None if self.bias is None else gathered(self.bias, dtype), gathered(self.weight, dtype)
@@ -89,55 +93,92 @@ class RMSNorm(nnx.Module):
     """y = x / sqrt(mean(x^2) + eps) * w; weight [D]."""
 
     def __init__(self, features: int, eps: float, numerics: Numerics) -> None:
-        self.eps, self.numerics = eps, numerics
+        self.eps = eps
+        self.numerics = numerics
         self.weight = nnx.Param(jnp.ones(features, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
         return ops.rms_norm(x, gathered(self.weight, self.numerics.dtype), self.eps, self.numerics)
 
-    def add(self, x: jax.Array, residual: jax.Array | None, readers: Sequence[Linear] = ()) -> tuple[Activation, jax.Array]:
+    def add(
+        self, x: jax.Array, residual: jax.Array | None, readers: Sequence[Linear] = ()
+    ) -> tuple[Activation, jax.Array]:
         """Of x + residual, for the layers that read it: ([..., D], the sum). Without residual, of x."""
         weight = gathered(self.weight, self.numerics.dtype)
-        normed, total = fp8_producers.rms_norm(x, residual, weight, self.eps, [local(r.weight) for r in readers], self.numerics)
+        normed, total = fp8_producers.rms_norm(
+            x, residual, weight, self.eps, [local(r.weight) for r in readers], self.numerics
+        )
         return (normed.entered() if readers else normed), total
 
 
 def _check_shapes(caller: str, token_ids: jax.Array, others: dict[str, tuple[int, ...]]) -> None:
-    """One shape for all of them: a smaller one would be broadcast, to other positions or to other tokens that are seen."""
-    if token_ids.ndim != 2 or 0 in token_ids.shape or any(shape != token_ids.shape for shape in others.values()):
-        found = " and ".join(f"{name}.shape={shape}" for name, shape in {"token_ids": token_ids.shape, **others}.items())
-        raise ValueError(f"{caller}: wrong shapes: got {found}, expected one shape [rows, tokens] of all, at least one of each.")
+    """One shape for all of them: a smaller one would be broadcast,
+    to other positions or to other tokens that are seen.
+    """
+    if (
+        token_ids.ndim != 2
+        or 0 in token_ids.shape
+        or any(shape != token_ids.shape for shape in others.values())
+    ):
+        found = " and ".join(
+            f"{name}.shape={shape}" for name, shape in {"token_ids": token_ids.shape, **others}.items()
+        )
+        raise ValueError(
+            f"{caller}: wrong shapes: got {found}, expected one shape [rows, tokens] of all, at least "
+            "one of each."
+        )
 
 
-def _check_cache(shape: tuple[int, ...], positions: jax.Array, cache: Sequence[KVCache], config: ModelConfig) -> None:
+def _check_cache(
+    shape: tuple[int, ...], positions: jax.Array, cache: Sequence[KVCache], config: ModelConfig
+) -> None:
     """A position that is not below S would be written over another head or row."""
     rows, count = shape
-    problems = [] if len(cache) == config.num_layers else [f"{len(cache)} layers in cache, expected {config.num_layers}"]
+    problems = (
+        []
+        if len(cache) == config.num_layers
+        else [f"{len(cache)} layers in cache, expected {config.num_layers}"]
+    )
     heads = config.num_kv_heads // tensor_parallel.degree()
     for index, layer in enumerate(cache):
         expected = (rows, heads, layer.length, config.head_dim)
         if not layer.keys.shape == layer.values.shape == expected or layer.length < count:
-            problems.append(f"cache[{index}] {layer.keys.shape}, expected [B, K, S, H] = {expected} and S of at least t={count}")
+            problems.append(
+                f"cache[{index}] {layer.keys.shape}, expected [B, K, S, H] = {expected} and S of at "
+                f"least t={count}"
+            )
             break
     if not problems and not isinstance(positions, jax.core.Tracer):
         known = np.asarray(positions)
-        if (known < 0).any() or (known >= cache[0].length).any() or (np.diff(known.astype(np.int64), axis=1) <= 0).any():
-            problems.append(f"positions {known.tolist()}, expected them ascending in each row, from 0 to below S={cache[0].length}")
+        if (
+            (known < 0).any()
+            or (known >= cache[0].length).any()
+            or (np.diff(known.astype(np.int64), axis=1) <= 0).any()
+        ):
+            problems.append(
+                f"positions {known.tolist()}, expected them ascending in each row, from 0 to below "
+                f"S={cache[0].length}"
+            )
     if problems:
         raise ValueError(f"Decoder.extend: tokens and cache do not fit: got {'; '.join(problems)}.")
 
 
 def _linears(module: str, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs) -> list[Linear]:
     """The linear layers of a module, in the order of `anatomy`."""
-    return [Linear(matrix, config, numerics, rngs=rngs) for matrix in MATRICES if matrix.path.startswith(f"{module}.")]
+    return [
+        Linear(matrix, config, numerics, rngs=rngs)
+        for matrix in MATRICES
+        if matrix.path.startswith(f"{module}.")
+    ]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE and, in Qwen3, RMSNorm of each query and key head."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
-        self.config, self.numerics = config, numerics
+        self.config = config
+        self.numerics = numerics
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = _linears("self_attn", config, numerics, rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
@@ -153,7 +194,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeysValues | KVCache]:
         """[B, T, D] -> ([B, T, D], the keys and values, or the cache with them)."""
         numerics, x = self.numerics, read(x, self.readers)
-        q, k, v = (projection(x).reshape(*x.value.shape[:2], -1, self.config.head_dim) for projection in self.readers)
+        q, k, v = (
+            projection(x).reshape(*x.value.shape[:2], -1, self.config.head_dim) for projection in self.readers
+        )
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
@@ -180,7 +223,9 @@ class MLP(nnx.Module):
         """[..., D] -> [..., D]."""
         x = read(x, self.readers)
         gate, up = (projection(x) for projection in self.readers)
-        return self.down_proj(fp8_producers.silu_multiply(gate, up, local(self.down_proj.weight), self.numerics))
+        return self.down_proj(
+            fp8_producers.silu_multiply(gate, up, local(self.down_proj.weight), self.numerics)
+        )
 
     @property
     def readers(self) -> tuple[Linear, Linear]:
@@ -219,17 +264,22 @@ class Decoder(nnx.Module):
 
     Args:
       config: sizes and architecture.
-      numerics: dtype between operations, mirrored engine and exactness; implementations are resolved here (`choices.resolve`).
+      numerics: dtype between operations, mirrored engine and exactness; implementations are resolved here
+        (`choices.resolve`).
       rngs: its `params` stream initialises: normal(0, 0.02) matrices, unit norms, zero biases.
       remat: keep only each layer's input for the backward and compute (and gather) the rest again there.
 
-    Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is at
-    most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
+    Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is
+    at most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs, remat: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs, remat: bool = False
+    ) -> None:
         numerics = resolve(numerics, config)
-        self.config, self.numerics, self.remat = config, numerics, remat
+        self.config = config
+        self.numerics = numerics
+        self.remat = remat
         self.embed_tokens = Embedding(config, numerics, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, numerics, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
@@ -251,27 +301,34 @@ class Decoder(nnx.Module):
     def prefill(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
-        """As `__call__`, and each layer's keys and values (`KVCache.of`); without segment ids only right padding is allowed."""
-        shapes = {"positions": positions.shape} | ({} if segment_ids is None else {"segment_ids": segment_ids.shape})
+        """As `__call__`, and each layer's keys and values (`KVCache.of`);
+        without segment ids only right padding is allowed.
+        """
+        shapes = {"positions": positions.shape} | (
+            {} if segment_ids is None else {"segment_ids": segment_ids.shape}
+        )
         _check_shapes("Decoder", token_ids, shapes)
         mask = None if segment_ids is None else attention.packed_mask(segment_ids, self.numerics)
         return self._run(token_ids, positions, mask, None)
 
-    def extend(self, token_ids: jax.Array, positions: jax.Array, cache: list[KVCache]) -> tuple[jax.Array, list[KVCache]]:
+    def extend(
+        self, token_ids: jax.Array, positions: jax.Array, cache: list[KVCache]
+    ) -> tuple[jax.Array, list[KVCache]]:
         """New tokens of each row, against a cache that holds the row's tokens before them: t = 1 is decoding.
 
         Args:
           token_ids: int32 [B, t].
-          positions: int32 [B, t], ascending within a row and below S; a token sees those of the cache, and of the t, up to its own.
+          positions: int32 [B, t], ascending within a row and below S; a token sees those of the cache, and of
+            the t, up to its own.
           cache: of each layer, `empty_cache` or `KVCache.of`.
 
         Returns:
-          (hidden [B, t, D], the cache with the tokens written at their positions).  With `exact` the bits of a token do not
-          depend on t (tests/parity/test_extend.py).
+          (hidden [B, t, D], the cache with the tokens written at their positions).  With `exact` the bits of
+          a token do not depend on t (tests/parity/test_extend.py).
 
         Raises:
-          ValueError: other shapes, or a cache of other rows, layers or heads, or shorter than t; outside of `jax.jit`, where they are
-            known, other positions.
+          ValueError: other shapes, or a cache of other rows, layers or heads, or shorter than t; outside of
+            `jax.jit`, where they are known, other positions.
         """
         _check_shapes("Decoder.extend", token_ids, {"positions": positions.shape})
         _check_cache(token_ids.shape, positions, cache, self.config)
@@ -282,10 +339,16 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[Any]]:
         rope = ops.rope_table(positions, self.config, self.numerics)
         embedding = self.embed_tokens.whole()
-        x, residual, kept = vocabulary.embed(embedding, token_ids, self.numerics, split=self.splits(embedding)), None, []
+        x, residual, kept = (
+            vocabulary.embed(embedding, token_ids, self.numerics, split=self.splits(embedding)),
+            None,
+            [],
+        )
         for index, layer in enumerate(self.layers):
             run = jax.checkpoint(layer.__call__) if self.remat else layer
-            x, residual, new = run(x, residual, rope, mask, *(() if cache is None else (cache[index], positions)))
+            x, residual, new = run(
+                x, residual, rope, mask, *(() if cache is None else (cache[index], positions))
+            )
             kept.append(new)
         return self.norm.add(x, residual)[0].value, kept
 

@@ -1,15 +1,19 @@
-"""Linear layers on operands that are not FP8: y = x W^T + b in BF16, FP16 or FP32, and the head of every flow.
+"""Linear layers on operands that are not FP8: y = x W^T + b in BF16, FP16 or FP32, and the head of every
+flow.
 
-    y = round(sum over k of x[m, k] w[n, k]  + b[n])        products exact, sums FP32, one rounding to the output's dtype
+    y = round(sum over k of x[m, k] w[n, k]  + b[n])    products exact, sums FP32, rounded once
 
-With `numerics.exact` the bits of a token do not depend on the tokens beside it, by what `dense_implementation` says:
+With `numerics.exact` the bits of a token do not depend on the tokens beside it, by what
+`dense_implementation` says:
 
     CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
     Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
     any other device   a float64 product rounded to FP32: slow, and independent of shapes but for ties
-    vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums is shared with them
+    vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums
+                       is shared with them
 
-cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward is XLA's product
+cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward
+is XLA's product
 everywhere: nobody computes a gradient twice.
 """
 
@@ -30,31 +34,47 @@ MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel w
 
 
 def dense_implementation(numerics: Numerics) -> Choice:
-    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, and why.  Starts the JAX backend."""
+    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, and why.
+    Starts the JAX backend.
+    """
     if not numerics.exact:
         return Choice("xla_fast", "numerics.exact is false: XLA's own product")
     if numerics.compute_dtype == "float32":
-        return Choice("xla_fast", "operands are float32, which no kernel takes: XLA's own product, nowhere cut to TF32")
+        return Choice(
+            "xla_fast", "operands are float32, which no kernel takes: XLA's own product, nowhere cut to TF32"
+        )
     if numerics.dense == "float64":
         return Choice("xla", "rollout.engine is vllm: float64 on both sides, which no order of sums changes")
     found = resolve("dense", "auto", ("xla", "mosaic_gpu", "auto"))
     if found.name == "xla" and jax.default_backend() == "cpu":
-        return Choice("xla_fast", f"the platform is 'cpu', whose sums do not depend on the number of rows from {MIN_ROWS} on")
+        return Choice(
+            "xla_fast",
+            f"the platform is 'cpu', whose sums do not depend on the number of rows from {MIN_ROWS} on",
+        )
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None) -> jax.Array:
-    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to `out_dtype`.
+def dense(
+    x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None
+) -> jax.Array:
+    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to
+    `out_dtype`.
 
-    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has x's dtype.
+    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has
+    x's dtype.
     """
     implementation = numerics.choices.dense.name
     if implementation == "xla_fast":
         out = _product(x, weight, numerics)
     else:
         kind = out_dtype if bias is None else jnp.float32
-        out = dense_matmul(_operand(x, numerics), round_to(weight, numerics.dtype), out_dtype=kind, implementation=implementation)
+        out = dense_matmul(
+            _operand(x, numerics),
+            round_to(weight, numerics.dtype),
+            out_dtype=kind,
+            implementation=implementation,
+        )
     if bias is not None:
         out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
     return out if out.dtype == out_dtype else round_to(out, out_dtype)
@@ -68,7 +88,9 @@ def _product(x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
     return _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
 
 
-def _dense_forward(x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None) -> Any:
+def _dense_forward(
+    x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None
+) -> Any:
     return dense(x, weight, out_dtype, numerics, bias), (x, weight, bias)
 
 
@@ -94,4 +116,6 @@ def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

@@ -2,19 +2,23 @@
 
     out = softmax(q k^T / sqrt(H) + mask) v,    q, k, v in BF16 or FP16
 
-Scores, maxima and sums are FP32; the weights, not yet divided by their sum, are rounded to the operands' dtype before they
-meet the values, since tensor cores take no FP32 there, and the result is rounded once, as `attention.attend` rounds it.  cuDNN is
-called by `jax.nn.dot_product_attention` alone.  What hides tokens from one another, and what it costs:
+Scores, maxima and sums are FP32; the weights, not yet divided by their sum, are rounded to the operands'
+dtype before they meet the values, since tensor cores take no FP32 there, and the result is rounded once, as
+`attention.attend` rounds it.  cuDNN is called by `jax.nn.dot_product_attention` alone.  What hides tokens
+from one another, and what it costs:
 
     causal       prompts, one to a row (prefill): nothing; what is above the diagonal is not computed
-    packed rows  causal, and a mask in the operands' dtype, [B, 1, T, T], shared by all heads: JAX's public call takes no
-                 segment ids.  cuDNN's packed layout, in a private call of JAX, would keep the sums of the softmax once for
-                 each segment that a row might have, [B * segments, N, T] in FP32 for every layer
-    a cache      the number of keys of each row (decode).  The query heads of one key/value head are the tokens of a query of
-                 one head, so that keys and values are read once, in place, in the cache's own layout
+    packed rows  causal, and a mask in the operands' dtype, [B, 1, T, T], shared by all heads: JAX's public
+    call takes no
+                 segment ids.  cuDNN's packed layout, in a private call of JAX, would keep the sums of the
+                 softmax once for each segment that a row might have, [B * segments, N, T] in FP32 for every
+                 layer
+    a cache      the number of keys of each row (decode).  The query heads of one key/value head are the
+                 tokens of a query of one head, so that keys and values are read once, in place, in the
+                 cache's own layout
 
-Neither the reductions' order nor that of the backward's sums is promised by cuDNN, so `numerics.exact` keeps the XLA form.
-Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
+Neither the reductions' order nor that of the backward's sums is promised by cuDNN, so `numerics.exact` keeps
+the XLA form. Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
 """
 
 from __future__ import annotations
@@ -52,15 +56,24 @@ def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bo
     problem = _operand_problem(numerics, head_dim)
     problem = problem or (_version_problem() if elsewhere else _device_problem(numerics.dtype, head_dim))
     if problem is None:
-        why = "auto: operands that cuDNN takes, a GPU that is not here" if elsewhere else "auto: a GPU and operands that cuDNN takes"
+        why = (
+            "auto: operands that cuDNN takes, a GPU that is not here"
+            if elsewhere
+            else "auto: a GPU and operands that cuDNN takes"
+        )
         return Choice("cudnn", "asked for by name" if asked == "cudnn" else why)
     if asked == "cudnn":
-        raise UserError(f"numerics.attention: cannot run: got 'cudnn', but {problem}. 'auto' takes what can run, 'xla' runs everywhere.")
+        raise UserError(
+            f"numerics.attention: cannot run: got 'cudnn', but {problem}. 'auto' takes what can run, "
+            "'xla' runs everywhere."
+        )
     return Choice("xla", f"auto: cudnn cannot run: {problem}")
 
 
 def extension_implementation(attention: Choice) -> Choice:
-    """What computes attention of several new tokens of each row against a cache, where `attention` computes the rest."""
+    """What computes attention of several new tokens of each row against a cache,
+    where `attention` computes the rest.
+    """
     if attention.name == "xla":
         return attention
     return Choice("xla", "cuDNN's call has one number of visible keys for all tokens of a row")
@@ -91,8 +104,12 @@ def _version_problem() -> str | None:
 
 @functools.cache
 def _refusal(dtype: str, head_dim: int) -> str | None:
-    """Why the calls do not compile on this GPU: whether cuDNN is there, its version and the head's width are theirs to judge."""
-    tokens, cache = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, PROBE, 2, head_dim), (1, 1, PROBE, head_dim)))
+    """Why the calls do not compile on this GPU: whether cuDNN is there,
+    its version and the head's width are theirs to judge.
+    """
+    tokens, cache = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, PROBE, 2, head_dim), (1, 1, PROBE, head_dim))
+    )
 
     def all_forms(x: jax.Array, cache: jax.Array) -> Any:
         mask = jnp.tril(jnp.ones((1, PROBE, PROBE), bool))
@@ -110,13 +127,16 @@ def _refusal(dtype: str, head_dim: int) -> str | None:
     return None
 
 
-def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, *, planned: bool = False) -> jax.Array:
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, *, planned: bool = False
+) -> jax.Array:
     """Causal attention; differentiable in q, k and v.
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], all BF16 or FP16.
-      mask: bool [B, T, T], true where a key is visible, somewhere in each row and nowhere above the diagonal; None: wherever
-        it is causal.  cuDNN adds -2^41 to what is hidden, so a row with nothing visible would be differences of such numbers.
+      mask: bool [B, T, T], true where a key is visible, somewhere in each row and nowhere above the diagonal;
+        None: wherever it is causal.  cuDNN adds -2^41 to what is hidden, so a row with nothing visible would
+          be differences of such numbers.
       planned: see `PLANNED`.
 
     Returns:
@@ -125,15 +145,20 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | 
     length = q.shape[1]
     if mask is not None:
         mask = mask[:, None]
-    if length % 2:  # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
+    # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
+    if length % 2:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         mask = mask if mask is None else jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
     if planned:
         return _planned(q, k, v, mask)[:, :length]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :length]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[
+        :, :length
+    ]
 
 
-def flash_cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, planned: bool = False) -> jax.Array:
+def flash_cached_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, planned: bool = False
+) -> jax.Array:
     """Attention of one token per row against a cache; no gradient.
 
     Args:
@@ -151,7 +176,9 @@ def flash_cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: 
     if planned:
         return _planned(queries, keys, values, None).reshape(B, N, H)
     lengths = jnp.repeat(positions + 1, K, total_repeat_length=B * K)
-    out = jax.nn.dot_product_attention(queries, keys, values, key_value_seq_lengths=lengths, implementation="cudnn")
+    out = jax.nn.dot_product_attention(
+        queries, keys, values, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
     return out.reshape(B, N, H)
 
 

@@ -3,14 +3,16 @@
     RMSNorm                 -> q, k, v and gate, up
     SiLU(gate) * up         -> down
 
-Where the products run on Pallas kernels, every reader is FP8 and a kernel takes the shape, operation and quantiser are one
-kernel (`pallas_kernels.rms_norm_quantize`, `silu_multiply_quantize`): the value is then read by no product, carries the
-gradient alone, and XLA drops what would compute it in the forward.  Everywhere else the operation of `models.ops` runs and
-its result is quantised once for all readers.  RMSNorm is fused only where its value is quantised along rows alone: a copy
-for WGrad (`wgrad_operand` dual or block, in training) takes the value.
+Where the products run on Pallas kernels, every reader is FP8 and a kernel takes the shape, operation and
+quantiser are one kernel (`pallas_kernels.rms_norm_quantize`, `silu_multiply_quantize`): the value is then
+read by no product, carries the gradient alone, and XLA drops what would compute it in the forward.
+Everywhere else the operation of `models.ops` runs and its result is quantised once for all readers.  RMSNorm
+is fused only where its value is quantised along rows alone: a copy for WGrad (`wgrad_operand` dual or block,
+in training) takes the value.
 
-With `numerics.exact` both ways give the same bits (tests/parity/test_fp8_producers.py), but for SiLU's values below 2**-119
-times |up|, which the kernel may make zero.  Without it the kernels still sum and round as `exact` does, and `models.ops` in
+With `numerics.exact` both ways give the same bits (tests/parity/test_fp8_producers.py), but for SiLU's values
+below 2**-119 times |up|, which the kernel may make zero.  Without it the kernels still sum and round as
+`exact` does, and `models.ops` in
 FP32: a rounding may then fall otherwise here or there.
 
 Gradients are always those of `models.ops`.
@@ -32,7 +34,12 @@ from pallas_kernels.quantize.fused import norm_kernel_problem
 
 
 def rms_norm(
-    x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, readers: Sequence[Weight], numerics: Numerics
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    eps: float,
+    readers: Sequence[Weight],
+    numerics: Numerics,
 ) -> tuple[Activation, jax.Array]:
     """RMSNorm of x, or of x + residual, both [..., D], for the layers with the weights `readers`.
 
@@ -82,7 +89,9 @@ def norm_problem(width: int, numerics: Numerics) -> str | None:
 
 def silu_problem(width: int, numerics: Numerics) -> str | None:
     """Why SiLU(gate) * up of `width` channels cannot be fused with its quantiser, None where it can."""
-    return _dtype_problem(numerics) or kernel_problem(jax.ShapeDtypeStruct((1, width), numerics.dtype), "gate")
+    return _dtype_problem(numerics) or kernel_problem(
+        jax.ShapeDtypeStruct((1, width), numerics.dtype), "gate"
+    )
 
 
 def _dtype_problem(numerics: Numerics) -> str | None:

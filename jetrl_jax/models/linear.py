@@ -6,7 +6,8 @@ The kind of the weight decides what runs; no layer looks at a preset:
     TrainableFp8Weight   FProp on the same codes; DGrad and WGrad in FP8, or in BF16 on dequantised operands
     array                BF16 or FP32 matrix multiplication, ordinary gradients
 
-FP8 flow (Jet-RL): X is quantised in 1x128 groups, once for all layers that read it, and only these codes are saved.
+FP8 flow (Jet-RL): X is quantised in 1x128 groups, once for all layers that read it, and only these codes are
+saved.
 
     FProp  Y  = Xq(1,128)   . Wq(128,128)^T
     DGrad  dX = dYq(1,128)  . Wq(128,128)          the same codes and scale grid, transposed
@@ -16,8 +17,8 @@ FP8 flow (Jet-RL): X is quantised in 1x128 groups, once for all layers that read
         block       X quantised in 128x128 blocks from BF16 in the forward, and that copy saved
 
 Gradients between operations are BF16, the weight's gradient is FP32.  The quantisers are straight-through.
-With `numerics.exact` FProp uses a GEMM whose bits do not depend on the number of rows: Hopper's kernel, or the
-reference where there is none; the backward needs no such property (`product_implementation`).
+With `numerics.exact` FProp uses a GEMM whose bits do not depend on the number of rows: Hopper's kernel, or
+the reference where there is none; the backward needs no such property (`product_implementation`).
 """
 
 from __future__ import annotations
@@ -78,27 +79,43 @@ def is_fp8(weight: Weight) -> bool:
     return isinstance(weight, ScaledArray | TrainableFp8Weight)
 
 
-def linear(x: Activation, weight: Weight, bias: jax.Array | None, numerics: Numerics, *, split_input: bool = False) -> jax.Array:
+def linear(
+    x: Activation, weight: Weight, bias: jax.Array | None, numerics: Numerics, *, split_input: bool = False
+) -> jax.Array:
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
-    The bias [N] is added to the FP32 sums, which are rounded once; in FP8, to the rounded product, and the sum is rounded
-    again.  Both as vLLM's layers do.
-    Under tensor parallelism N counts this device's output features; x is whole (`Activation.entered`), or with `split_input`
-    this device's K / degree features, whose codes (not in FP8: values) are gathered here.
+    The bias [N] is added to the FP32 sums, which are rounded once; in FP8, to the rounded product, and the
+    sum is rounded again.  Both as vLLM's layers do.
+    Under tensor parallelism N counts this device's output features; x is whole (`Activation.entered`), or
+    with `split_input` this device's K / degree features, whose codes (not in FP8: values) are gathered here.
 
     Raises:
       ValueError: an FP8 weight, and x without codes.
     """
     flat, codes = x.value.reshape(-1, x.value.shape[-1]), x.codes
     if is_fp8(weight) and codes is None:
-        raise ValueError("linear: an FP8 weight multiplies codes: got codes=None, expected those of activation(value, [weight], numerics).")
+        raise ValueError(
+            "linear: an FP8 weight multiplies codes: got codes=None, expected those of "
+            "activation(value, [weight], numerics)."
+        )
     if isinstance(weight, TrainableFp8Weight):
-        out = _trainable(flat, codes, weight.master, weight.quantized, weight.fp8_backward, split_input, numerics)
+        out = _trainable(
+            flat, codes, weight.master, weight.quantized, weight.fp8_backward, split_input, numerics
+        )
     elif isinstance(weight, ScaledArray):
         assert codes is not None
         out = _fprop(_whole_input(codes.rows, split_input), weight, numerics)
     else:
-        out, bias = dense(tensor_parallel.gather_input(flat) if split_input else flat, weight, numerics.dtype, numerics, bias), None
+        out, bias = (
+            dense(
+                tensor_parallel.gather_input(flat) if split_input else flat,
+                weight,
+                numerics.dtype,
+                numerics,
+                bias,
+            ),
+            None,
+        )
     if bias is not None:
         total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
@@ -122,14 +139,17 @@ def has_fp8_wgrad(readers: Sequence[Weight]) -> bool:
 
 
 def wgrad_block(readers: Sequence[Weight], numerics: Numerics) -> tuple[int, int] | None:
-    """Blocks of the copy that WGrad of one of these weights reads; None: it reads the rows' codes, or there is no FP8 WGrad."""
+    """Blocks of the copy that WGrad of one of these weights reads; None: it reads the rows' codes,
+    or there is no FP8 WGrad.
+    """
     if not has_fp8_wgrad(readers):
         return None
     return {"requantize": None, "dual": FP8_BLOCKS.token, "block": FP8_BLOCKS.weight}[numerics.wgrad_operand]
 
 
 def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
-    """What forms the products of the forward, or of the backward: a name that `pallas_kernels` knows, and why.
+    """What forms the products of the forward, or of the backward: a name that `pallas_kernels` knows, and
+    why.
 
     "auto": Hopper's kernels where they can run; else "xla" for the forward of an exact run, else "xla_fast".
 
@@ -140,7 +160,9 @@ def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
         problem = gpu_problem()
         if problem is None:
             return Choice("mosaic_gpu", "auto: a GPU that the kernels are written for")
-        return Choice("xla" if forward and numerics.exact else "xla_fast", f"auto: mosaic_gpu cannot run: {problem}")
+        return Choice(
+            "xla" if forward and numerics.exact else "xla_fast", f"auto: mosaic_gpu cannot run: {problem}"
+        )
     try:
         return resolve("numerics.kernels", numerics.kernels, IMPLEMENTATIONS)
     except NotImplementedError as error:
@@ -148,7 +170,8 @@ def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
 
 
 def quantizer_implementation(products: Choice, problem: str | None) -> Choice:
-    """What a quantiser, alone or fused, runs on: the Pallas kernel where the products do and nothing stands against it.
+    """What a quantiser, alone or fused, runs on: the Pallas kernel where the products do and nothing stands
+    against it.
 
     products: of the forward.
     problem: why the kernel cannot take its operands, None where it can.
@@ -163,7 +186,9 @@ def _quantize(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> Scale
     return quantize(x, block, scale_format=numerics.scale_format, implementation=implementation)
 
 
-def _quantize_dual(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> tuple[ScaledArray, ScaledArray]:
+def _quantize_dual(
+    x: jax.Array, block: tuple[int, int], numerics: Numerics
+) -> tuple[ScaledArray, ScaledArray]:
     """In (1, 128) blocks and in `block`; where the kernel runs, from one read."""
     implementation = numerics.choices.quantizer(x.shape[1]).name
     return quantize_dual(x, block, scale_format=numerics.scale_format, implementation=implementation)
@@ -209,10 +234,13 @@ def _forward(
     if fp8_backward and numerics.wgrad_operand != "requantize":
         assert codes.wgrad is not None
         saved = codes.wgrad
-    return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight)  # not `_trainable`: the master is not read
+    # not `_trainable`: the master is not read
+    return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight)
 
 
-def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residuals: Any, dy: jax.Array) -> Any:
+def _backward(
+    fp8_backward: bool, split_input: bool, numerics: Numerics, residuals: Any, dy: jax.Array
+) -> Any:
     saved, weight = residuals
     saved = _whole_input(saved, split_input)
     dx_dtype = tensor_parallel.input_cotangent_dtype(dy.dtype)
@@ -224,7 +252,10 @@ def _backward(fp8_backward: bool, split_input: bool, numerics: Numerics, residua
         )
         dx, dw = pullback(dy)
     else:
-        fast: dict[str, Any] = {"promotion_order": numerics.promotion_order, "implementation": numerics.choices.backward.name}
+        fast: dict[str, Any] = {
+            "promotion_order": numerics.promotion_order,
+            "implementation": numerics.choices.backward.name,
+        }
         rows, tokens = _quantize_dual(dy, FP8_BLOCKS.token, numerics)
         dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
         operand = saved

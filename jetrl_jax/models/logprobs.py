@@ -31,8 +31,8 @@ def completion_logprobs(
       chunk_tokens: tokens whose logits exist at once.
 
     Returns:
-      (logprobs, entropy), float32 [R, T]; entry t belongs to token t, predicted from token t - 1.  Column 0 and
-      the first token of each segment hold no prediction (0, or that of a foreign context): mask them.
+      (logprobs, entropy), float32 [R, T]; entry t belongs to token t, predicted from token t - 1.  Column 0
+      and the first token of each segment hold no prediction (0, or that of a foreign context): mask them.
       The entropy carries no gradient.
 
     Raises:
@@ -56,9 +56,13 @@ def completion_logprobs(
     @jax.checkpoint
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = vocabulary.scale_logits(model.logits(part[0], head), temperature, exact=exact)
-        return vocabulary.token_logprobs(logits, part[1], exact=exact, split=split), vocabulary.entropy(logits, split=split)
+        return vocabulary.token_logprobs(logits, part[1], exact=exact, split=split), vocabulary.entropy(
+            logits, split=split
+        )
 
-    outputs = one_chunk((flat[0], targets[0])) if flat.shape[0] == 1 else jax.lax.map(one_chunk, (flat, targets))
+    outputs = (
+        one_chunk((flat[0], targets[0])) if flat.shape[0] == 1 else jax.lax.map(one_chunk, (flat, targets))
+    )
     rows = [part.reshape(-1)[:count].reshape(token_ids.shape[0], -1) for part in outputs]
     logprobs, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in rows)
     return logprobs, entropy

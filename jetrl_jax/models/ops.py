@@ -38,7 +38,8 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
 def _round_to_bfloat16(x: jax.Array) -> jax.Array:
     """`reduce_precision` pins the rounding; then the upper half of the bits is the value.
 
-    A cast would round a second time, and on CPU two roundings in a row make LLVM compute their operand several times.
+    A cast would round a second time, and on CPU two roundings in a row make LLVM compute their operand
+    several times.
     """
     bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), jnp.uint32)
     return jax.lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
@@ -51,7 +52,9 @@ def _round_to_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_parameter(x: jax.Array, dtype: Any) -> jax.Array:
-    """A bias or norm weight rounded to the values of `dtype`, as float32; its gradient is FP32 and not rounded."""
+    """A bias or norm weight rounded to the values of `dtype`, as float32;
+    its gradient is FP32 and not rounded.
+    """
     return round_to(x, dtype).astype(jnp.float32)
 
 
@@ -61,7 +64,9 @@ def _round_parameter_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
 
 
 def along_last(vector: jax.Array, rank: int) -> jax.Array:
-    """A vector [D] as [1, ..., 1, D] of `rank` axes: broadcasting is written out, for strict rank promotion."""
+    """A vector [D] as [1, ..., 1, D] of `rank` axes: broadcasting is written out,
+    for strict rank promotion.
+    """
     return vector.reshape((1,) * (rank - 1) + vector.shape)
 
 
@@ -104,7 +109,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) ->
     return _scale(_normalize(eps, numerics.exact, x.astype(jnp.float32)), weight, numerics)
 
 
-def add_rms_norm(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+def add_rms_norm(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
     """RMSNorm of x + residual, both [..., D]; returns (normed, new residual)."""
     h = x.astype(jnp.float32) + residual.astype(jnp.float32)
     total = round_to(h, numerics.dtype)
@@ -137,7 +144,8 @@ def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Arr
 def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Angular frequencies, float32 [H / 2], stretched as `RopeScaling` says.
 
-    Computed in float64 and rounded once: FP32 powers differ between CPUs, here and in other libraries, by a unit in the last place.
+    Computed in float64 and rounded once: FP32 powers differ between CPUs, here and in other libraries, by a
+      unit in the last place.
     """
     frequencies = rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None and scaling.rope_type == "linear":
@@ -150,13 +158,20 @@ def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | No
 
 def _llama3_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
     """By wavelength (Dubey et al. 2024)."""
-    original, low_factor, high_factor = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    assert original is not None and low_factor is not None and high_factor is not None  # `RopeScaling` requires them of llama3
+    original, low_factor, high_factor = (
+        scaling.original_max_position_embeddings,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
+    # `RopeScaling` requires them of llama3
+    assert original is not None and low_factor is not None and high_factor is not None
     wavelength = 2 * np.pi / frequencies
     low, high = original / low_factor, original / high_factor
     smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    return np.where(wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended))
+    return np.where(
+        wavelength > low, frequencies / scaling.factor, np.where(wavelength < high, frequencies, blended)
+    )
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
@@ -166,7 +181,10 @@ def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeS
     """
     original, head_dim = scaling.original_max_position_embeddings, 2 * len(frequencies)
     assert original is not None  # `RopeScaling` requires it of yarn
-    first, last = (head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope_theta)) for turns in scaling.betas)
+    first, last = (
+        head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope_theta))
+        for turns in scaling.betas
+    )
     if scaling.truncate is not False:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
@@ -181,7 +199,10 @@ def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) ->
 
     YaRN's factor multiplies them in FP32, before that rounding.
     """
-    frequencies = along_last(jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)), positions.ndim + 1)
+    frequencies = along_last(
+        jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)),
+        positions.ndim + 1,
+    )
     angle = positions[..., None].astype(jnp.float32) * frequencies
     if numerics.exact:
         with jax.enable_x64(True):

@@ -1,13 +1,17 @@
-"""Parameters split over a mesh, inside `jax.shard_map`: how a layer gets a whole weight, and where its gradient goes.
+"""Parameters split over a mesh, inside `jax.shard_map`: how a layer gets a whole weight, and where its
+gradient goes.
 
     axis "data"     copies of the policy; the rows of a batch are split
-    axis "fsdp"     the rows are split, and so is every matrix: masters, moments, published codes with their scale grids
-    axis "tensor"   the layers are split (`tensor_parallel`): a device has, and gathers, its output features only
+    axis "fsdp"     the rows are split, and so is every matrix: masters, moments, published codes with their
+                    scale grids
+    axis "tensor"   the layers are split (`tensor_parallel`): a device has, and gathers, its output features
+                    only
 
-A matrix is gathered where it is multiplied: FP8 weights as codes and scales (one byte a value), the others rounded to the
-dtype they are multiplied in.  Rounding and quantising before the gather give the bits of doing it after, since no shard
-boundary cuts a 128x128 block.  Gradients are summed in FP32: over "fsdp" straight into the shards (reduce-scatter), then
-over "data".  With rematerialised layers the backward gathers again, so no whole weight lives longer than its layer.
+A matrix is gathered where it is multiplied: FP8 weights as codes and scales (one byte a value), the others
+rounded to the dtype they are multiplied in.  Rounding and quantising before the gather give the bits of doing
+it after, since no shard boundary cuts a 128x128 block.  Gradients are summed in FP32: over "fsdp" straight
+into the shards (reduce-scatter), then over "data".  With rematerialised layers the backward gathers again, so
+no whole weight lives longer than its layer.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class ShardedParameter:
 
     value: the shard: an array, a `ScaledArray` or a `TrainableFp8Weight` of shards.
     axis: the axis that is split over "fsdp"; None where every device of that axis holds the same.
-    of_heads: whole on every device of "tensor" but used on each one's heads only, so that gradients are shares.
+    of_heads: whole on every device of "tensor" but used on each one's heads only, so that gradients are
+      shares.
     """
 
     value: Any
@@ -46,7 +51,8 @@ class ShardedParameter:
 def gathered(parameter: nnx.Param, dtype: Any) -> Any:
     """The value that a layer multiplies; of a `ShardedParameter` all that "fsdp" splits, gathered now.
 
-    `dtype` is what the layer rounds an array to anyway; the result keeps the array's own dtype, which is its gradient's.
+    `dtype` is what the layer rounds an array to anyway; the result keeps the array's own dtype, which is its
+    gradient's.
     """
     value = parameter.get_value()
     if not isinstance(value, ShardedParameter):
@@ -54,7 +60,9 @@ def gathered(parameter: nnx.Param, dtype: Any) -> Any:
     shard, axis = value.value, value.axis
     sums = MESH_AXES if value.of_heads else ROW_AXES
     if isinstance(shard, TrainableFp8Weight):
-        return TrainableFp8Weight(_receiver(shard.master, axis), gather_codes(shard.quantized, FSDP, axis), shard.fp8_backward)
+        return TrainableFp8Weight(
+            _receiver(shard.master, axis), gather_codes(shard.quantized, FSDP, axis), shard.fp8_backward
+        )
     if isinstance(shard, ScaledArray):
         return gather_codes(shard, FSDP, axis)
     return _gather(shard, axis, sums, jnp.dtype(dtype))
@@ -70,7 +78,9 @@ def gather_codes(codes: ScaledArray, mesh_axis: str, axis: int | None) -> Scaled
     """Codes and scales of all devices of a mesh axis, joined along `axis`; None: every device has them."""
     if axis is None:
         return codes
-    qvalue, scale = (jax.lax.all_gather(part, mesh_axis, axis=axis, tiled=True) for part in (codes.qvalue, codes.scale))
+    qvalue, scale = (
+        jax.lax.all_gather(part, mesh_axis, axis=axis, tiled=True) for part in (codes.qvalue, codes.scale)
+    )
     return ScaledArray(qvalue, scale, codes.block_shape)
 
 
@@ -101,4 +111,6 @@ _gather.defvjp(
     lambda shard, axis, sums, dtype: (_gather(shard, axis, sums, dtype), None),
     lambda axis, sums, dtype, _, grad: _to_shard(axis, sums, grad),
 )
-_receiver.defvjp(lambda shard, axis: (_receiver(shard, axis), None), lambda axis, _, grad: _to_shard(axis, ROW_AXES, grad))
+_receiver.defvjp(
+    lambda shard, axis: (_receiver(shard, axis), None), lambda axis, _, grad: _to_shard(axis, ROW_AXES, grad)
+)

@@ -1,18 +1,19 @@
 """Layers split over the mesh axis "tensor": what a device multiplies, and what is sent between the products.
 
-Every matrix is split by its output features, never by those it sums over, so that no device holds a partial sum in the
-forward and the bits of a token are those of one device:
+Every matrix is split by its output features, never by those it sums over, so that no device holds a partial
+sum in the forward and the bits of a token are those of one device:
 
     x (whole)          -> q, k, v, gate, up: this device's heads or channels, nothing sent
     attention, SiLU    -> on this device's heads or channels
-    o, down            <- the input of all devices (FP8 flow: its codes and scales, one byte a value), this device's outputs
+    o, down            <- the input of all devices (FP8 flow: its codes and scales, one byte a value), this
+                       device's outputs
     x (whole)          <- the outputs of all devices, in the dtype between operations
     embedding, head    -> this device's part of the vocabulary; a row of the embedding is a sum with one term
 
-Against the usual pair (column- then row-parallel, one FP32 or BF16 all-reduce of the output) this sends fewer bytes in FP8
-and rounds nothing twice.  The backward does have partial sums, of dX over output features: they are formed and summed over
-the devices in FP32 and rounded once (`enter`; reduce-scatter for split inputs).  Whole activations carry whole cotangents,
-the same on every device of the axis.
+Against the usual pair (column- then row-parallel, one FP32 or BF16 all-reduce of the output) this sends fewer
+bytes in FP8 and rounds nothing twice.  The backward does have partial sums, of dX over output features: they
+are formed and summed over the devices in FP32 and rounded once (`enter`; reduce-scatter for split inputs).
+Whole activations carry whole cotangents, the same on every device of the axis.
 
 Outside `jax.shard_map` the degree is 1 and every function here is the identity.
 """
@@ -41,7 +42,8 @@ def degree() -> int:
 def enter(x: jax.Array) -> jax.Array:
     """Whole activations on their way into matrices split by output features: float32 with x's values.
 
-    The cotangents of those products, each device's partial sums, are added in FP32 and rounded once to x's dtype.
+    The cotangents of those products, each device's partial sums, are added in FP32 and rounded once to x's
+    dtype.
     """
     return x if degree() == 1 else _enter(x, x.dtype)
 
@@ -51,11 +53,16 @@ def _enter(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-_enter.defvjp(lambda x, dtype: (_enter(x, dtype), None), lambda dtype, _, dx: (round_to(jax.lax.psum(dx, TENSOR), dtype),))
+_enter.defvjp(
+    lambda x, dtype: (_enter(x, dtype), None),
+    lambda dtype, _, dx: (round_to(jax.lax.psum(dx, TENSOR), dtype),),
+)
 
 
 def gather(x: jax.Array) -> jax.Array:
-    """The parts [..., D / degree] of all devices as [..., D]; a device's cotangent is its part of the whole one."""
+    """The parts [..., D / degree] of all devices as [..., D];
+    a device's cotangent is its part of the whole one.
+    """
     return x if degree() == 1 else _gather(x)
 
 
@@ -73,7 +80,9 @@ _gather.defvjp(lambda x: (_gather(x), None), _own_part)
 
 
 def gather_input(x: jax.Array) -> jax.Array:
-    """As `gather`, into a matrix split by output features: float32, and cotangents are partial sums as in `enter`."""
+    """As `gather`, into a matrix split by output features: float32,
+    and cotangents are partial sums as in `enter`.
+    """
     return x if degree() == 1 else _gather_input(x, x.dtype)
 
 
@@ -82,7 +91,9 @@ def _gather_input(x: jax.Array, dtype: Any) -> jax.Array:
     return _gather(x).astype(jnp.float32)
 
 
-_gather_input.defvjp(lambda x, dtype: (_gather_input(x, dtype), None), lambda dtype, _, dx: (scatter_sum(dx, dtype),))
+_gather_input.defvjp(
+    lambda x, dtype: (_gather_input(x, dtype), None), lambda dtype, _, dx: (scatter_sum(dx, dtype),)
+)
 
 
 def gather_input_codes(codes: ScaledArray) -> ScaledArray:
@@ -91,7 +102,9 @@ def gather_input_codes(codes: ScaledArray) -> ScaledArray:
 
 
 def scatter_sum(dx: jax.Array, dtype: Any) -> jax.Array:
-    """Partial sums float32 [..., D] of all devices -> this device's part [..., D / degree] of their sum, in `dtype`."""
+    """Partial sums float32 [..., D] of all devices -> this device's part [..., D / degree] of their sum,
+    in `dtype`.
+    """
     return round_to(jax.lax.psum_scatter(dx, TENSOR, scatter_dimension=dx.ndim - 1, tiled=True), dtype)
 
 

@@ -1,7 +1,7 @@
 """What is computed over the whole vocabulary V: embedding rows, log-probabilities, entropies.
 
-Under `tensor_parallel` a device holds V / degree rows of embedding and head where the degree divides V, else all of them.
-With `split` logits are those of its part, and only sums and maxima over the vocabulary are sent.
+Under `tensor_parallel` a device holds V / degree rows of embedding and head where the degree divides V, else
+all of them. With `split` logits are those of its part, and only sums and maxima over the vocabulary are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from jetrl_jax.precision.numerics import Numerics
 
 
 def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
-    """Rows of weight [V, D] (split: [V / degree, D]) for int32 ids [...] of the whole vocabulary: [..., D] in `numerics.dtype`."""
+    """Rows of weight [V, D] (split: [V / degree, D]) for int32 ids [...] of the whole vocabulary: [...,
+    D] in `numerics.dtype`.
+    """
     if not split:
         return round_to(weight[token_ids], numerics.dtype)
     ids, mine = tensor_parallel.local_ids(token_ids, weight.shape[0])
@@ -43,8 +45,13 @@ def log_normalizer(logits: jax.Array, *, exact: bool = True, split: bool = False
 
 
 def _problems_of_logits(logits: jax.Array) -> list[str]:
-    dtype = getattr(logits, "dtype", type(logits).__name__)  # as it is: `jnp.result_type` calls numpy's float64 float32
-    return [] if dtype == jnp.float32 and jnp.ndim(logits) else [f"logits {dtype} {jnp.shape(logits)}, expected float32 [..., V]"]
+    # as it is: `jnp.result_type` calls numpy's float64 float32
+    dtype = getattr(logits, "dtype", type(logits).__name__)
+    return (
+        []
+        if dtype == jnp.float32 and jnp.ndim(logits)
+        else [f"logits {dtype} {jnp.shape(logits)}, expected float32 [..., V]"]
+    )
 
 
 @shape_independent
@@ -55,10 +62,12 @@ def _divide(_: None, dtype: Any, logits: jax.Array, divisor: jax.Array) -> jax.A
 def scale_logits(logits: jax.Array, temperature: float | jax.Array, *, exact: bool = True) -> jax.Array:
     """logits / temperature in FP32 (the identity at 1), float32 [..., V].
 
-    With `exact` (as `Numerics.exact`) a constant (the trainer's) and a float32 scalar (the engine's) give the same bits.
+    With `exact` (as `Numerics.exact`) a constant (the trainer's) and a float32 scalar (the engine's) give the
+    same bits.
 
     Raises:
-      ValueError: logits that are not float32, a temperature that is no scalar or, where it is known, not finite and above 0.
+      ValueError: logits that are not float32, a temperature that is no scalar or, where it is known, not
+        finite and above 0.
     """
     problems = _problems_of_logits(logits)
     if isinstance(temperature, str) or jnp.ndim(temperature) != 0:
@@ -72,23 +81,32 @@ def scale_logits(logits: jax.Array, temperature: float | jax.Array, *, exact: bo
     return _divide(None, exact, logits, jnp.asarray(temperature, jnp.float32))
 
 
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, exact: bool = True, split: bool = False) -> jax.Array:
+def token_logprobs(
+    logits: jax.Array, token_ids: jax.Array, *, exact: bool = True, split: bool = False
+) -> jax.Array:
     """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
 
     Engine and trainer both call this on logits already scaled by the temperature.
 
     Raises:
-      ValueError: logits that are not float32, ids of another shape or no integers; where they are known, ids outside the
-        vocabulary (under `jax.jit` those from V on give NaN, and negative ones count from its end).
+      ValueError: logits that are not float32, ids of another shape or no integers; where they are known, ids
+        outside the vocabulary (under `jax.jit` those from V on give NaN, and negative ones count from its
+        end).
     """
     problems = _problems_of_logits(logits)
-    if jnp.shape(token_ids) != jnp.shape(logits)[:-1] or not jnp.issubdtype(jnp.result_type(token_ids), jnp.integer):
+    if jnp.shape(token_ids) != jnp.shape(logits)[:-1] or not jnp.issubdtype(
+        jnp.result_type(token_ids), jnp.integer
+    ):
         found = f"token_ids {jnp.result_type(token_ids)} {jnp.shape(token_ids)}"
-        problems.append(f"{found}, expected integers of shape {jnp.shape(logits)[:-1]}, one for each row of logits")
+        problems.append(
+            f"{found}, expected integers of shape {jnp.shape(logits)[:-1]}, one for each row of logits"
+        )
     elif not split and not isinstance(token_ids, jax.core.Tracer):
         known = np.asarray(token_ids)
         if known.size and not 0 <= known.min() <= known.max() < logits.shape[-1]:
-            problems.append(f"token_ids from {known.min()} to {known.max()}, expected 0 to V - 1 = {logits.shape[-1] - 1}")
+            problems.append(
+                f"token_ids from {known.min()} to {known.max()}, expected 0 to V - 1 = {logits.shape[-1] - 1}"
+            )
     if problems:
         raise ValueError(f"token_logprobs: got {'; '.join(problems)}.")
     if split:

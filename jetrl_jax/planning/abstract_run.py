@@ -1,7 +1,8 @@
-"""The programs and arrays of a run as shapes alone: what the planner counts and compiles, from the run's own parts.
+"""The programs and arrays of a run as shapes alone: what the planner counts and compiles, from the run's own
+parts.
 
-Nothing is allocated and no weights are read; of a checkpoint only `config.json` is.  Engine and trainer are those of
-`jetrl_jax.rollout` and `jetrl_jax.training`, their arguments abstract.
+Nothing is allocated and no weights are read; of a checkpoint only `config.json` is.  Engine and trainer are
+those of `jetrl_jax.rollout` and `jetrl_jax.training`, their arguments abstract.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class AbstractRun:
     Args:
       config: the run's config.
       sizes: the model's.
-      on_gpu: whether a key/value cache is stored as a GPU stores it, and attention is what a GPU takes; else as here.
+      on_gpu: whether a key/value cache is stored as a GPU stores it, and attention is what a GPU takes; else
+        as here.
       devices: to lay arrays out on; None takes this process's.
 
     Attributes:
@@ -47,9 +49,19 @@ class AbstractRun:
       engine: the embedded engine of one copy of the policy, or None.
     """
 
-    def __init__(self, config: RunConfig, sizes: ModelConfig, *, on_gpu: bool = True, devices: Sequence[jax.Device] | None = None) -> None:
-        self.config, self.sizes = config, sizes
-        numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu)
+    def __init__(
+        self,
+        config: RunConfig,
+        sizes: ModelConfig,
+        *,
+        on_gpu: bool = True,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        self.config = config
+        self.sizes = sizes
+        numerics = resolve(
+            build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu
+        )
         self.attention = numerics.choices.attention
         if on_gpu and self.attention.name == "cudnn":
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
@@ -62,7 +74,9 @@ class AbstractRun:
         self.programs = build_programs(config, self.model, self.plan, self.layout)
         self.state = self.programs.abstract(params)
         self.frozen = self.programs.abstract_frozen(self.state)
-        self.algorithm = resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction)
+        self.algorithm = resolve_algorithm(
+            config.algorithm, config.rollout.max_completion_tokens, config.correction
+        )
         self.engine = None if config.samples_by_vllm else self._engine()
 
     @property
@@ -80,7 +94,9 @@ class AbstractRun:
     def batch(self) -> TrainBatch:
         """One microbatch over all devices."""
         shape = (self.rows * self.config.sharding.row_shards, self.config.row_tokens)
-        ids, number, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+        ids, number, mask = (
+            jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
+        )
         optional = {
             "old_logprobs": number if self.algorithm.needs_old or self.algorithm.bypass else None,
             "ref_logprobs": number if self.algorithm.needs_reference else None,
@@ -89,10 +105,14 @@ class AbstractRun:
         return TrainBatch(ids, ids, ids, mask, number, number, ids, number, **optional)
 
     def trace(self, program: str) -> Any:
-        """One program traced (`jax.stages.Traced`): "gradient", "logprobs", "check", "step", "prefill" or "decode"."""
+        """One program traced (`jax.stages.Traced`): "gradient", "logprobs", "check", "step",
+        "prefill" or "decode".
+        """
         if program == "gradient":
             count: Any = jax.ShapeDtypeStruct((), jnp.float32)
-            return self.programs.trace_gradient(self.state, self.batch(), Denominators(count, count, count), self.algorithm)
+            return self.programs.trace_gradient(
+                self.state, self.batch(), Denominators(count, count, count), self.algorithm
+            )
         if program == "logprobs":
             return self.programs.trace_logprobs(self.frozen, self.batch())
         if program in ("check", "step"):
@@ -104,10 +124,14 @@ class AbstractRun:
             rows = engine.shapes.prefill_rows
             tokens = jax.ShapeDtypeStruct((rows, engine.shapes.prompt_buckets[-1]), jnp.int32)
             return engine.programs.trace_prefill(weights, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32))
-        scalars: list[Any] = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.uint32)]
+        scalars: list[Any] = [
+            jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.uint32)
+        ]
         stops: Any = jax.ShapeDtypeStruct((self.sizes.vocab_size,), jnp.bool_)
         controls = Controls(scalars[0], scalars[1], scalars[2], stops)
-        return engine.programs.trace_decode(weights, self.slots(), controls, jax.ShapeDtypeStruct((), jnp.int32))
+        return engine.programs.trace_decode(
+            weights, self.slots(), controls, jax.ShapeDtypeStruct((), jnp.int32)
+        )
 
     def with_config(self, config: RunConfig) -> AbstractRun:
         """The same arrays under a config that differs in the batch alone."""
@@ -127,7 +151,9 @@ class AbstractRun:
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
 
     def _engine(self) -> JaxEngine:
-        layout = self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
+        layout = (
+            self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
+        )
         return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout)
 
 

@@ -1,8 +1,10 @@
-"""The plan against XLA: each program compiled ahead of time, without weights, its memory analysis beside the prediction.
+"""The plan against XLA: each program compiled ahead of time, without weights, its memory analysis beside the
+prediction.
 
-On fake CPU devices, arguments, outputs and what is donated are those of a GPU, and must agree; temporaries are not: the CPU
-backend widens FP8 and BF16 operands, drops the barriers of rematerialisation and so keeps what a GPU computes again.  With a
-target (a description of a GPU that XLA's CUDA plugin compiles for; no GPU is needed) they are those of that GPU, attention apart.
+On fake CPU devices, arguments, outputs and what is donated are those of a GPU, and must agree; temporaries
+are not: the CPU backend widens FP8 and BF16 operands, drops the barriers of rematerialisation and so keeps
+what a GPU computes again.  With a target (a description of a GPU that XLA's CUDA plugin compiles for; no GPU
+is needed) they are those of that GPU, attention apart.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def predicted(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str) 
     rows = on_one_device(batch) // run.config.sharding.row_shards
     number = on_one_device(batch.token_ids) // run.config.sharding.row_shards
     if program == "logprobs":
-        return ProgramBytes(on_one_device(run.frozen) + 3 * number, number, _temporary(run, shallow, program), 0)
+        return ProgramBytes(
+            on_one_device(run.frozen) + 3 * number, number, _temporary(run, shallow, program), 0
+        )
     if program == "gradient":
         return ProgramBytes(_read(run) + rows, params + number, _temporary(run, shallow, program), 0)
     held = params + on_one_device(state.opt_state)
@@ -60,16 +64,23 @@ def compiled(run: AbstractRun, program: str) -> ProgramBytes:
     """What XLA says of it, for the devices that the run is laid out on."""
     analysis = run.trace(program).lower().compile().memory_analysis()
     return ProgramBytes(
-        analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.temp_size_in_bytes,
+        analysis.alias_size_in_bytes,
     )
 
 
 def check(
-    config: RunConfig, sizes: ModelConfig, devices: Sequence[jax.Device] | None, programs: Sequence[str] = PROGRAMS
+    config: RunConfig,
+    sizes: ModelConfig,
+    devices: Sequence[jax.Device] | None,
+    programs: Sequence[str] = PROGRAMS,
 ) -> Iterator[tuple[str, ProgramBytes, ProgramBytes]]:
     """(program, the planner's bytes, XLA's) one after the other; `devices` None are this process's.
 
-    Both with XLA's attention: JAX asks cuDNN for its version when it traces a call, and cuDNN comes with a GPU.
+    Both with XLA's attention: JAX asks cuDNN for its version when it traces a call, and cuDNN comes with a
+    GPU.
     """
     config = override_config(config, ["numerics.attention=xla"])
     run, shallow = AbstractRun(config, sizes, devices=devices), shallow_runs(config, sizes)
@@ -90,14 +101,20 @@ def target_devices(description: str | Path, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     if not Path(description).is_file():
-        raise UserError(f"--check-target: no such file: got {str(description)!r}, expected a GpuTargetConfig as a text proto.")
+        raise UserError(
+            f"--check-target: no such file: got {str(description)!r}, expected a GpuTargetConfig as a "
+            "text proto."
+        )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=Path(description).read_text(encoding="utf-8"), topology=f"1x{count}x1"
+            platform="cuda",
+            target_config=Path(description).read_text(encoding="utf-8"),
+            topology=f"1x{count}x1",
         )
     except (RuntimeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise UserError(
-            f"--check-target: XLA cannot compile for CUDA here: {error}. Expected jax-cuda13-plugin and jax-cuda13-pjrt of jax "
+            f"--check-target: XLA cannot compile for CUDA here: {error}. Expected jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jax "
             f"{jax.__version__} in this environment; they need no GPU."
         ) from error
     return list(topology.devices)
@@ -108,7 +125,9 @@ def _temporary(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str)
 
 
 def _read(run: AbstractRun) -> int:
-    """Bytes of what the gradient's forward multiplies: codes where it is FP8, else masters; the rest is not passed to it."""
+    """Bytes of what the gradient's forward multiplies: codes where it is FP8, else masters;
+    the rest is not passed to it.
+    """
     codes = {path for path in run.plan.paths if run.plan.flow(path).fprop.quantized}
     masters, published = dict(named_params(run.state.params)), dict(named_params(run.state.published))
     return sum(on_one_device(published[path] if path in codes else masters[path]) for path in masters)

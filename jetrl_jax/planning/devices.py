@@ -1,4 +1,6 @@
-"""The devices that a plan is made for: how many, their memory, their speed where it is known; imports no jax."""
+"""The devices that a plan is made for: how many, their memory, their speed where it is known;
+imports no jax.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,14 @@ from dataclasses import dataclass
 from jetrl_jax.errors import UserError
 
 GIB = 2**30
-# What a process sees of the card's memory: H100 as XLA's target description states it, the others as the vendor does.
-MEMORY_BYTES = {"H100": 84_942_979_072, "H200": 141_000_000_000, "A100": 80_000_000_000, "B200": 180_000_000_000}
+# What a process sees of the card's memory: H100 as XLA's target description states it, the others as the
+# vendor does.
+MEMORY_BYTES = {
+    "H100": 84_942_979_072,
+    "H200": 141_000_000_000,
+    "A100": 80_000_000_000,
+    "B200": 180_000_000_000,
+}
 
 
 @dataclass(frozen=True)

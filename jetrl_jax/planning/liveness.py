@@ -1,21 +1,24 @@
-"""Bytes that a traced program holds at its fullest point, read off its jaxpr: a model of XLA's buffer assignment on a GPU.
+"""Bytes that a traced program holds at its fullest point, read off its jaxpr: a model of XLA's buffer
+assignment on a GPU.
 
-A compiled program's memory is arguments + outputs + temporaries.  Arguments and outputs follow from shapes; temporaries
-from which values live at once.  Here a program is flattened (calls inlined, common subexpressions merged, dead code
-dropped) and its operations run in the order they are written:
+A compiled program's memory is arguments + outputs + temporaries.  Arguments and outputs follow from shapes;
+temporaries from which values live at once.  Here a program is flattened (calls inlined, common subexpressions
+merged, dead code dropped) and its operations run in the order they are written:
 
     dots, collectives, gathers, scatters, loops, kernels    have their operands and results in memory
-    reductions                                              read through element-wise operations, write their result
-    element-wise operations, broadcasts, slices             are fused into what reads them, unless the result is read by an
-                                                            operation of the first kind, or is read more than once and is
-                                                            no larger than what it would be computed from again
+    reductions                                              read through element-wise operations, write one
+    element-wise operations, broadcasts, slices             are fused into what reads them, unless the result
+                                                            is read by an operation of the first kind, or is
+                                                            read more than once and is no larger than what it
+                                                            would be computed from again
     reshapes, transposes                                    share their operand's memory
 
-A value lives from the operation that makes it to the last that reads it, through fused ones too.  An element-wise result
-takes the place of an operand that is read for the last time.  Not so values of more than three axes (scores of attention),
-since a dot wants their axes in an order of its own: such a value that only dots read is written once for each of them.
-XLA's own order, its choices of fusion and its joining of small collectives are not modelled beyond this;
-`python -m jetrl_jax plan --check-target` prints the difference (docs/scaling.md has it).
+A value lives from the operation that makes it to the last that reads it, through fused ones too.  An
+element-wise result takes the place of an operand that is read for the last time.  Not so values of more than
+three axes (scores of attention), since a dot wants their axes in an order of its own: such a value that only
+dots read is written once for each of them. XLA's own order, its choices of fusion and its joining of small
+collectives are not modelled beyond this; `python -m jetrl_jax plan --check-target` prints the difference
+(docs/scaling.md has it).
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ IN_MEMORY = COLLECTIVES | IN_PLACE | {"dot_general", "sort", "cumsum", "pallas_c
 class Value:
     """A value of the flattened program.
 
-    size: bytes; shape, dtype: its own; maker: the operation that computes it, None for arguments and constants.
+    size: bytes; shape, dtype: its own; maker: the operation that computes it, None for arguments and
+      constants.
     source: the value whose memory it shares, None where it has its own.
     material: whether it stands in memory (else it is fused away).
     """
@@ -85,7 +89,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Peak:
-    """temporaries: bytes at the fullest point; live: the values there, largest first (those inside a loop too)."""
+    """temporaries: bytes at the fullest point; live: the values there,
+    largest first (those inside a loop too).
+    """
 
     temporaries: int
     live: tuple[Value, ...]
@@ -96,8 +102,9 @@ def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
 
     Args:
       jaxpr: what one device runs; inside `jax.shard_map` shapes are those of a device.
-      body_constants: for the body of a loop, how many of its first arguments are the same in every turn; its results take
-        the places of the other arguments where they can, and count where they cannot.  None: no loop's body.
+      body_constants: for the body of a loop, how many of its first arguments are the same in every turn; its
+        results take the places of the other arguments where they can, and count where they cannot.  None: no
+        loop's body.
     """
     program = _Flattened()
     arguments, outputs = program.run(jaxpr)
@@ -107,7 +114,9 @@ def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
 
 
 def collectives(jaxpr: Any) -> list[Operation]:
-    """The collectives of a program, in order, those of a loop of known length (`scan`) as often as it turns."""
+    """The collectives of a program, in order, those of a loop of known length (`scan`)
+    as often as it turns.
+    """
     program = _Flattened()
     _, outputs = program.run(jaxpr)
     found = []
@@ -151,7 +160,8 @@ class _Flattened:
         name = equation.primitive.name
         body = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
         if body is not None and name not in IN_MEMORY:
-            if name in ("remat2", "checkpoint"):  # what is inside is computed again, never merged with what is outside
+            # what is inside is computed again, never merged with what is outside
+            if name in ("remat2", "checkpoint"):
                 inputs = [self._barrier(one) for one in inputs]
             elif name == "shard_map":
                 inputs = [_value(variable.aval, material=True) for variable in _open(body).invars]
@@ -174,9 +184,11 @@ class _Flattened:
                 value.source = source
         if name in LOOPS:
             inner = max(_bodies(equation), key=lambda one: one.temporaries)
-            operation.inner, operation.inner_live = inner.temporaries, inner.live
+            operation.inner = inner.temporaries
+            operation.inner_live = inner.live
             if name == "scan":
-                operation.body, operation.turns = equation.params["jaxpr"], equation.params["length"]
+                operation.body = equation.params["jaxpr"]
+                operation.turns = equation.params["length"]
         self.operations.append(operation)
         if key is not None:
             self._seen[key] = operation.outputs
@@ -230,7 +242,9 @@ def _without_dead_code(operations: list[Operation], outputs: Sequence[Value]) ->
 
 
 def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[int, frozenset[Value]]:
-    """Decides which values stand in memory; returns for each operation's id the values in memory that it reads."""
+    """Decides which values stand in memory; returns for each operation's id the values in memory that it
+    reads.
+    """
     forced = {value.root for value in outputs}
     readers: dict[Value, list[Operation]] = defaultdict(list)
     uses: dict[Value, int] = defaultdict(int)
@@ -247,7 +261,8 @@ def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[
             if operation.name in IN_MEMORY and not (operation.name == "dot_general" and _widened(root)):
                 forced.add(root)
     cones: dict[int, frozenset[Value]] = {}
-    looked_up: set[Value] = set()  # rows of a table and what is made of them alone: read from the table again each time
+    # rows of a table and what is made of them alone: read from the table again each time
+    looked_up: set[Value] = set()
     for operation in operations:
         if operation.name in ALIASES:
             continue
@@ -256,10 +271,17 @@ def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[
         cones[id(operation)] = sources
         again = sum(source.size for source in sources)
         for value in operation.outputs:
-            if operation.name == "dot_general" and value not in forced and _has_epilogue(operation, readers[value]):
+            if (
+                operation.name == "dot_general"
+                and value not in forced
+                and _has_epilogue(operation, readers[value])
+            ):
                 continue
             always = operation.name in IN_MEMORY | REDUCTIONS or value in forced
-            if not always and (operation.name == "gather" or (roots & looked_up and all(_given(root) for root in roots - looked_up))):
+            if not always and (
+                operation.name == "gather"
+                or (roots & looked_up and all(_given(root) for root in roots - looked_up))
+            ):
                 looked_up.add(value)
                 continue
             value.material = always or (uses[value] > 1 and value.size <= again)
@@ -281,7 +303,9 @@ def _widened(value: Value) -> bool:
 
 
 def _has_epilogue(dot: Operation, readers: list[Operation]) -> bool:
-    """Whether a dot's result is read by one element-wise operation alone, which is then done as it is written."""
+    """Whether a dot's result is read by one element-wise operation alone,
+    which is then done as it is written.
+    """
     value = dot.outputs[0]
     if len(value.shape) > MERGED_AXES or len(readers) != 1 or readers[0].name in IN_MEMORY | REDUCTIONS:
         return False
@@ -290,7 +314,9 @@ def _has_epilogue(dot: Operation, readers: list[Operation]) -> bool:
 
 
 def _there_before(values: list[Value], order: int) -> bool:
-    """Whether all that the values are computed from in memory is made before the operation with that number."""
+    """Whether all that the values are computed from in memory is made before the operation with that
+    number.
+    """
     seen: set[int] = set()
     while values:
         maker = values.pop().root.maker
@@ -303,8 +329,15 @@ def _there_before(values: list[Value], order: int) -> bool:
     return True
 
 
-def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carried: list[Value] | None, outputs: Sequence[Value]) -> Peak:
-    """Runs the operations in order and notes the fullest point; `carried` are a loop's arguments whose places are free."""
+def _sweep(
+    operations: list[Operation],
+    reads: dict[int, frozenset[Value]],
+    carried: list[Value] | None,
+    outputs: Sequence[Value],
+) -> Peak:
+    """Runs the operations in order and notes the fullest point;
+    `carried` are a loop's arguments whose places are free.
+    """
     made = [operation for operation in operations if any(value.material for value in operation.outputs)]
     last = {value: position for position, operation in enumerate(made) for value in reads[id(operation)]}
     results = {value.root for value in outputs}
@@ -327,7 +360,8 @@ def _sweep(operations: list[Operation], reads: dict[int, frozenset[Value]], carr
                 continue
             free = dying if reusable and len(value.shape) <= MERGED_AXES else ()
             place = next((one for one in free if one.size == value.size), None)
-            if place is None and value in results:  # of a loop's turn: goes where an argument was read for the last time before
+            # of a loop's turn: goes where an argument was read for the last time before
+            if place is None and value in results:
                 place = next((one for one in freed if one.size == value.size), None)
                 if place is not None:
                     freed.remove(place)

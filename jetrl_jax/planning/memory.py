@@ -1,15 +1,19 @@
 """Bytes on one device in each phase of a run: what is held, what a program adds, what is left.
 
-    rollout    weights and cache of the embedded engine, prompts being inserted, the fuller of prefill and decode
-    scoring    weights without gradient, temporaries of the log-probabilities' program (where the algorithm needs them)
-    gradient   the gradient and, of several microbatches, their sum; activations, gathered weights, a chunk of logits
+    rollout    weights and cache of the embedded engine, prompts being inserted, the fuller of prefill and
+               decode
+    scoring    weights without gradient, temporaries of the log-probabilities' program (where the algorithm
+               needs them)
+    gradient   the gradient and, of several microbatches, their sum; activations, gathered weights, a chunk of
+               logits
     update     gradient, old and new state in one place, the largest master once more
     sync       the engine's next weights beside those that it has (where they are a copy)
 
-Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing is freed in
-between, but by a vLLM that sleeps (`rollout.engine.sleep`), which holds its share during the rollout alone. Arrays are counted
-exactly, from the shardings that the run uses (`AbstractRun`); temporaries are those of `planning.liveness`, traced at two
-small depths and drawn on to the model's: beyond the first layers each adds the same.
+Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing
+is freed in between, but by a vLLM that sleeps (`rollout.engine.sleep`), which holds its share during the
+rollout alone. Arrays are counted exactly, from the shardings that the run uses (`AbstractRun`); temporaries
+are those of `planning.liveness`, traced at two small depths and drawn on to the model's: beyond the first
+layers each adds the same.
 """
 
 from __future__ import annotations
@@ -67,7 +71,9 @@ class MemoryPlan:
     """
 
     def __init__(self, config: RunConfig, sizes: ModelConfig, device_bytes: int) -> None:
-        self.config, self.sizes, self.device_bytes = config, sizes, device_bytes
+        self.config = config
+        self.sizes = sizes
+        self.device_bytes = device_bytes
         self.run = AbstractRun(config, sizes)
         self.shallow = shallow_runs(config, sizes)
         self._rollout: dict[RolloutSection, dict[str, int]] = {}  # found before: a batch does not change them
@@ -84,25 +90,39 @@ class MemoryPlan:
         return sum(temporaries(runs, self.sizes.num_layers, "gradient").values())
 
     def largest_microbatch(self, budget: int) -> int:
-        """The largest `batch.microbatch_tokens` whose phases fit into `budget` bytes; 0: not even one row does."""
-        rows = _largest(lambda rows: self._fits([f"batch.microbatch_tokens={rows * self.config.row_tokens}"], budget), 1)
+        """The largest `batch.microbatch_tokens` whose phases fit into `budget` bytes; 0:
+        not even one row does.
+        """
+        rows = _largest(
+            lambda rows: self._fits([f"batch.microbatch_tokens={rows * self.config.row_tokens}"], budget), 1
+        )
         return rows * self.config.row_tokens
 
     def longest_completion(self, budget: int) -> int:
-        """The longest `rollout.max_completion_tokens` with which one row a device, and the engine's slots, fit; 0: none does."""
+        """The longest `rollout.max_completion_tokens` with which one row a device, and the engine's slots,
+        fit; 0: none does.
+        """
         prompt = self.config.rollout.max_prompt_tokens
         most = self.sizes.max_position_embeddings - prompt
 
         def fits(steps: int) -> bool:
             length = steps * LENGTH_STEP
-            row = ["batch.row_tokens=null", "algorithm.overlong_buffer_tokens=0", f"batch.microbatch_tokens={prompt + length}"]
+            row = [
+                "batch.row_tokens=null",
+                "algorithm.overlong_buffer_tokens=0",
+                f"batch.microbatch_tokens={prompt + length}",
+            ]
             return length <= most and self._fits([f"rollout.max_completion_tokens={length}", *row], budget)
 
         return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))
 
     def _fits(self, changes: list[str], budget: int) -> bool:
         config = override_config(self.config, changes)
-        run = AbstractRun(config, self.sizes) if config.rollout != self.config.rollout else self.run.with_config(config)
+        run = (
+            AbstractRun(config, self.sizes)
+            if config.rollout != self.config.rollout
+            else self.run.with_config(config)
+        )
         return all(phase.total <= budget for phase in self._phases(run, shallow_runs(config, self.sizes)))
 
     def _phases(self, run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Phase]:
@@ -113,26 +133,39 @@ class MemoryPlan:
 
 
 def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ...]:
-    """Runs of the model at `DEPTHS`; of a shallow one, or where layers are told apart by name, the model itself."""
+    """Runs of the model at `DEPTHS`; of a shallow one, or where layers are told apart by name,
+    the model itself.
+    """
     if sizes.num_layers <= DEPTHS[-1] or fp8_choices(config.precision).overrides:
         return (AbstractRun(config, sizes),)
     return tuple(AbstractRun(config, dataclasses.replace(sizes, num_layers=depth)) for depth in DEPTHS)
 
 
 def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dict[str, int]:
-    """Bytes of each kind at a program's fullest point, for a model of `layers` layers like those of `runs`."""
+    """Bytes of each kind at a program's fullest point,
+    for a model of `layers` layers like those of `runs`.
+    """
     found = [
-        _kinds(peak(run.trace(program).jaxpr).live, {run.sizes.vocab_size, run.sizes.vocab_size // run.config.sharding.tensor})
+        _kinds(
+            peak(run.trace(program).jaxpr).live,
+            {run.sizes.vocab_size, run.sizes.vocab_size // run.config.sharding.tensor},
+        )
         for run in runs
     ]
     if len(found) == 1:
         return found[0]
-    (shallow, deep), (first, second) = found, (run.sizes.num_layers for run in runs)
-    drawn = {kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) // (second - first) for kind in deep}
+    (shallow, deep) = found
+    (first, second) = (run.sizes.num_layers for run in runs)
+    drawn = {
+        kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) // (second - first)
+        for kind in deep
+    }
     return {kind: max(size, 0) for kind, size in drawn.items()}
 
 
-def phases(run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int, rollout: Mapping[str, int]) -> list[Phase]:
+def phases(
+    run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int, rollout: Mapping[str, int]
+) -> list[Phase]:
     """The phases of a step, in its order; `rollout` is what that phase adds."""
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
@@ -167,19 +200,27 @@ def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
         vllm = run.config.shared_vllm
         return {} if vllm is None else {"vLLM": int(vllm.gpu_memory_utilization * device_bytes)}
     split = run.layout is not None and any(axis is not None for axis in run.layout.axes.values())
-    weights = {"engine's weights": on_one_device(run.engine_weights())} if split else {}  # else the published ones
+    # else the published ones
+    weights = {"engine's weights": on_one_device(run.engine_weights())} if split else {}
     return weights | {"KV cache": on_one_device(run.slots())}
 
 
 def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, int]:
-    """What a rollout adds: prefilled prompts, a cache of half the length while it grows, the fuller program's temporaries."""
+    """What a rollout adds: prefilled prompts, a cache of half the length while it grows,
+    the fuller program's temporaries.
+    """
     if run.engine is None:
         return {}
     shapes, empty = run.engine.shapes, run.engine.programs.abstract_state
-    prompts = on_one_device(empty(shapes.prefill_rows, shapes.prompt_buckets[-1])) + 4 * shapes.prefill_rows * run.sizes.vocab_size
+    prompts = (
+        on_one_device(empty(shapes.prefill_rows, shapes.prompt_buckets[-1]))
+        + 4 * shapes.prefill_rows * run.sizes.vocab_size
+    )
     before = shapes.cache_buckets[-2:-1]
     smaller = on_one_device(empty(shapes.batch_sizes[-1], before[0])) if before else 0
-    temporary = max(sum(temporaries(shallow, run.sizes.num_layers, program).values()) for program in ("prefill", "decode"))
+    temporary = max(
+        sum(temporaries(shallow, run.sizes.num_layers, program).values()) for program in ("prefill", "decode")
+    )
     return {"prefilled prompts": prompts, "cache that grows": smaller, "temporaries": temporary}
 
 
@@ -192,7 +233,9 @@ def _kinds(live: tuple[Value, ...], vocabulary: set[int]) -> dict[str, int]:
     """Bytes of the values that live at once, by kind; `vocabulary` has its size and a device's part of it."""
     sizes = dict.fromkeys((ACTIVATIONS, CODES, WEIGHTS, VOCABULARY, LOGITS), 0)
     for value in live:
-        gathered = value.maker is not None and value.maker.name == "all_gather" and TENSOR not in value.maker.axes
+        gathered = (
+            value.maker is not None and value.maker.name == "all_gather" and TENSOR not in value.maker.axes
+        )
         if value.shape[-1:] and value.shape[-1] in vocabulary:
             kind = LOGITS
         elif vocabulary & set(value.shape):
@@ -206,7 +249,9 @@ def _kinds(live: tuple[Value, ...], vocabulary: set[int]) -> dict[str, int]:
 
 
 def _largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest number from 1 on that fits (0: none), when every smaller one does too; tried from `start` on by doubling."""
+    """The largest number from 1 on that fits (0: none), when every smaller one does too;
+    tried from `start` on by doubling.
+    """
     low, high = 0, start
     while fits(high):
         low, high = high, 2 * high

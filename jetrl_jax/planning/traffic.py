@@ -1,8 +1,10 @@
-"""Work and traffic of one step on one device, and the seconds that they would take at given rates: predictions, no measurement.
+"""Work and traffic of one step on one device, and the seconds that they would take at given rates:
+predictions, no measurement.
 
-Every sequence is taken to fill its row, every completion to be as long as it may; nothing overlaps.  The rates of FP8 and
-BF16 products are those of kernels measured one by one on an H100 (8,192 and 16,384 tokens, Qwen3-8B's shapes); the XLA forms
-that run without such kernels reach 84 TFLOP/s.  FP32 products and cuDNN's attention are taken at the data sheet's peaks.
+Every sequence is taken to fill its row, every completion to be as long as it may; nothing overlaps.  The
+rates of FP8 and BF16 products are those of kernels measured one by one on an H100 (8,192 and 16,384 tokens,
+Qwen3-8B's shapes); the XLA forms that run without such kernels reach 84 TFLOP/s.  FP32 products and cuDNN's
+attention are taken at the data sheet's peaks.
 """
 
 from __future__ import annotations
@@ -47,17 +49,24 @@ class Row:
 def work(run: AbstractRun) -> list[Row]:
     """Products of a step's training and the bytes that its rollout reads, on one device."""
     sizes, config = run.sizes, run.config
-    tokens = run.microbatches * run.rows * config.row_tokens / config.sharding.tensor  # a device's share of every product
+    # a device's share of every product
+    tokens = run.microbatches * run.rows * config.row_tokens / config.sharding.tensor
     again = config.batch.remat == "layer"
     forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
     linear = {"fp8": 0.0, "other": 0.0}
     masters = dict(named_params(run.state.params))
     for path in run.plan.linear:
-        linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += 2.0 * math.prod(masters[path].shape) * tokens
+        linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += (
+            2.0 * math.prod(masters[path].shape) * tokens
+        )
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
-    square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens  # two products
-    if run.model.numerics.choices.attention.name == PLANNED:  # half of it; the backward has five products, the scores once more among them
-        attention = _row("attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash")
+    # two products
+    square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens
+    # half of it; the backward has five products, the scores once more among them
+    if run.model.numerics.choices.attention.name == PLANNED:
+        attention = _row(
+            "attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash"
+        )
     else:
         attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")
     rows = [
@@ -110,9 +119,16 @@ def _sent(run: AbstractRun, program: str) -> dict[str, float]:
     sent = {"all_gather": 0.0, "reduce_scatter": 0.0, "psum": 0.0}
     for operation in collectives(run.trace(program).jaxpr):
         degree = math.prod(run.layout.mesh.shape[axis] for axis in operation.axes)
-        share = {"all_gather": (degree - 1) / degree, "reduce_scatter": degree - 1, "psum": 2 * (degree - 1) / degree}
-        kind = operation.name if operation.name in share else "psum"  # or a maximum, in the same two turns of a ring
-        sent[kind] = sent.get(kind, 0.0) + share[kind] * operation.times * sum(value.size for value in operation.outputs)
+        share = {
+            "all_gather": (degree - 1) / degree,
+            "reduce_scatter": degree - 1,
+            "psum": 2 * (degree - 1) / degree,
+        }
+        # or a maximum, in the same two turns of a ring
+        kind = operation.name if operation.name in share else "psum"
+        sent[kind] = sent.get(kind, 0.0) + share[kind] * operation.times * sum(
+            value.size for value in operation.outputs
+        )
     return sent
 
 
@@ -120,5 +136,9 @@ def _drawn(found: list[dict[str, float]], runs: tuple[AbstractRun, ...], layers:
     """The amounts of a model of `layers` layers from those at the depths of `runs`."""
     if len(found) == 1:
         return found[0]
-    (shallow, deep), (first, second) = found, (run.sizes.num_layers for run in runs)
-    return {kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) / (second - first) for kind in deep}
+    (shallow, deep) = found
+    (first, second) = (run.sizes.num_layers for run in runs)
+    return {
+        kind: deep[kind] + (deep[kind] - shallow[kind]) * (layers - second) / (second - first)
+        for kind in deep
+    }

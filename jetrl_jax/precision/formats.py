@@ -1,6 +1,8 @@
-"""The number formats, and the flows made of them: the format of each product of a linear layer; imports no jax.
+"""The number formats, and the flows made of them: the format of each product of a linear layer; imports no
+jax.
 
-`FORMATS` is an open set: readers of a plan ask a format for its blocks, or whether it has any, and not for its name.
+`FORMATS` is an open set: readers of a plan ask a format for its blocks, or whether it has any, and not for
+  its name.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from typing import NamedTuple
 
 
 class Blocks(NamedTuple):
-    """Shapes of the blocks of a quantised format that share a scale, as [rows, columns] of a product's operand."""
+    """Shapes of the blocks of a quantised format that share a scale, as [rows,
+    columns] of a product's operand.
+    """
 
     activation: tuple[int, int]  # X, and dY in DGrad: along the contraction
     weight: tuple[int, int]
@@ -19,7 +23,9 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers are stored: as values of `dtype`, or, with `blocks`, as codes of it with one scale for each block."""
+    """How numbers are stored: as values of `dtype`, or, with `blocks`,
+    as codes of it with one scale for each block.
+    """
 
     name: str
     dtype: str
@@ -40,8 +46,9 @@ FORMATS: dict[str, Format] = {known.name: known for known in (FP32, BF16, FP16, 
 class Flow(NamedTuple):
     """The format of each product of a linear layer, and of everything between the products.
 
-    value: of activations between operations, of parameters that no linear layer multiplies, and of keys and values: in the
-        trainer's attention and in the cache alike, since exactness needs both rounded in the same way.  Never quantised.
+    value: of activations between operations, of parameters that no linear layer multiplies, and of keys and
+        values: in the trainer's attention and in the cache alike, since exactness needs both rounded in the
+          same way.  Never quantised.
     """
 
     rollout: Format
@@ -73,4 +80,5 @@ PRESETS: dict[str, Flow] = {
     "fp8_forward": Flow(FP8, FP8, BF16, BF16),
     "fp8_rollout_only": Flow(FP8, BF16, BF16, BF16),
 }
-LINEAR = "_proj.weight"  # how the path of a linear layer's weight ends, and no other path: `models.anatomy` has the names
+# how the path of a linear layer's weight ends, and no other path: `models.anatomy` has the names
+LINEAR = "_proj.weight"

@@ -1,4 +1,6 @@
-"""Rounding points and reductions of a forward pass, and which implementation serves each of its operations."""
+"""Rounding points and reductions of a forward pass, and which implementation serves each of its
+operations.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,19 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Num
 
 @dataclass(frozen=True)
 class Choices:
-    """What serves each operation of a policy, and why: decided once, by `jetrl_jax.models.choices.resolve`, and read by every forward.
+    """What serves each operation of a policy, and why: decided once, by `jetrl_jax.models.choices.resolve`,
+    and read by every forward.
 
-    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that they were made for.
+    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that they were
+      made for.
     forward, backward: the FP8 products.
     dense: the products that are not FP8, forward.
     attention: of whole sequences, and of one token of each row against a cache.
     extension: attention of several tokens of each row against a cache.
     cache: the dtype that keys and values are stored in.
     quantize, quantize_partial: the quantisers of operands whose rows are whole blocks, and of others.
-    norm, silu: RMSNorm, and SiLU(gate) * up, with the quantiser behind it: a kernel does both, "xla" one after the other.
+    norm, silu: RMSNorm, and SiLU(gate) * up, with the quantiser behind it: a kernel does both, "xla" one
+      after the other.
     norm_in_training: `norm` where a WGrad in FP8 reads the input.
     """
 
@@ -61,10 +66,17 @@ class Choices:
 
     def record(self) -> dict[str, Any]:
         """For the run's record."""
-        found = {name: dataclasses.asdict(choice) for name, choice in vars(self).items() if isinstance(choice, Choice)}
+        found = {
+            name: dataclasses.asdict(choice)
+            for name, choice in vars(self).items()
+            if isinstance(choice, Choice)
+        }
         return {
             "fp8_products": {name: found[name] for name in ("forward", "backward")},
-            "fp8_inputs": {name: found[name] for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")},
+            "fp8_inputs": {
+                name: found[name]
+                for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")
+            },
             "dense_products": found["dense"],
             "attention": found["attention"],
             "attention_of_extensions": found["extension"],
@@ -76,7 +88,8 @@ class Choices:
 class Numerics:
     """Rounding points and reductions of a forward pass; hashable, so that `jax.jit` may close over it.
 
-    compute_dtype: "bfloat16" and "float16" round between operations where the mirrored engine does; "float32" never does.
+    compute_dtype: "bfloat16" and "float16" round between operations where the mirrored engine does; "float32"
+      never does.
     engine_variant: "native" (vLLM's eager ops: two roundings in RMSNorm, variance of the unrounded residual
         sum) or "cuda" (vLLM's CUDA kernels: one rounding, variance of the rounded sum).
     exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
@@ -84,10 +97,11 @@ class Numerics:
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.linear`.
     kernels: implementation of the FP8 products; see `jetrl_jax.models.linear.product_implementation`.
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
-    dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see `jetrl_jax.models.dense`.
+    dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see
+      `jetrl_jax.models.dense`.
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`jetrl_jax.models.cache`).
-    resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls where it is built, and
-        again where `dataclasses.replace` changed a setting.
+    resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls
+        where it is built, and again where `dataclasses.replace` changed a setting.
 
     Raises:
       ValueError: a setting that is none of `ALLOWED`.
@@ -109,11 +123,14 @@ class Numerics:
         problems = [
             f"got {name}={getattr(self, name)!r}, expected one of {allowed}"
             for name, allowed in ALLOWED.items()
-            if not any(type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in allowed)
+            if not any(
+                type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in allowed
+            )
         ]
         if not problems and self.stored_dtype not in (None, self.compute_dtype, "float32", "float64"):
             problems = [
-                f"got stored_dtype={self.stored_dtype!r}, expected a dtype with every value of compute_dtype={self.compute_dtype!r}"
+                f"got stored_dtype={self.stored_dtype!r}, expected a dtype with every value of "
+                f"compute_dtype={self.compute_dtype!r}"
             ]
         if problems:
             raise ValueError("Numerics: bad value: " + "; ".join(problems) + ".")

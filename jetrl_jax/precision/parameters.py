@@ -24,6 +24,7 @@ def named_params(params: nnx.State) -> list[tuple[str, Any]]:
 def map_params(function: Any, params: nnx.State) -> nnx.State:
     """A state whose value at each path is `function(path, value)`."""
     flat = [
-        (path, variable.replace(function(".".join(map(str, path)), variable.get_value()))) for path, variable in nnx.to_flat_state(params)
+        (path, variable.replace(function(".".join(map(str, path)), variable.get_value())))
+        for path, variable in nnx.to_flat_state(params)
     ]
     return nnx.from_flat_state(flat)

@@ -58,8 +58,8 @@ class PrecisionPlan:
     Args:
       paths: every parameter path of the model ('.'-joined, as `named_params` gives them).
       preset: a key of `PRESETS`.
-      overrides: (glob, name of a format) pairs, the last match wins: the preset's flow where that is its rollout's format, else
-        every product in it.
+      overrides: (glob, name of a format) pairs, the last match wins: the preset's flow where that is its
+        rollout's format, else every product in it.
       wgrad_operand, scale_format: see `Numerics`.
 
     Attributes:
@@ -78,8 +78,11 @@ class PrecisionPlan:
         wgrad_operand: str = "requantize",
         scale_format: str = "float32",
     ) -> None:
-        self.preset, self.scale_format, self.wgrad_operand = preset, scale_format, wgrad_operand
-        self.paths, default = list(paths), PRESETS[preset]
+        self.preset = preset
+        self.scale_format = scale_format
+        self.wgrad_operand = wgrad_operand
+        self.paths = list(paths)
+        default = PRESETS[preset]
         self.value = default.value
         layers = [path for path in self.paths if path.endswith(LINEAR)]
         self._linear = dict.fromkeys(layers, default)
@@ -87,10 +90,13 @@ class PrecisionPlan:
             hit = [path for path in layers if fnmatch.fnmatchcase(path, pattern)]
             if not hit:
                 raise UserError(
-                    f"precision.overrides: pattern {pattern!r} matches no linear layer. Linear layers are: {', '.join(layers[:7])}, ..."
+                    f"precision.overrides: pattern {pattern!r} matches no linear layer. Linear layers "
+                    f"are: {', '.join(layers[:7])}, ..."
                 )
             fmt = FORMATS[name]
-            self._linear.update(dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt)))
+            self._linear.update(
+                dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt))
+            )
         self._other = default.uniform(default.value)
 
     @property
@@ -99,7 +105,9 @@ class PrecisionPlan:
         return tuple(self._linear)
 
     def flow(self, path: str) -> Flow:
-        """The formats of a parameter's products; of a parameter that no linear layer multiplies, the values' format everywhere."""
+        """The formats of a parameter's products; of a parameter that no linear layer multiplies,
+        the values' format everywhere.
+        """
         return self._linear.get(path, self._other)
 
     @property
@@ -109,7 +117,10 @@ class PrecisionPlan:
         for path in self.paths:
             if path in self._linear:
                 products = self.flow(path).products.items()
-                rows += [PlanRow(path, site, fmt.name, _blocks(site, fmt, self.wgrad_operand)) for site, fmt in products]
+                rows += [
+                    PlanRow(path, site, fmt.name, _blocks(site, fmt, self.wgrad_operand))
+                    for site, fmt in products
+                ]
             else:
                 head = path in ("lm_head.weight", "embed_tokens.weight")
                 rows.append(PlanRow(path, "value", self.value.name, "logits in fp32" if head else "-"))
@@ -121,7 +132,14 @@ class PrecisionPlan:
         lines += [(row.path, row.site, row.format, row.blocks) for row in self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(4)]
         head = f"preset {self.preset}; scales {self.scale_format}; wgrad operand {self.wgrad_operand}\n"
-        return head + "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines) + "\n"
+        return (
+            head
+            + "\n".join(
+                "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+                for line in lines
+            )
+            + "\n"
+        )
 
     def publish(self, params: nnx.State) -> nnx.State:
         """The weights of a policy version as the engine multiplies them; traceable under `jax.jit`.
@@ -135,9 +153,12 @@ class PrecisionPlan:
         """
 
         def publish_one(path: str, value: jax.Array) -> Any:
-            source = jnp.array(value, self.value.dtype)  # a copy even in FP32: an update consumes the masters' buffers
+            # a copy even in FP32: an update consumes the masters' buffers
+            source = jnp.array(value, self.value.dtype)
             blocks = self.flow(path).rollout.blocks
-            return source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
+            return (
+                source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
+            )
 
         return map_params(publish_one, params)
 
@@ -150,12 +171,18 @@ class PrecisionPlan:
 
         def bind(path: str, value: jax.Array) -> Any:
             flow = self.flow(path)
-            return TrainableFp8Weight(value, codes[path], flow.dgrad.quantized) if flow.fprop.quantized else value
+            return (
+                TrainableFp8Weight(value, codes[path], flow.dgrad.quantized)
+                if flow.fprop.quantized
+                else value
+            )
 
         return map_params(bind, params)
 
     def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
-        """As `training_weights` without masters: the same forward, no gradient; a reference policy is kept so."""
+        """As `training_weights` without masters: the same forward, no gradient;
+        a reference policy is kept so.
+        """
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:

@@ -9,8 +9,8 @@ renames it when all is there; an old checkpoint is renamed out of the way before
 disk has damaged all the same is found at restore by the manifest and left out with a warning.  Files are
 not synced one by one: after a power cut the newest checkpoint may be lost, the one before it is there.
 
-Several processes save and restore together, on a file system that all see: each writes its shards and reads whole arrays;
-the first one hashes (each array is gathered for it, one at a time), renames and removes.
+Several processes save and restore together, on a file system that all see: each writes its shards and reads
+whole arrays; the first one hashes (each array is gathered for it, one at a time), renames and removes.
 """
 
 from __future__ import annotations
@@ -90,14 +90,19 @@ class CheckpointStore:
         """Steps of the finished checkpoints, ascending; whether they are whole shows at restore."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
+        return sorted(
+            int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal() and entry.is_dir()
+        )
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> bool:
+    def save(
+        self, step: int, state: Any, metadata: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
+    ) -> bool:
         """Save ``state`` and ``metadata`` (JSON) as the checkpoint of ``step``; returns when it is written.
 
-        ``metrics``: the step's row, of which ``best_metric`` ranks the checkpoint.  Returns False and does nothing
-        where ``step`` has a checkpoint already.  Raises ``ValueError`` on a step before the newest checkpoint,
-        ``TypeError`` on metadata that is not JSON or a leaf that is no array, `RunStopped` where writing fails.
+        ``metrics``: the step's row, of which ``best_metric`` ranks the checkpoint.  Returns False and does
+        nothing where ``step`` has a checkpoint already.  Raises ``ValueError`` on a step before the newest
+        checkpoint, ``TypeError`` on metadata that is not JSON or a leaf that is no array, `RunStopped` where
+        writing fails.
         """
         if self._read_only:
             raise RuntimeError("CheckpointStore.save: the store was opened with read_only=True")
@@ -105,19 +110,28 @@ class CheckpointStore:
         if step in steps:
             return False
         if steps and step < steps[-1]:
-            raise ValueError(f"CheckpointStore.save: got step={step}, expected more than {steps[-1]}, the newest checkpoint's")
+            raise ValueError(
+                f"CheckpointStore.save: got step={step}, expected more than {steps[-1]}, the newest "
+                "checkpoint's"
+            )
         leaves = _named_leaves(state)
         plain = json.loads(json.dumps(dict(metadata)))
         document = _seal({"format": FORMAT, "step": step, "manifest": _manifest(leaves), "metadata": plain})
         score = float((metrics or {}).get(self._best_metric, -math.inf))
         manager = self._open_manager()
-        args = ocp.args.Composite(state=ocp.args.PyTreeSave(_nest(_storable(leaves))), metadata=ocp.args.JsonSave(document))
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(_nest(_storable(leaves))), metadata=ocp.args.JsonSave(document)
+        )
         try:
-            saved = manager.save(step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf})
+            saved = manager.save(
+                step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf}
+            )
         except Exception as error:  # a full disk reaches us as an error of tensorstore, of many types
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each abandoned write would add a traceback
+            # each abandoned write would add a traceback
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise RunStopped(
-                f"CheckpointStore.save: the checkpoint of step {step} could not be written into {self.directory}: {error}. "
+                f"CheckpointStore.save: the checkpoint of step {step} could not be written into "
+                f"{self.directory}: {error}. "
                 "The earlier ones are whole: make room and go on with --resume."
             ) from error
         if not saved:
@@ -127,11 +141,13 @@ class CheckpointStore:
         return True
 
     def restore_latest(self, template: Any, *, subset: bool = False) -> Restored | None:
-        """The newest checkpoint that is whole, in the structure of ``template`` (``subset`` as in `restore`); None where there is none.
+        """The newest checkpoint that is whole, in the structure of ``template`` (``subset`` as in `restore`);
+        None where there is none.
 
-        ``template``: a pytree like the saved one, of arrays or ``jax.ShapeDtypeStruct``.  A damaged checkpoint is
-        left out with a warning that names it and (unless ``read_only``) renamed to ``<step>.corrupt``.  Raises
-        `UserError` when the template differs from what was saved, and when every checkpoint there is is damaged.
+        ``template``: a pytree like the saved one, of arrays or ``jax.ShapeDtypeStruct``.  A damaged
+        checkpoint is left out with a warning that names it and (unless ``read_only``) renamed to
+        ``<step>.corrupt``.  Raises `UserError` when the template differs from what was saved, and when every
+        checkpoint there is is damaged.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -146,25 +162,33 @@ class CheckpointStore:
             return restored
         if damaged:
             raise UserError(
-                f"restore_latest: no checkpoint is whole: got {self.directory} with steps {sorted(damaged)}, each damaged "
-                f"(the newest: {damaged[max(damaged)]}). Start a new run, or remove them to begin this one again."
+                f"restore_latest: no checkpoint is whole: got {self.directory} with steps "
+                f"{sorted(damaged)}, each damaged "
+                f"(the newest: {damaged[max(damaged)]}). Start a new run, or remove them to begin this "
+                "one again."
             )
         return None
 
     def restore(self, step: int, template: Any, *, subset: bool = False) -> Restored:
-        """The checkpoint of ``step``.  With ``subset``, ``template`` may name only a part of the state, such as the parameters.
+        """The checkpoint of ``step``.  With ``subset``, ``template`` may name only a part of the state, such
+        as the parameters.
 
-        Raises `CorruptCheckpoint` when it is damaged, `UserError` when it holds other arrays than ``template``.
+        Raises `CorruptCheckpoint` when it is damaged, `UserError` when it holds other arrays than
+        ``template``.
         """
         document = self.read_metadata(step)
         wanted = _named_leaves(template)
         _check_template(wanted, document["manifest"], subset, self.directory / str(step))
         host = self._read_arrays(step, wanted, document["manifest"])
-        leaves = [_as_template(host[name], leaf, document["manifest"][name]["dtype"]) for name, leaf in wanted.items()]
+        leaves = [
+            _as_template(host[name], leaf, document["manifest"][name]["dtype"])
+            for name, leaf in wanted.items()
+        ]
         return Restored(step, jax.tree.unflatten(jax.tree.structure(template), leaves), document["metadata"])
 
     def read_metadata(self, step: int) -> dict[str, Any]:
-        """The verified metadata file of ``step``: ``format``, ``step``, ``manifest`` and the trainer's ``metadata``.
+        """The verified metadata file of ``step``: ``format``, ``step``, ``manifest`` and the trainer's
+        ``metadata``.
 
         Raises `CorruptCheckpoint`, and `UserError` for one that another version of this program wrote.
         """
@@ -177,7 +201,10 @@ class CheckpointStore:
         if _seal(document)["sha256"] != digest or document.get("step") != step:
             raise CorruptCheckpoint("its metadata is not what was saved (hash or step differ)")
         if document["format"] != FORMAT:
-            raise UserError(f"read_metadata: another format of checkpoint: got format={document['format']} in {path}, expected {FORMAT}")
+            raise UserError(
+                f"read_metadata: another format of checkpoint: got format={document['format']} in "
+                f"{path}, expected {FORMAT}"
+            )
         return document
 
     def close(self) -> None:
@@ -189,33 +216,44 @@ class CheckpointStore:
     def __enter__(self) -> CheckpointStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
-    def _read_arrays(self, step: int, wanted: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _read_arrays(
+        self, step: int, wanted: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
         """The arrays named by ``wanted`` as numpy, each checked against its hash."""
         item = _nest({name: np.empty((0,)) for name in wanted})
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=_alone()) as checkpointer:
+            with ocp.Checkpointer(
+                ocp.PyTreeCheckpointHandler(), multiprocessing_options=_alone()
+            ) as checkpointer:
                 arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
                 tree = checkpointer.restore(self.directory / str(step) / "state", args=arguments)
             arrays = {name: np.asarray(_look_up(tree, name)) for name in wanted}
         except MemoryError:
             raise
         except Exception as error:  # Orbax and tensorstore raise many kinds for a missing or cut file
-            raise CorruptCheckpoint(f"its arrays cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+            raise CorruptCheckpoint(
+                f"its arrays cannot be read: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
         wrong = [name for name, digest in _digests(arrays).items() if digest != manifest[name]["sha256"]]
         if wrong:
             names = ", ".join(wrong[:3])
-            raise CorruptCheckpoint(f"{len(wrong)} of {len(arrays)} arrays are not what was saved (SHA-256 differs): {names}")
+            raise CorruptCheckpoint(
+                f"{len(wrong)} of {len(arrays)} arrays are not what was saved (SHA-256 differs): {names}"
+            )
         return arrays
 
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is not None:
             return self._manager
         for step in self.steps() if self._tidies else ():
-            if not _readable(self.directory / str(step)):  # the manager cannot be made while one of these is unreadable
+            # the manager cannot be made while one of these is unreadable
+            if not _readable(self.directory / str(step)):
                 self._warn(f"checkpoint {self.directory / str(step)} is damaged and set aside")
                 self._set_aside(step)
         processes.barrier()
@@ -279,7 +317,10 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         name = "/".join(parts)
         if name in named or not name or any("/" in part for part in parts):
-            raise TypeError(f"CheckpointStore: bad tree path: got {name!r}, expected a container with distinct keys without '/'")
+            raise TypeError(
+                f"CheckpointStore: bad tree path: got {name!r}, expected a container with distinct keys "
+                "without '/'"
+            )
         named[name] = leaf
     return named
 
@@ -301,17 +342,23 @@ def _storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
         if _is_key(leaf):
             arrays[name] = jax.random.key_data(leaf)
         elif isinstance(leaf, jax.Array):
-            alone = processes.count() > 1 and leaf.is_fully_addressable  # one that this process has for itself, like the others
+            # one that this process has for itself, like the others
+            alone = processes.count() > 1 and leaf.is_fully_addressable
             arrays[name] = np.asarray(leaf) if alone else leaf
         elif isinstance(leaf, np.ndarray | np.generic | bool | int | float):
             arrays[name] = np.asarray(leaf)
         else:
-            raise TypeError(f"CheckpointStore.save: no array: got {name} of type {type(leaf).__name__}, expected an array or a number")
+            raise TypeError(
+                f"CheckpointStore.save: no array: got {name} of type {type(leaf).__name__}, expected an "
+                "array or a number"
+            )
     return arrays
 
 
 def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and hash of each array; with several processes, of which all must call this, empty but in the first."""
+    """Shape, dtype and hash of each array; with several processes, of which all must call this,
+    empty but in the first.
+    """
     arrays = _storable(leaves)
     if processes.count() == 1:
         digests = _digests({name: np.asarray(array) for name, array in arrays.items()})
@@ -321,14 +368,18 @@ def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             whole = processes.fetch(array)
             if processes.is_first():
                 digests |= _digests({name: whole})
-    described = {name: {"shape": list(np.shape(leaf)), "dtype": _dtype_name(leaf)} for name, leaf in leaves.items()}
+    described = {
+        name: {"shape": list(np.shape(leaf)), "dtype": _dtype_name(leaf)} for name, leaf in leaves.items()
+    }
     return {name: {**described[name], "sha256": digest} for name, digest in digests.items()}
 
 
 def _alone() -> Any:
     """Orbax's options for what this process reads by itself."""
     return ocp.options.MultiprocessingOptions(
-        primary_host=None, active_processes={processes.index()}, barrier_sync_key_prefix=f"process{processes.index()}"
+        primary_host=None,
+        active_processes={processes.index()},
+        barrier_sync_key_prefix=f"process{processes.index()}",
     )
 
 
@@ -369,17 +420,23 @@ def _as_template(array: np.ndarray, leaf: Any, dtype_name: str) -> Any:
         return array if isinstance(leaf, np.ndarray) else array[()]
     sharding = getattr(leaf, "sharding", None)
     if _is_key(leaf):
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=_key_impl(dtype_name)), sharding)
+        return jax.device_put(
+            jax.random.wrap_key_data(jnp.asarray(array), impl=_key_impl(dtype_name)), sharding
+        )
     return jax.device_put(array, sharding)
 
 
 def _key_impl(dtype_name: str) -> str:
     """``key<fry>`` -> ``threefry2x32``."""
-    return {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[dtype_name.removeprefix("key<").removesuffix(">")]
+    return {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[
+        dtype_name.removeprefix("key<").removesuffix(">")
+    ]
 
 
 def _check_template(wanted: Mapping[str, Any], manifest: Mapping[str, Any], subset: bool, path: Path) -> None:
-    """Raise `UserError` listing every array that the checkpoint lacks, has besides, or has in another shape or dtype."""
+    """Raise `UserError` listing every array that the checkpoint lacks, has besides,
+    or has in another shape or dtype.
+    """
     problems = [f"  {name}: not in the checkpoint" for name in wanted if name not in manifest]
     if not subset:
         problems += [f"  {name}: only in the checkpoint" for name in manifest if name not in wanted]
@@ -392,4 +449,6 @@ def _check_template(wanted: Mapping[str, Any], manifest: Mapping[str, Any], subs
             problems.append(f"  {name}: saved {saved[1]}{list(saved[0])}, now {now[1]}{list(now[0])}")
     if problems:
         more = [f"  … and {len(problems) - 30} more"] if len(problems) > 30 else []
-        raise UserError(f"restore: {path} holds another state than this run's:\n" + "\n".join(problems[:30] + more))
+        raise UserError(
+            f"restore: {path} holds another state than this run's:\n" + "\n".join(problems[:30] + more)
+        )

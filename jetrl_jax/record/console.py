@@ -75,7 +75,9 @@ class Console:
     ``live``: whether to draw; default: where the stream is a terminal that can move its cursor.
     """
 
-    def __init__(self, steps: int | None = None, *, stream: TextIO | None = None, live: bool | None = None) -> None:
+    def __init__(
+        self, steps: int | None = None, *, stream: TextIO | None = None, live: bool | None = None
+    ) -> None:
         self._steps = steps
         self._stream = sys.stdout if stream is None else stream
         self._rows = 0
@@ -86,13 +88,17 @@ class Console:
     def _start(self, force: bool) -> None:
         from rich.console import Console as RichConsole
 
-        terminal = RichConsole(file=self._stream, force_terminal=True if force else None, highlight=False, soft_wrap=False)
+        terminal = RichConsole(
+            file=self._stream, force_terminal=True if force else None, highlight=False, soft_wrap=False
+        )
         if terminal.is_terminal and not terminal.is_dumb_terminal:
             self._live = _Live(terminal)
 
     @contextlib.contextmanager
     def phase(self, name: str, total: float | None = None, unit: str = "") -> Iterator[Phase]:
-        """Show phase ``name`` while the ``with`` block runs; ``total`` units of work (None: unknown), named ``unit``."""
+        """Show phase ``name`` while the ``with`` block runs; ``total`` units of work (None: unknown),
+        named ``unit``.
+        """
         reporter = self._live or _PlainProgress(self._write)
         self._guarded(lambda: reporter.begin(name, total, unit))
         try:
@@ -104,16 +110,29 @@ class Console:
         """Show the row of a step: its metrics, with ``step`` among them."""
         if self._live is None:
             parts = [f"step={row['step']}", *([f"steps={self._steps}"] if self._steps is not None else [])]
-            parts += [f"{column.metric}={_cell(row[column.metric], column.format)}" for column in COLUMNS if column.metric in row]
+            parts += [
+                f"{column.metric}={_cell(row[column.metric], column.format)}"
+                for column in COLUMNS
+                if column.metric in row
+            ]
             self._write(" ".join(parts))
             return
         width = max(4, len(str(self._steps or 0)) * 2 + 1)
         if self._rows % HEADER_EVERY_ROWS == 0:
-            self._show("step".rjust(width) + "".join(f"  {column.heading:>{column.width}}" for column in COLUMNS), "bold")
+            self._show(
+                "step".rjust(width) + "".join(f"  {column.heading:>{column.width}}" for column in COLUMNS),
+                "bold",
+            )
         self._rows += 1
         step = f"{row['step']}/{self._steps}" if self._steps is not None else f"{row['step']}"
-        cells = [_cell(row[column.metric], column.format) if column.metric in row else "" for column in COLUMNS]
-        self._show(step.rjust(width) + "".join(f"  {cell:>{column.width}}" for cell, column in zip(cells, COLUMNS, strict=True)), "")
+        cells = [
+            _cell(row[column.metric], column.format) if column.metric in row else "" for column in COLUMNS
+        ]
+        self._show(
+            step.rjust(width)
+            + "".join(f"  {cell:>{column.width}}" for cell, column in zip(cells, COLUMNS, strict=True)),
+            "",
+        )
 
     def message(self, text: str) -> None:
         """Show a line (or several) of text."""
@@ -125,14 +144,17 @@ class Console:
 
     def close(self) -> None:
         """End the live area.  The console can still show messages and rows after it, as plain lines."""
-        live, self._live = self._live, None
+        live = self._live
+        self._live = None
         if live is not None:
             self._guarded(live.stop)
 
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _show(self, text: str, style: str, crop: bool = True) -> None:
@@ -150,7 +172,8 @@ class Console:
         try:
             action()
         except Exception as error:  # whatever a terminal does to rich, the run goes on
-            live, self._live = self._live, None
+            live = self._live
+            self._live = None
             if live is not None:
                 with contextlib.suppress(Exception):
                     live.stop()
@@ -161,7 +184,14 @@ class _Live:
     """The live area: one rich progress bar per phase, reused from step to step."""
 
     def __init__(self, terminal: Any) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         self._progress = Progress(
             TextColumn("{task.description:<8}"),
@@ -180,7 +210,8 @@ class _Live:
         self._progress.start()
 
     def begin(self, name: str, total: float | None, unit: str) -> None:
-        self._units[name], self._begun[name] = unit, time.monotonic()
+        self._units[name] = unit
+        self._begun[name] = time.monotonic()
         if name in self._tasks:
             self._progress.reset(self._tasks[name], total=total, rate="")
         else:
@@ -197,7 +228,9 @@ class _Live:
     def show(self, text: str, style: str, crop: bool) -> None:
         from rich.text import Text
 
-        self._progress.console.print(Text(text, style=style, no_wrap=crop, overflow="crop" if crop else "fold"), crop=crop)
+        self._progress.console.print(
+            Text(text, style=style, no_wrap=crop, overflow="crop" if crop else "fold"), crop=crop
+        )
 
     def stop(self) -> None:
         self._progress.stop()
@@ -214,7 +247,8 @@ class _PlainProgress:
         self._begun = self._said = time.monotonic()
 
     def begin(self, name: str, total: float | None, unit: str) -> None:
-        self._total, self._unit = total, unit
+        self._total = total
+        self._unit = unit
 
     def advance(self, name: str, n: float) -> None:
         self._done += n
@@ -248,13 +282,17 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _print(stream: TextIO, line: str) -> None:
-    """Write a line; substitute what the stream's encoding lacks, and give up quietly where the stream is gone."""
+    """Write a line; substitute what the stream's encoding lacks,
+    and give up quietly where the stream is gone.
+    """
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         stream.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # else Python finds the pipe broken once more when it exits, with status 120
+        # else Python finds the pipe broken once more when it exits, with status 120
+        with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    except (OSError, ValueError, AttributeError):  # a full disk, a closed file, or None (a process without a console)
+    # a full disk, a closed file, or None (a process without a console)
+    except (OSError, ValueError, AttributeError):
         pass

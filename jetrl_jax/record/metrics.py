@@ -81,46 +81,119 @@ _RL_BETTER: dict[str, Better] = {
 METRICS: tuple[Metric, ...] = (
     Metric("step", "step", "RL steps done; the row of step 0 is the policy before RL."),
     Metric("policy_version", "version", "Version of the weights that generated the step's completions."),
-    *(Metric(name, metric.unit, metric.meaning, _RL_BETTER.get(name, "neither")) for name, metric in RL_METRICS.items()),
+    *(
+        Metric(name, metric.unit, metric.meaning, _RL_BETTER.get(name, "neither"))
+        for name, metric in RL_METRICS.items()
+    ),
     Metric("reward/*_mean", "reward", "mean of one reward function, before its weight", "higher"),
-    Metric("eval/accuracy", "fraction", "held-out completions at the rollout temperature that solve their prompt", "higher"),
+    Metric(
+        "eval/accuracy",
+        "fraction",
+        "held-out completions at the rollout temperature that solve their prompt",
+        "higher",
+    ),
     Metric("eval/greedy_accuracy", "fraction", "held-out prompts solved by greedy decoding", "higher"),
-    Metric("eval/pass_at_*", "fraction", "held-out prompts solved by at least one of k completions, estimated without bias", "higher"),
-    Metric("eval/reward_mean", "reward", "mean reward of the held-out completions at the rollout temperature", "higher"),
-    Metric("eval/completion_tokens_mean", "tokens", "mean length of the held-out completions at the rollout temperature"),
+    Metric(
+        "eval/pass_at_*",
+        "fraction",
+        "held-out prompts solved by at least one of k completions, estimated without bias",
+        "higher",
+    ),
+    Metric(
+        "eval/reward_mean",
+        "reward",
+        "mean reward of the held-out completions at the rollout temperature",
+        "higher",
+    ),
+    Metric(
+        "eval/completion_tokens_mean",
+        "tokens",
+        "mean length of the held-out completions at the rollout temperature",
+    ),
     Metric("loss/total", "loss", "the loss that is differentiated"),
     *(Metric(f"time/{phase}_s", "s", f"seconds of {what}", "lower") for phase, what in _PHASES.items()),
-    Metric("rate/rollout_tokens_per_s", "tokens/s", "generated tokens per second of the rollout phase", "higher"),
+    Metric(
+        "rate/rollout_tokens_per_s", "tokens/s", "generated tokens per second of the rollout phase", "higher"
+    ),
     Metric("rate/train_tokens_per_s", "tokens/s", "count/train_tokens per second of training", "higher"),
     Metric("count/prompts", "prompts", "prompts of the step"),
     Metric("count/completions", "completions", "completions of the step"),
     Metric("count/rollout_tokens", "tokens", "generated tokens"),
-    Metric("count/train_tokens", "tokens", "tokens that forward and backward went over, prompts and every epoch included, no padding"),
-    Metric("count/padding_fraction", "fraction", "share of the places in the training batches that is padding", "lower"),
+    Metric(
+        "count/train_tokens",
+        "tokens",
+        "tokens that forward and backward went over, prompts and every epoch included, no padding",
+    ),
+    Metric(
+        "count/padding_fraction",
+        "fraction",
+        "share of the places in the training batches that is padding",
+        "lower",
+    ),
     Metric("count/skipped_prompts", "prompts", "prompts longer than max_prompt_tokens", "lower"),
-    Metric("count/masked_samples", "completions", "completions without a reward, or masked as truncated: out of the loss", "lower"),
-    Metric("count/generation_rounds", "rounds", "rounds of generation; dynamic sampling may take more than one", "lower"),
-    Metric("count/steps_without_signal", "steps", "steps in a row, up to this one, in which all rewards of each group were equal", "lower"),
+    Metric(
+        "count/masked_samples",
+        "completions",
+        "completions without a reward, or masked as truncated: out of the loss",
+        "lower",
+    ),
+    Metric(
+        "count/generation_rounds",
+        "rounds",
+        "rounds of generation; dynamic sampling may take more than one",
+        "lower",
+    ),
+    Metric(
+        "count/steps_without_signal",
+        "steps",
+        "steps in a row, up to this one, in which all rewards of each group were equal",
+        "lower",
+    ),
     Metric("count/skipped_updates", "updates", "updates skipped for a non-finite value", "lower"),
-    Metric("count/reward_*_exception", "completions", "completions on which one reward function raised", "lower"),
-    Metric("count/reward_*_timeout", "completions", "completions on which one reward function ran out of time", "lower"),
-    Metric("count/reward_*_none", "completions", "completions for which one reward function returned None", "lower"),
-    Metric("count/reward_*_nan", "completions", "completions for which one reward function returned NaN", "lower"),
+    Metric(
+        "count/reward_*_exception", "completions", "completions on which one reward function raised", "lower"
+    ),
+    Metric(
+        "count/reward_*_timeout",
+        "completions",
+        "completions on which one reward function ran out of time",
+        "lower",
+    ),
+    Metric(
+        "count/reward_*_none",
+        "completions",
+        "completions for which one reward function returned None",
+        "lower",
+    ),
+    Metric(
+        "count/reward_*_nan", "completions", "completions for which one reward function returned NaN", "lower"
+    ),
     Metric("advantage/abs_mean", "advantage", "mean magnitude of the advantages of the trained completions"),
     Metric("optimizer/grad_norm", "norm", "global norm of the gradient before clipping"),
     Metric("optimizer/loss_scale", "1", "factor of the loss in the next update of the FP16 flow"),
-    Metric("count/loss_scale_overflows", "updates", "updates of the run so far that the FP16 flow skipped for an overflow", "lower"),
+    Metric(
+        "count/loss_scale_overflows",
+        "updates",
+        "updates of the run so far that the FP16 flow skipped for an overflow",
+        "lower",
+    ),
     Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
     Metric("warm_start/loss", "nats/token", "cross-entropy of the supervised warm start", "lower"),
 )
 
 _EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}
-_FAMILIES = [(re.compile(re.escape(metric.name).replace(r"\*", r"[\w.:-]+")), metric) for metric in METRICS if "*" in metric.name]
+_FAMILIES = [
+    (re.compile(re.escape(metric.name).replace(r"\*", r"[\w.:-]+")), metric)
+    for metric in METRICS
+    if "*" in metric.name
+]
 
 
 @functools.cache
 def find_metric(name: str) -> Metric:
-    """The declaration of ``name``, exact before family.  Raises ``ValueError`` with the nearest names where there is none."""
+    """The declaration of ``name``, exact before family.
+    Raises ``ValueError`` with the nearest names where there is none.
+    """
     if name in _EXACT:
         return _EXACT[name]
     for pattern, metric in _FAMILIES:
@@ -128,7 +201,10 @@ def find_metric(name: str) -> Metric:
             return metric
     near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=2)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"find_metric: undeclared metric: got name={name!r}, expected one of jetrl_jax.record.metrics.METRICS.{hint}")
+    raise ValueError(
+        f"find_metric: undeclared metric: got name={name!r}, expected one of "
+        f"jetrl_jax.record.metrics.METRICS.{hint}"
+    )
 
 
 def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +213,13 @@ def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``, NaN for what was not finite; see `jetrl_jax.record.run_directory.read_jsonl`."""
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in read_jsonl(path)]
+    """The rows of a ``metrics.jsonl``, NaN for what was not finite;
+    see `jetrl_jax.record.run_directory.read_jsonl`.
+    """
+    return [
+        {name: math.nan if value is None else value for name, value in row.items()}
+        for row in read_jsonl(path)
+    ]
 
 
 class MetricsWriter:
@@ -157,33 +238,51 @@ class MetricsWriter:
         wandb_config: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = print_warning,
     ) -> None:
-        """``path``: the file.  ``events``: directory of TensorBoard events, None for none.  ``wandb_project``: None for none."""
+        """``path``: the file.  ``events``: directory of TensorBoard events, None for none.
+        ``wandb_project``: None for none.
+        """
         self._path = path
         self._warn = warn
         self.last_step = truncate_jsonl(path, after_step=2**62)
         self._file = open(path, "ab", buffering=0)  # one row is one write call
         self._events_path = events
         self._events: Any = None
-        self._wandb = _Wandb(wandb_project, path.parent, dict(wandb_config or {}), warn) if wandb_project else None
+        self._wandb = (
+            _Wandb(wandb_project, path.parent, dict(wandb_config or {}), warn) if wandb_project else None
+        )
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps after ``step`` (-1: all), in TensorBoard too; warns where rows up to it are missing."""
+        """Drop the rows of steps after ``step`` (-1: all), in TensorBoard too;
+        warns where rows up to it are missing.
+        """
         if self._events is not None:
-            raise RuntimeError("MetricsWriter.truncate_after: rows were written already: expected the call before the first write")
+            raise RuntimeError(
+                "MetricsWriter.truncate_after: rows were written already: expected the call before the "
+                "first write"
+            )
         self.last_step = truncate_jsonl(self._path, step)
         if step > 0 and (self.last_step or 0) < step:
-            self._warn(f"{self._path} ends at step {self.last_step}, the checkpoint is of step {step}: the rows between are lost")
+            self._warn(
+                f"{self._path} ends at step {self.last_step}, the checkpoint is of step {step}: the "
+                "rows between are lost"
+            )
         self._open_events(purge_step=step + 1)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write the row of ``step``.  Values are numbers or 0-d arrays; one that is not finite is written as null.
+        """Write the row of ``step``.  Values are numbers or 0-d arrays; one that is not finite is written as
+        null.
 
-        Raises ``ValueError`` when a metric is not declared, a value is no number, or ``step`` is not after the last one.
+        Raises ``ValueError`` when a metric is not declared, a value is no number, or ``step`` is not after
+        the last one.
         """
         if self.last_step is not None and step <= self.last_step:
-            raise ValueError(f"MetricsWriter.write: one row a step: got step={step}, expected more than {self.last_step}")
+            raise ValueError(
+                f"MetricsWriter.write: one row a step: got step={step}, expected more than {self.last_step}"
+            )
         numbers = {name: _number(name, value) for name, value in row.items() if name != "step"}
-        line = json.dumps({"step": step, **{name: json_value(value) for name, value in numbers.items()}}, allow_nan=False)
+        line = json.dumps(
+            {"step": step, **{name: json_value(value) for name, value in numbers.items()}}, allow_nan=False
+        )
         self._file.write(line.encode() + b"\n")
         self.last_step = step
         self._open_events(purge_step=None)
@@ -219,7 +318,9 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -228,14 +329,19 @@ def _number(name: str, value: Any) -> int | float:
     find_metric(name)
     scalar = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     if isinstance(scalar, bool) or not isinstance(scalar, int | float):
-        raise ValueError(f"MetricsWriter.write: no number: got {name}={value!r} ({type(value).__name__}), expected a number or a 0-d array")
+        raise ValueError(
+            f"MetricsWriter.write: no number: got {name}={value!r} ({type(value).__name__}), expected a "
+            "number or a 0-d array"
+        )
     return scalar
 
 
 class _Wandb:
     """Weights & Biases behind a wall: whatever it raises is said once and ends it, never the run."""
 
-    def __init__(self, project: str, directory: Path, config: dict[str, Any], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, project: str, directory: Path, config: dict[str, Any], warn: Callable[[str], None]
+    ) -> None:
         self._warn = warn
         self._run: Any = None
         self._guard(lambda: self._start(project, directory, config))
@@ -247,12 +353,20 @@ class _Wandb:
             raise RuntimeError("wandb is not installed: pip install jetrl-jax[wandb]") from error
         id_file = directory / "wandb_id.txt"  # a resumed run goes on in the same W&B run
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        with open(os.devnull) as nobody:  # a run must not wait for a key to be typed: without one, init raises
-            stdin, sys.stdin = sys.stdin, nobody
+        # a run must not wait for a key to be typed: without one, init raises
+        with open(os.devnull) as nobody:
+            stdin = sys.stdin
+            sys.stdin = nobody
             try:
                 settings = wandb.Settings(init_timeout=30)
                 self._run = wandb.init(
-                    project=project, name=directory.name, dir=str(directory), config=config, id=run_id, resume="allow", settings=settings
+                    project=project,
+                    name=directory.name,
+                    dir=str(directory),
+                    config=config,
+                    id=run_id,
+                    resume="allow",
+                    settings=settings,
                 )
             finally:
                 sys.stdin = stdin
@@ -266,14 +380,17 @@ class _Wandb:
 
     def finish(self, timeout_s: float = 60.0) -> None:
         """End the W&B run; an upload that hangs is left behind after ``timeout_s``."""
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         thread = threading.Thread(target=lambda: self._guard(run.finish), daemon=True)
         thread.start()
         thread.join(timeout_s)
         if thread.is_alive():
-            self._warn(f"Weights & Biases did not finish within {timeout_s:.0f} s; the run goes on without it")
+            self._warn(
+                f"Weights & Biases did not finish within {timeout_s:.0f} s; the run goes on without it"
+            )
 
     def _guard(self, action: Callable[[], Any]) -> None:
         try:

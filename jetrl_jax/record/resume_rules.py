@@ -29,16 +29,18 @@ MAY_CHANGE = (
 def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to resume a run with a config that would make it another run.
 
-    ``saved`` and ``current``: the resolved configs as nested dicts.  Raises `UserError` that lists every field
-    that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too when
-    the learning rate follows it (``optimizer.schedule`` other than constant).
+    ``saved`` and ``current``: the resolved configs as nested dicts.  Raises `UserError` that lists every
+    field that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too
+    when the learning rate follows it (``optimizer.schedule`` other than constant).
     """
     stretches = _stretches(flatten(current))
     differing = []
     for name, sentence in _differences(saved, current).items():
         if name.startswith(MAY_CHANGE) and not (name == "run.steps" and stretches):
             continue
-        differing.append(sentence + ("; the learning-rate schedule ends there" if name == "run.steps" else ""))
+        differing.append(
+            sentence + ("; the learning-rate schedule ends there" if name == "run.steps" else "")
+        )
     if differing:
         raise UserError(
             "compare_for_resume: the config is not that of the run:\n" + "\n".join(differing) + "\n"
@@ -49,14 +51,18 @@ def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to resume a run on other data, or with another tokenizer.
 
-    ``saved``: a checkpoint's metadata; ``current``: "tokenizer" (its fingerprint) and "data" (`jetrl_jax.tasks.fingerprint`).
-    Raises `UserError` that names every part that differs, with both sizes, names or hashes.
+    ``saved``: a checkpoint's metadata; ``current``: "tokenizer" (its fingerprint) and "data"
+    (`jetrl_jax.tasks.fingerprint`). Raises `UserError` that names every part that differs, with both sizes,
+    names or hashes.
     """
     differing = _differences({name: saved.get(name) for name in current}, current)
     if differing:
         raise UserError(
-            "compare_data_for_resume: the data is not that of the run:\n" + "\n".join(differing.values()) + "\n"
-            "Give the run the data and tokenizer that it began with, or start a new run in another run.directory."
+            "compare_data_for_resume: the data is not that of the run:\n"
+            + "\n".join(differing.values())
+            + "\n"
+            "Give the run the data and tokenizer that it began with, or start a new run in another "
+            "run.directory."
         )
 
 
@@ -64,7 +70,11 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[s
     """{dotted path: a line with both values} of what differs."""
     before, after, absent = flatten(saved), flatten(current), "(absent)"
     pairs = {name: (before.get(name, absent), after.get(name, absent)) for name in sorted({*before, *after})}
-    return {name: f"  {name}: saved {old!r}, now {new!r}" for name, (old, new) in pairs.items() if not _same(old, new)}
+    return {
+        name: f"  {name}: saved {old!r}, now {new!r}"
+        for name, (old, new) in pairs.items()
+        if not _same(old, new)
+    }
 
 
 def _stretches(config: Mapping[str, Any]) -> bool:
@@ -72,6 +82,7 @@ def _stretches(config: Mapping[str, Any]) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    if isinstance(old, list | tuple | Mapping) or isinstance(new, list | tuple | Mapping):  # only empty ones reach here
+    # only empty ones reach here
+    if isinstance(old, list | tuple | Mapping) or isinstance(new, list | tuple | Mapping):
         return not old and not new and isinstance(old, Mapping) == isinstance(new, Mapping)
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)

@@ -4,7 +4,8 @@
     environment.json   versions, device, commit, command line and rollout engine of every start of the run
     precision.txt      the resolved precision table
     metrics.jsonl      one row a step (`jetrl_jax.record.metrics`)
-    samples.jsonl      a few completions of each step: prompt, answer, reward, tokens with their log-probabilities
+    samples.jsonl      a few completions of each step: prompt, answer, reward, tokens with their
+                       log-probabilities
     certificates.jsonl one row a weight sync to vLLM: what differed (`bridge.vllm.certificate`)
     events/            TensorBoard events
     checkpoints/       Orbax checkpoints (`jetrl_jax.record.checkpoint`)
@@ -54,14 +55,27 @@ CERTIFICATES_FILE = "certificates.jsonl"
 LOCK_FILE = "run.lock"
 MAX_BAD_BATCHES = 32  # a run that skips steps all day must not fill the disk
 
-RECORDED_PACKAGES = ("jetrl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "transformers", "vllm")
+RECORDED_PACKAGES = (
+    "jetrl-jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "ml_dtypes",
+    "transformers",
+    "vllm",
+)
 
 _TEMPORARY = ".partial-"
 _locked_here: set[Path] = set()  # a POSIX lock does not exclude its own process
 
 
 def atomic_write(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to ``path`` so that the file is, at any moment, the old one or the new one, and on disk when this returns."""
+    """Write ``data`` to ``path`` so that the file is, at any moment, the old one or the new one,
+    and on disk when this returns.
+    """
     payload = data.encode("utf-8") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
     with open(temporary, "wb") as file:
@@ -77,18 +91,22 @@ def atomic_write(path: Path, data: str | bytes) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``.jsonl`` file; half a line at its end (a kill, or a run that is writing now) is left out.
+    """The rows of a ``.jsonl`` file; half a line at its end (a kill, or a run that is writing now) is left
+    out.
 
     Raises `UserError` naming the line when one that is not the last is no JSON object.
     """
     lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is half a line, or nothing
+    # what follows the last newline is half a line, or nothing
+    for number, line in enumerate(lines[:-1], start=1):
         row = _parse_row(line)
         if row is None:
             if not any(_parse_row(later) is not None for later in lines[number:]):
                 break
-            raise UserError(f"read_jsonl: a line is no JSON object: got {path}:{number}, expected one row a line")
+            raise UserError(
+                f"read_jsonl: a line is no JSON object: got {path}:{number}, expected one row a line"
+            )
         rows.append(row)
     return rows
 
@@ -96,8 +114,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def truncate_jsonl(path: Path, after_step: int) -> int | None:
     """Cut a ``.jsonl`` file of rows with a ``step`` after the last row of step ``after_step`` or earlier.
 
-    The cut is at the first row that is later or unreadable (half a line, zeros left by a power cut), in place,
-    so no row before it is touched.  Returns the last step that remains, None where no row does.
+    The cut is at the first row that is later or unreadable (half a line, zeros left by a power cut), in
+    place, so no row before it is touched.  Returns the last step that remains, None where no row does.
     """
     if not path.exists():
         return None
@@ -122,7 +140,9 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def json_value(value: Any) -> Any:
-    """``value`` as JSON knows it: numpy and JAX arrays become numbers and lists, non-finite numbers None, what is unknown its text."""
+    """``value`` as JSON knows it: numpy and JAX arrays become numbers and lists, non-finite numbers None,
+    what is unknown its text.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -140,7 +160,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted path -> value of a nested config; lists and tuples by index, empty containers as themselves."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        items = {str(index): item for index, item in enumerate(value)} if isinstance(value, list | tuple) else value
+        items = (
+            {str(index): item for index, item in enumerate(value)}
+            if isinstance(value, list | tuple)
+            else value
+        )
         if isinstance(items, Mapping) and items:
             flat.update(flatten(items, f"{prefix}{key}."))
         else:
@@ -162,7 +186,13 @@ class RunDirectory:
         self._warn = warn
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], *, resume: bool = False, warn: Callable[[str], None] = print_warning) -> RunDirectory:
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        warn: Callable[[str], None] = print_warning,
+    ) -> RunDirectory:
         """Make (or, with ``resume``, reopen) the run directory ``path`` and lock it.
 
         Raises `UserError` when the path is a file or cannot be written, when another process (or this one)
@@ -174,15 +204,21 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             lock = _acquire_lock(path, warn)
         except OSError as error:
-            raise UserError(f"run directory: cannot be written: got {path}: {error.strerror}. Choose another run.directory.") from error
+            raise UserError(
+                f"run directory: cannot be written: got {path}: {error.strerror}. Choose another "
+                "run.directory."
+            ) from error
         try:
-            _check_contents(path, resume)  # once more: another process may have filled it before we held the lock
+            # once more: another process may have filled it before we held the lock
+            _check_contents(path, resume)
             resumed = (path / CONFIG_FILE).exists()
             for leftover in path.glob(f".*{_TEMPORARY}*"):
                 leftover.unlink()
             for name in ("events", "checkpoints", "bad_batches"):
                 if (path / name).exists() and not (path / name).is_dir():
-                    raise UserError(f"run directory: is damaged: got a file at {path / name}, expected a directory")
+                    raise UserError(
+                        f"run directory: is damaged: got a file at {path / name}, expected a directory"
+                    )
                 (path / name).mkdir(exist_ok=True)
         except BaseException:
             _release_lock(path, lock)
@@ -246,8 +282,12 @@ class RunDirectory:
         atomic_write(path, json.dumps({"starts": starts}, indent=2) + "\n")
 
     def append_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append completions of ``step`` to ``samples.jsonl``, one line each; values are JSON or numpy, non-finite ones become null."""
-        lines = [json.dumps(json_value({"step": step, **sample}), ensure_ascii=False) + "\n" for sample in samples]
+        """Append completions of ``step`` to ``samples.jsonl``, one line each; values are JSON or numpy,
+        non-finite ones become null.
+        """
+        lines = [
+            json.dumps(json_value({"step": step, **sample}), ensure_ascii=False) + "\n" for sample in samples
+        ]
         with open(self.samples_path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write("".join(lines))
 
@@ -263,14 +303,18 @@ class RunDirectory:
     def save_bad_batch(self, step: int, name: str, arrays: Mapping[str, Any]) -> Path | None:
         """Save the batch of a step in which tensor ``name`` was not finite; returns the file.
 
-        ``bad_batches/step_<step>_<name>.npz`` holds the arrays under their names, those in bfloat16 and float8
-        as float32 (the same values; numpy's format does not know the narrow types).  After `MAX_BAD_BATCHES`
+        ``bad_batches/step_<step>_<name>.npz`` holds the arrays under their names, those in bfloat16 and
+        float8 as float32 (the same values; numpy's format does not know the narrow types).  After
+        `MAX_BAD_BATCHES`
         files nothing more is written: a warning, and None.
         """
         file_name = f"step_{step:06d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:100]}.npz"
         path = self.bad_batches / file_name
         if not path.exists() and sum(1 for _ in self.bad_batches.glob("*.npz")) >= MAX_BAD_BATCHES:
-            self._warn(f"step {step}: {name} is not finite; its batch is not saved, {self.bad_batches} already holds {MAX_BAD_BATCHES}")
+            self._warn(
+                f"step {step}: {name} is not finite; its batch is not saved, {self.bad_batches} already "
+                f"holds {MAX_BAD_BATCHES}"
+            )
             return None
         temporary = self.bad_batches / f".{file_name}{_TEMPORARY}{os.getpid()}"
         with open(temporary, "wb") as file:
@@ -287,36 +331,56 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def _check_contents(path: Path, resume: bool) -> None:
-    """Refuse what is no place for this run; a directory that a killed start left before its config counts as empty."""
+    """Refuse what is no place for this run; a directory that a killed start left before its config counts
+    as empty.
+    """
     if not path.exists():
         return
     if not path.is_dir():
-        raise UserError(f"run directory: is a file: got run.directory={path}, expected a directory or a new path")
-    if (path / CONFIG_FILE).exists() and any((path / name).exists() for name in (LOCK_FILE, ENVIRONMENT_FILE, METRICS_FILE)):
+        raise UserError(
+            f"run directory: is a file: got run.directory={path}, expected a directory or a new path"
+        )
+    if (path / CONFIG_FILE).exists() and any(
+        (path / name).exists() for name in (LOCK_FILE, ENVIRONMENT_FILE, METRICS_FILE)
+    ):
         if not resume:
             raise UserError(
-                f"run directory: already holds a run: got run.directory={path}. Continue it with --resume or choose another directory."
+                f"run directory: already holds a run: got run.directory={path}. Continue it with "
+                "--resume or choose another directory."
             )
         return
     ours = {LOCK_FILE, "events", "checkpoints", "bad_batches"}
-    kept = (_TEMPORARY, "reward-")  # of a start that ended before the run had a config; a reward's log may say why
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in ours and not any(part in entry.name for part in kept))
+    # of a start that ended before the run had a config; a reward's log may say why
+    kept = (_TEMPORARY, "reward-")
+    foreign = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if entry.name not in ours and not any(part in entry.name for part in kept)
+    )
     if foreign:
         raise UserError(
-            f"run directory: is neither empty nor a run: got run.directory={path} with {', '.join(foreign[:5])}, "
+            f"run directory: is neither empty nor a run: got run.directory={path} with "
+            f"{', '.join(foreign[:5])}, "
             "expected a new or empty directory, or with --resume that of a run"
         )
 
 
 def _acquire_lock(path: Path, warn: Callable[[str], None]) -> IO[str]:
-    """Take the lock of ``path`` and write who holds it; say so where the last holder ended without releasing it."""
-    if path in _locked_here:  # before the file is opened: closing a second handle would drop the first one's lock
-        raise UserError(f"run directory: in use by this process: got run.directory={path}. Close the first run before.")
+    """Take the lock of ``path`` and write who holds it;
+    say so where the last holder ended without releasing it.
+    """
+    # before the file is opened: closing a second handle would drop the first one's lock
+    if path in _locked_here:
+        raise UserError(
+            f"run directory: in use by this process: got run.directory={path}. Close the first run before."
+        )
     lock = open(path / LOCK_FILE, "a+", encoding="utf-8")
     lock.seek(0)
     holder = lock.read().strip()
@@ -325,14 +389,18 @@ def _acquire_lock(path: Path, warn: Callable[[str], None]) -> IO[str]:
     except (BlockingIOError, PermissionError):
         lock.close()
         owner = holder or "an unknown process"
-        raise UserError(f"run directory: in use by another run: got run.directory={path}, held by {owner}.") from None
+        raise UserError(
+            f"run directory: in use by another run: got run.directory={path}, held by {owner}."
+        ) from None
     except BaseException:
         lock.close()
         raise
     if holder:
         warn(f"{path} was left locked by {holder}, which no longer runs; the lock is taken over")
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    lock.write(
+        f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    )
     lock.flush()
     _locked_here.add(path)
     return lock
@@ -346,11 +414,16 @@ def _release_lock(path: Path, lock: IO[str]) -> None:
 
 def _npz_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
-    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8", "float4")) else array
+    return (
+        array.astype(np.float32)
+        if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8", "float4"))
+        else array
+    )
 
 
 def collect_environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a run needs to be repeated: command line, versions, devices, commit, and the variables that steer XLA and JAX.
+    """What a run needs to be repeated: command line, versions, devices, commit, and the variables that steer
+    XLA and JAX.
 
     Starts the JAX backend.  ``commit`` is None where this package is not in a git checkout or git is absent.
     """
@@ -387,8 +460,12 @@ def git_state(file: Path) -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
-        run("ls-files", "--error-unmatch", file.name)  # a package installed inside another repository is not of that repository
-        return {"commit": run("rev-parse", "HEAD"), "dirty": bool(run("status", "--porcelain", "--untracked-files=no"))}
+        # a package installed inside another repository is not of that repository
+        run("ls-files", "--error-unmatch", file.name)
+        return {
+            "commit": run("rev-parse", "HEAD"),
+            "dirty": bool(run("status", "--porcelain", "--untracked-files=no")),
+        }
     except (subprocess.SubprocessError, OSError):
         return unknown
 

@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM as a wish to stop after the step, which all processes of a run come to at the same step."""
+"""SIGINT and SIGTERM as a wish to stop after the step,
+which all processes of a run come to at the same step.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,31 @@ from typing import Any
 
 from jetrl_jax.devices import processes
 
-ONE_REQUEST_S = 1.0  # a batch system signals a process and the parent that passes signals on to it: the two are one request
+# a batch system signals a process and the parent that passes signals on to it: the two are one request
+ONE_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """The stop signal that this process got, and the one that the run heeds; a second one ends the process at once."""
+    """The stop signal that this process got, and the one that the run heeds;
+    a second one ends the process at once.
+    """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self.received: int | None = None
-        self._warn, self._at = warn, 0.0
+        self._warn = warn
+        self._at = 0.0
 
     def agreed(self) -> int | None:
         """The signal that any process got so far; all processes must ask, and get the same answer."""
-        return max((number for number in processes.exchange_json(self.received) if number is not None), default=None)
+        return max(
+            (number for number in processes.exchange_json(self.received) if number is not None), default=None
+        )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Answers the signals in the block, those of a block before forgotten; off the main thread the caller does."""
+        """Answers the signals in the block, those of a block before forgotten;
+        off the main thread the caller does.
+        """
         self.received = None
         try:
             before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -46,5 +56,6 @@ class StopSignals:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received, self._at = number, time.monotonic()
+        self.received = number
+        self._at = time.monotonic()
         self._warn(f"{signal.Signals(number).name}: finishing the step, then saving; once more ends at once")

@@ -1,8 +1,8 @@
 """The charts of `jetrl_jax.commands.report`'s page: one metric a chart, one colour a run, drawn by plotly.
 
 A line of many steps is drawn faint under its moving average.  Axes of quantities that span magnitudes are
-logarithmic; a step at which such a quantity is exactly 0 has no point there and is counted in the chart's note, so
-that an exact flow is not an empty chart without a word.
+logarithmic; a step at which such a quantity is exactly 0 has no point there and is counted in the chart's
+note, so that an exact flow is not an empty chart without a word.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from jetrl_jax.record.metrics import find_metric
 if TYPE_CHECKING:
     from jetrl_jax.report.record import RunRecord
 
-RUN_COLOURS = ("#2f7ed8", "#e0732d", "#2f9e63", "#b04fb5", "#c29a1b", "#d1495b", "#2aa0b3", "#8a8d93")  # each legible on white and on black
+# each legible on white and on black
+RUN_COLOURS = ("#2f7ed8", "#e0732d", "#2f9e63", "#b04fb5", "#c29a1b", "#d1495b", "#2aa0b3", "#8a8d93")
 DASHES = ("solid", "dash", "dot", "dashdot")  # for the ninth run and on
-PHASES = {"rollout": "#2f7ed8", "reward": "#c29a1b", "logprob": "#2aa0b3", "train": "#e0732d", "publish": "#b04fb5"}
+PHASES = {
+    "rollout": "#2f7ed8",
+    "reward": "#c29a1b",
+    "logprob": "#2aa0b3",
+    "train": "#e0732d",
+    "publish": "#b04fb5",
+}
 MAX_POINTS = 1500  # of a line
 SMOOTH_FROM_POINTS = 40
 LEFT_OUT = "What was left out"
@@ -128,10 +135,14 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def chart_sections(records: Sequence[RunRecord]) -> list[str]:
-    """The sections of charts, as HTML; a metric that no run has, and a section without a chart, is left out."""
+    """The sections of charts, as HTML; a metric that no run has, and a section without a chart,
+    is left out.
+    """
     sections = []
     for title, panels in SECTIONS:
-        charts = [chart for panel in panels for chart in _panel_charts(records, panel, skip_zero=title == LEFT_OUT)]
+        charts = [
+            chart for panel in panels for chart in _panel_charts(records, panel, skip_zero=title == LEFT_OUT)
+        ]
         if title == "Time" and (phases := _phase_chart(records)):
             charts.insert(0, phases)
         if charts:
@@ -145,13 +156,19 @@ def members(records: Sequence[RunRecord], metric: str) -> list[tuple[str, str]]:
         return [(metric, "")]
     pattern = re.compile(re.escape(metric).replace(r"\*", "(.+)"))
     names = {name for record in records for row in record.rows for name in row}
-    found = [(name, match.group(1)) for name in names if (match := pattern.fullmatch(name)) and _declared_as(name, metric)]
+    found = [
+        (name, match.group(1))
+        for name in names
+        if (match := pattern.fullmatch(name)) and _declared_as(name, metric)
+    ]
     return sorted(found, key=lambda item: (int(item[1]) if item[1].isdecimal() else 0, item[1]))
 
 
 def points_of(rows: Iterable[dict[str, float]], name: str) -> Points:
     """(step, value) where the value is finite."""
-    return [(row["step"], row[name]) for row in rows if "step" in row and math.isfinite(row.get(name, math.nan))]
+    return [
+        (row["step"], row[name]) for row in rows if "step" in row and math.isfinite(row.get(name, math.nan))
+    ]
 
 
 def escape(text: str) -> str:
@@ -167,7 +184,9 @@ def _declared_as(name: str, metric: str) -> bool:
 
 
 def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -> list[str]:
-    """The charts of a panel: one per metric that any run has; with ``skip_zero`` none for a metric that is always 0."""
+    """The charts of a panel: one per metric that any run has;
+    with ``skip_zero`` none for a metric that is always 0.
+    """
     charts: list[str] = []
     found = members(records, panel.metric)
     if panel.several and len(found) < 2:
@@ -179,7 +198,9 @@ def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -
     return charts
 
 
-def _line_chart(records: Sequence[RunRecord], series: Sequence[Points], panel: Panel, name: str, member: str) -> str:
+def _line_chart(
+    records: Sequence[RunRecord], series: Sequence[Points], panel: Panel, name: str, member: str
+) -> str:
     metric = find_metric(name)
     log = panel.log and any(y > 0 for points in series for _, y in points)
     notes, traces = [], []
@@ -188,20 +209,30 @@ def _line_chart(records: Sequence[RunRecord], series: Sequence[Points], panel: P
         if zeros:
             share = "at every step" if zeros == len(points) else f"at {zeros} of {len(points)} steps"
             notes.append(f"{record.name}: exactly 0 {share}" if len(records) > 1 else f"exactly 0 {share}")
-        traces += _lines(record.name, [(x, y) for x, y in points if y > 0] if log else points, index, smooth=panel.smooth)
+        traces += _lines(
+            record.name, [(x, y) for x, y in points if y > 0] if log else points, index, smooth=panel.smooth
+        )
     figure = go.Figure(traces)
     positive = [y for points in series for _, y in points if y > 0] or [1.0]
     extent = {"smallest": min(positive), "largest": max(positive)}
-    figure.update_layout(**_layout(log=log, **extent, fraction=metric.unit == "fraction", from_zero=panel.from_zero))
+    figure.update_layout(
+        **_layout(log=log, **extent, fraction=metric.unit == "fraction", from_zero=panel.from_zero)
+    )
     description = metric.description + (f" — {'; '.join(notes)}" if notes else "")
     return _card(panel.title.format(member), metric.unit, description, figure, name)
 
 
 def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatter]:
-    """The line of a run: markers where its points are few; faint under its moving average where they are many."""
+    """The line of a run: markers where its points are few;
+    faint under its moving average where they are many.
+    """
     if not points:
         return []
-    line = {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2, "dash": DASHES[index // len(RUN_COLOURS) % len(DASHES)]}
+    line = {
+        "color": RUN_COLOURS[index % len(RUN_COLOURS)],
+        "width": 2,
+        "dash": DASHES[index // len(RUN_COLOURS) % len(DASHES)],
+    }
     if len(points) <= SMOOTH_FROM_POINTS:
         return [_line(points, name, line, mode="lines+markers", marker={"size": 6})]
     if not smooth:
@@ -212,11 +243,15 @@ def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatt
 
 def _line(points: Points, name: str, line: dict[str, Any], **options: Any) -> go.Scatter:
     points = _thin(points)
-    return go.Scatter(x=[x for x, _ in points], y=[y for _, y in points], name=escape(name), line=line, **options)
+    return go.Scatter(
+        x=[x for x, _ in points], y=[y for _, y in points], name=escape(name), line=line, **options
+    )
 
 
 def _thin(points: Points) -> Points:
-    """At most about `MAX_POINTS`: of each stretch of steps its lowest and its highest point, so that no peak is lost."""
+    """At most about `MAX_POINTS`: of each stretch of steps its lowest and its highest point,
+    so that no peak is lost.
+    """
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -230,18 +265,32 @@ def _thin(points: Points) -> Points:
 def _moving_average(points: Points, window: int) -> Points:
     """The mean of the last ``window`` values at each point (fewer at the start)."""
     values = [y for _, y in points]
-    return [(x, statistics.fmean(values[max(0, index + 1 - window) : index + 1])) for index, (x, _) in enumerate(points)]
+    return [
+        (x, statistics.fmean(values[max(0, index + 1 - window) : index + 1]))
+        for index, (x, _) in enumerate(points)
+    ]
 
 
 def _phase_chart(records: Sequence[RunRecord]) -> str:
-    """Stacked bars: mean seconds of each phase, one bar a run; the first step (it compiles) is left out where there are more."""
+    """Stacked bars: mean seconds of each phase, one bar a run; the first step (it compiles)
+    is left out where there are more.
+    """
     names = [escape(record.name) for record in records]
     traces = []
     for phase, colour in PHASES.items():
         series = [[y for _, y in points_of(record.rows, f"time/{phase}_s")] for record in records]
         means = [statistics.fmean(values[1:] or values) if values else 0.0 for values in series]
         if any(means):
-            traces.append(go.Bar(y=names, x=means, name=phase, orientation="h", marker={"color": colour}, hovertemplate="%{x:.3g} s"))
+            traces.append(
+                go.Bar(
+                    y=names,
+                    x=means,
+                    name=phase,
+                    orientation="h",
+                    marker={"color": colour},
+                    hovertemplate="%{x:.3g} s",
+                )
+            )
     if not traces:
         return ""
     figure = go.Figure(traces)
@@ -255,29 +304,48 @@ def _phase_chart(records: Sequence[RunRecord]) -> str:
         "margin": {"l": 56, "r": 12, "t": 40, "b": 40},
     }
     figure.update_layout(_layout() | bars)
-    return _card("Time per phase", "s", "mean over the steps; the first one, which compiles, is left out", figure, "phases")
+    return _card(
+        "Time per phase",
+        "s",
+        "mean over the steps; the first one, which compiles, is left out",
+        figure,
+        "phases",
+    )
 
 
 def _card(title: str, unit: str, description: str, figure: go.Figure, name: str) -> str:
-    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid has its widths.
+    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid
+    has its widths.
 
     plotly writes ``<`` as an escape, so nothing in the JSON can end the script element.
     """
     heading = f"{escape(title)} <span>{escape(unit)}</span>" if unit != "1" else escape(title)
     return (
-        f'<figure data-metric="{escape(name)}"><figcaption><h3>{heading}</h3><p class="soft">{escape(description)}</p></figcaption>'
+        f'<figure data-metric="{escape(name)}"><figcaption><h3>{heading}</h3><p '
+        f'class="soft">{escape(description)}</p></figcaption>'
         f'<div class="chart"></div><script type="application/json">{figure.to_json()}</script></figure>\n'
     )
 
 
 def _layout(
-    *, log: bool = False, smallest: float = 1.0, largest: float = 1.0, fraction: bool = False, from_zero: bool = False
+    *,
+    log: bool = False,
+    smallest: float = 1.0,
+    largest: float = 1.0,
+    fraction: bool = False,
+    from_zero: bool = False,
 ) -> dict[str, Any]:
-    """What every chart has: no ground of its own, colours that the page's style overrides for light and dark."""
+    """What every chart has: no ground of its own, colours that the page's style overrides for light and
+    dark.
+    """
     vertical = _axis("")
     if log:
         small, decades = smallest < 0.01, math.log10(largest / smallest)
-        vertical |= {"type": "log", "tickformat": "~e" if small else "~g", "dtick": 1 if decades > 1.5 else "D2"}
+        vertical |= {
+            "type": "log",
+            "tickformat": "~e" if small else "~g",
+            "dtick": 1 if decades > 1.5 else "D2",
+        }
     elif fraction:
         vertical |= {"tickformat": "~%", "hoverformat": ".2%", "rangemode": "tozero"}
     elif from_zero:

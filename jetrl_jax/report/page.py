@@ -1,7 +1,8 @@
-"""The page of `jetrl_jax.commands.report`: a summary, what ran, charts, tables, samples; one string of HTML, in light and dark.
+"""The page of `jetrl_jax.commands.report`: a summary, what ran, charts, tables, samples; one string of HTML,
+in light and dark.
 
-One colour is one run through the whole page, named once at its top.  Nothing is fetched from outside: the chart
-library and the style are in the page.
+One colour is one run through the whole page, named once at its top.  Nothing is fetched from outside: the
+chart library and the style are in the page.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from plotly.offline import get_plotlyjs
 
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.run_directory import flatten
-from jetrl_jax.report.charts import DASHES, DRAW_CHARTS, RUN_COLOURS, chart_sections, escape, members, points_of
+from jetrl_jax.report.charts import (
+    DASHES,
+    DRAW_CHARTS,
+    RUN_COLOURS,
+    chart_sections,
+    escape,
+    members,
+    points_of,
+)
 from jetrl_jax.report.samples import DRAW_SAMPLES, sample_browsers
 
 if TYPE_CHECKING:
@@ -26,11 +35,14 @@ LAST_STEPS = 10  # the summary's mean reward is over so many steps
 
 
 def render(records: Sequence[RunRecord]) -> str:
-    """The page about ``records`` (at least one), as one HTML document without any reference to the outside."""
+    """The page about ``records`` (at least one), as one HTML document without any reference to the
+    outside.
+    """
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">Written {time.strftime("%Y-%m-%d %H:%M")}. In a chart: drag to zoom, double-click to return.</p>',
+        f'<p class="soft">Written {time.strftime("%Y-%m-%d %H:%M")}. In a chart: drag to zoom, '
+        "double-click to return.</p>",
         f'<p class="legend">{_legend(records)}</p>',
         _summary(records),
         _what_ran(records),
@@ -41,8 +53,10 @@ def render(records: Sequence[RunRecord]) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} · training report</title>\n<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta '
+        'name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)} · training "
+        f"report</title>\n<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + f"\n<script>{DRAW_CHARTS}{DRAW_SAMPLES}</script>\n</body>\n</html>\n"
     )
@@ -53,7 +67,10 @@ def _legend(records: Sequence[RunRecord]) -> str:
         style = ("solid", "dashed", "dotted", "double")[index // len(RUN_COLOURS) % len(DASHES)]
         return f'<i style="border-top:3px {style} {RUN_COLOURS[index % len(RUN_COLOURS)]}"></i>'
 
-    return " ".join(f'<span class="run">{swatch(index)}{escape(record.name)}</span>' for index, record in enumerate(records))
+    return " ".join(
+        f'<span class="run">{swatch(index)}{escape(record.name)}</span>'
+        for index, record in enumerate(records)
+    )
 
 
 def _summary(records: Sequence[RunRecord]) -> str:
@@ -68,7 +85,10 @@ def _summary(records: Sequence[RunRecord]) -> str:
         cells += [_before_after(record, name) for name in ("eval/accuracy", "eval/greedy_accuracy")]
         cells += [_before_after(record, f"eval/pass_at_{passes[-1]}")] if passes else []
         cells.append(_number(_mean(_values(record, "reward/mean")[-LAST_STEPS:]), ".3f"))
-        cells += [_number(_mean(_values(record, name)), ".2e") for name in ("mismatch/k3", "mismatch/logprob_abs_mean")]
+        cells += [
+            _number(_mean(_values(record, name)), ".2e")
+            for name in ("mismatch/k3", "mismatch/logprob_abs_mean")
+        ]
         cells.append(_number(max(_values(record, "mismatch/logprob_abs_max"), default=math.nan), ".2e"))
         cells.append(_number(_median(_values(record, "time/step_s")), ".3g"))
         cells.append(_number(_median(_values(record, "rate/rollout_tokens_per_s")), ",.0f"))
@@ -100,35 +120,57 @@ def _precision(records: Sequence[RunRecord]) -> str:
     if not tables:
         return ""
     parts = [
-        f'<p class="soft">{escape(", ".join(names))}</p><pre>{escape(text)}</pre>' if len(records) > 1 else f"<pre>{escape(text)}</pre>"
+        f'<p class="soft">{escape(", ".join(names))}</p><pre>{escape(text)}</pre>'
+        if len(records) > 1
+        else f"<pre>{escape(text)}</pre>"
         for text, names in tables.items()
     ]
     short = sum(text.count("\n") for text in tables) < 40
-    return "<h2>Precision</h2>\n" + _details("Format of every matrix multiplication", "".join(parts), unfolded=short)
+    return "<h2>Precision</h2>\n" + _details(
+        "Format of every matrix multiplication", "".join(parts), unfolded=short
+    )
 
 
 def _config(records: Sequence[RunRecord]) -> str:
-    """The fields in which the runs differ from one another, then those in which they differ from the defaults."""
+    """The fields in which the runs differ from one another,
+    then those in which they differ from the defaults.
+    """
     if not any(record.config for record in records):
         return ""
     defaults = flatten(RunConfig().model_dump(mode="json"))
     fields = sorted({name for record in records for name in record.config})
     values = {name: [_value(record.config.get(name, "–")) for record in records] for name in fields}
     headings = ["field", *(record.name for record in records), "default"]
-    between = [[name, *values[name], _value(defaults.get(name, "–"))] for name in fields if len(set(values[name])) > 1]
-    changed = [[name, *values[name], default] for name in fields if {default := _value(defaults.get(name, "–"))} != set(values[name])]
+    between = [
+        [name, *values[name], _value(defaults.get(name, "–"))]
+        for name in fields
+        if len(set(values[name])) > 1
+    ]
+    changed = [
+        [name, *values[name], default]
+        for name in fields
+        if {default := _value(defaults.get(name, "–"))} != set(values[name])
+    ]
     parts = ["<h2>Config</h2>"]
     if len(records) > 1:
         parts.append(_table(headings, between) if between else '<p class="soft">The configs are equal.</p>')
-    parts.append(_details("Fields that differ from the defaults", _table(headings, changed)) if changed else "")
+    parts.append(
+        _details("Fields that differ from the defaults", _table(headings, changed)) if changed else ""
+    )
     return "\n".join(parts)
 
 
 def _what_ran(records: Sequence[RunRecord]) -> str:
-    """Presets, kernels, engine, versions and machine of each run's newest start: first the rows in which the runs differ."""
+    """Presets, kernels, engine, versions and machine of each run's newest start:
+    first the rows in which the runs differ.
+    """
     columns = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for facts in columns for name in facts))
-    rows = [[name, *(facts.get(name) or "–" for facts in columns)] for name in names if any(facts.get(name) for facts in columns)]
+    rows = [
+        [name, *(facts.get(name) or "–" for facts in columns)]
+        for name in names
+        if any(facts.get(name) for facts in columns)
+    ]
     differing = [row for row in rows if len(records) == 1 or len(set(row[1:])) > 1]
     same = [row[:2] for row in rows if row not in differing]
     parts = [_table(["", *(record.name for record in records)], differing, kind="facts")] if differing else []
@@ -145,13 +187,19 @@ def _facts(record: RunRecord) -> dict[str, str]:
         "algorithm": str((environment.get("algorithm") or {}).get("name", "")),
         "rollout engine": _in_words(flatten(engine)) if isinstance(engine, dict) else str(engine or ""),
     }
-    facts |= {name.replace("_", " "): served for name, value in environment.items() if (served := _choices(value))}
-    devices = f"{environment.get('device_count', '')} × {environment.get('device_kind', '')}" if environment else ""
+    facts |= {
+        name.replace("_", " "): served for name, value in environment.items() if (served := _choices(value))
+    }
+    devices = (
+        f"{environment.get('device_count', '')} × {environment.get('device_kind', '')}" if environment else ""
+    )
     processes = environment.get("processes", 1)
     return facts | {
         "device": devices + (f", {processes} processes" if processes != 1 else ""),
         "sharding": _in_words(environment.get("sharding") or {}),
-        "packages": _in_words({"Python": environment.get("python", "–"), **environment.get("packages", {})}) if environment else "",
+        "packages": _in_words({"Python": environment.get("python", "–"), **environment.get("packages", {})})
+        if environment
+        else "",
         "variables": _in_words(environment.get("variables") or {}),
         "commit": (environment.get("commit") or "")[:12] + (" + changes" if environment.get("dirty") else ""),
         "last start": f"{environment.get('time', '–')}, start {record.starts}" if environment else "",
@@ -180,7 +228,10 @@ def _choices(value: Any) -> str:
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="scroll"><table '
+        f'class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _details(summary: str, content: str, unfolded: bool = False) -> str:
@@ -206,7 +257,15 @@ def _number(value: float, form: str) -> str:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        value
+        if isinstance(value, str)
+        else "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 _STYLE = """

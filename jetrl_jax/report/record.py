@@ -11,7 +11,15 @@ import yaml
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.record.metrics import read_metrics
-from jetrl_jax.record.run_directory import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PRECISION_FILE, SAMPLES_FILE, flatten, read_jsonl
+from jetrl_jax.record.run_directory import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    PRECISION_FILE,
+    SAMPLES_FILE,
+    flatten,
+    read_jsonl,
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,14 @@ def read_run(path: Path, name: str) -> RunRecord:
         raise UserError(f"report: no run directory: got {path}, expected a directory that a run wrote")
     if not (path / METRICS_FILE).exists():
         what = "a run that has no row yet" if (path / CONFIG_FILE).exists() else "no run directory"
-        raise UserError(f"report: {what}: got {path} without {METRICS_FILE}, expected a directory that a run wrote")
+        raise UserError(
+            f"report: {what}: got {path} without {METRICS_FILE}, expected a directory that a run wrote"
+        )
     rows = read_metrics(path / METRICS_FILE)
     if not rows:
-        raise UserError(f"report: a run that has no row yet: got {path / METRICS_FILE}, expected at least one row")
+        raise UserError(
+            f"report: a run that has no row yet: got {path / METRICS_FILE}, expected at least one row"
+        )
     starts = _read_starts(path / ENVIRONMENT_FILE)
     precision = path / PRECISION_FILE
     return RunRecord(
@@ -70,4 +82,6 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
     try:
         return list(json.loads(path.read_bytes())["starts"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"report: an unreadable file: got {path}: {error!r}, expected what a run wrote") from error
+        raise UserError(
+            f"report: an unreadable file: got {path}: {error!r}, expected what a run wrote"
+        ) from error

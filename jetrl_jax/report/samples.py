@@ -1,4 +1,6 @@
-"""The sample browser of the page: the completions of one step at a time, each token shaded by its log-probability."""
+"""The sample browser of the page: the completions of one step at a time,
+each token shaded by its log-probability.
+"""
 
 from __future__ import annotations
 
@@ -69,21 +71,31 @@ def sample_browsers(records: Sequence[RunRecord]) -> str:
         steps = _steps(record.samples)
         if not steps:
             continue
-        data = json.dumps(steps, ensure_ascii=False).replace("<", "\\u003c")  # nothing in it ends the script element
+        # nothing in it ends the script element
+        data = json.dumps(steps, ensure_ascii=False).replace("<", "\\u003c")
         last = len(steps) - 1
         browser = (
-            '<div class="browser"><p class="bar"><button class="back" type="button" aria-label="earlier">◀</button>'
+            '<div class="browser"><p class="bar"><button class="back" type="button" '
+            'aria-label="earlier">◀</button>'
             f'<input class="step" type="range" min="0" max="{last}" value="{last}" aria-label="step">'
             '<button class="on" type="button" aria-label="later">▶</button> <span class="said"></span></p>'
-            f'<p class="token soft"></p><div class="cards"></div><script type="application/samples+json">{data}</script></div>'
+            '<p class="token soft"></p><div class="cards"></div><script '
+            f'type="application/samples+json">{data}</script></div>'
         )
-        shown = f"{record.name}: {len(steps)} step{'s' * (len(steps) > 1)}; the stronger a token's colour, the less likely it was"
-        parts.append(f"<details{' open' if len(records) == 1 else ''}><summary>{escape(shown)}</summary>{browser}</details>")
+        shown = (
+            f"{record.name}: {len(steps)} step{'s' * (len(steps) > 1)}; the stronger a token's "
+            "colour, the less likely it was"
+        )
+        parts.append(
+            f"<details{' open' if len(records) == 1 else ''}><summary>{escape(shown)}</summary>{browser}</details>"
+        )
     return "<h2>Samples</h2>\n" + "\n".join(parts) if parts else ""
 
 
 def _steps(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The samples of each step, in order; of at most `MAX_STEPS` steps, evenly spread, the first and the last among them."""
+    """The samples of each step, in order; of at most `MAX_STEPS` steps, evenly spread,
+    the first and the last among them.
+    """
     by_step: dict[Any, list[dict[str, Any]]] = {}
     for sample in samples:
         if len(kept := by_step.setdefault(sample.get("step"), [])) < MAX_SAMPLES:

@@ -1,24 +1,30 @@
-"""Rewards of a batch of completions: several functions, weighted, each logged by itself, none able to stop a run by failing.
+"""Rewards of a batch of completions: several functions, weighted, each logged by itself, none able to stop a
+run by failing.
 
     total_i = sum over k of weight_k * reward_k(i)
 
-A sample for which a function raises, passes its time limit, returns None or NaN has no reward: its total is NaN, which the
-advantages leave out of the group, and it is counted by cause.  A function of weight 0 is logged only and masks nothing.
-An infinite reward (in FP32, and in the weighted sum too), what is not a number, or the wrong number of numbers, is the author's
-error and raises `UserError` naming the function and the sample.
+A sample for which a function raises, passes its time limit, returns None or NaN has no reward: its total is
+NaN, which the advantages leave out of the group, and it is counted by cause.  A function of weight 0 is
+logged only and masks nothing. An infinite reward (in FP32, and in the weighted sum too), what is not a
+number, or the wrong number of numbers, is the author's error and raises `UserError` naming the function and
+the sample.
 
-A user's function is called once per batch, by keyword, with those of these it names (or all, by ``**kwargs``):
+A user's function is called once per batch, by keyword, with those of these it names (or all, by
+``**kwargs``):
 
-    def reward(prompts, completions, answers, *, solutions, completion_ids, finish_reasons, metadata) -> list[float | None]
+    def reward(prompts, completions, answers, *, solutions, completion_ids, finish_reasons, metadata) ->
+    list[float | None]
 
-and, where it names it, ``thought_opened``: whether the prompt ends inside ``<think>``, so that the completion begins there.
-A verifier sees such a completion with ``<think>`` before it.
+and, where it names it, ``thought_opened``: whether the prompt ends inside ``<think>``, so that the completion
+begins there. A verifier sees such a completion with ``<think>`` before it.
 
-Where the call for the whole batch fails, each completion is scored by a call of its own, so that one bad sample masks
-itself alone; a function that compares completions with one another sees single ones then.  Given as ``module:function``
-it runs in a worker process: it may hang, crash, fork, set signals or print.  ``timeout_s`` limits each call there; after
-eight time-outs in a batch its other samples are given up, so a batch costs at most nine limits more than its honest work.
-A worker sees no accelerator (JAX_PLATFORMS=cpu).  A Python callable runs in the trainer's process, where a hang cannot
+Where the call for the whole batch fails, each completion is scored by a call of its own, so that one bad
+sample masks itself alone; a function that compares completions with one another sees single ones then.  Given
+as ``module:function``
+it runs in a worker process: it may hang, crash, fork, set signals or print.  ``timeout_s`` limits each call
+there; after eight time-outs in a batch its other samples are given up, so a batch costs at most nine limits
+more than its honest work. A worker sees no accelerator (JAX_PLATFORMS=cpu).  A Python callable runs in the
+trainer's process, where a hang cannot
 be ended: no time limit, unless ``separate_process``.
 """
 
@@ -51,8 +57,8 @@ _MESSAGES = 5  # distinct messages kept of one function and batch
 class RewardResult:
     """Rewards of N completions.
 
-    total: float64 [N], NaN where masked.  parts: by function, float64 [N], NaN where it failed.  failures: by function, the
-    number of samples per cause (`FAILURES`).  messages: what went wrong, for the log.
+    total: float64 [N], NaN where masked.  parts: by function, float64 [N], NaN where it failed.  failures: by
+    function, the number of samples per cause (`FAILURES`).  messages: what went wrong, for the log.
     """
 
     total: np.ndarray
@@ -84,7 +90,8 @@ class _InProcess:
     """A function called here: batch first, one by one where that raises; no time limit."""
 
     def __init__(self, name: str, function: Callable[..., Any]):
-        self._name, self._function = name, function
+        self._name = name
+        self._function = function
         try:
             self._columns = worker.accepted_columns(function)
         except worker.BadReward as error:
@@ -114,7 +121,9 @@ class _InProcess:
                 scores.values[index] = values[0]
         return scores
 
-    def _call(self, columns: Mapping[str, Sequence[Any]], indices: Sequence[int], scores: Scores) -> tuple[list[float | None] | None, str]:
+    def _call(
+        self, columns: Mapping[str, Sequence[Any]], indices: Sequence[int], scores: Scores
+    ) -> tuple[list[float | None] | None, str]:
         chosen = {key: [columns[key][i] for i in indices] for key in self._columns}
         try:
             return worker.call(self._function, chosen, len(indices)), ""
@@ -128,9 +137,11 @@ class _InProcess:
 
 
 class RewardFunctions:
-    """The reward functions of a run.  Workers start with the first batch (or ``start``) and live until ``close``.
+    """The reward functions of a run.  Workers start with the first batch (or ``start``) and live until
+    ``close``.
 
-    A context manager; what a worker prints goes to ``reward-<name>.log`` in ``log_directory``, where one is given.
+    A context manager; what a worker prints goes to ``reward-<name>.log`` in ``log_directory``, where one is
+    given.
     """
 
     def __init__(self, rewards: Sequence[_Reward]):
@@ -140,15 +151,20 @@ class RewardFunctions:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise UserError(
-                f"RewardFunctions: two rewards of one name: got {', '.join(twice)} more than once, expected distinct functions."
+                f"RewardFunctions: two rewards of one name: got {', '.join(twice)} more than once, "
+                "expected distinct functions."
             )
         self._rewards = tuple(rewards)
 
     @classmethod
-    def from_config(cls, sections: Sequence[RewardSection], task: Task, *, log_directory: str | Path | None = None) -> RewardFunctions:
+    def from_config(
+        cls, sections: Sequence[RewardSection], task: Task, *, log_directory: str | Path | None = None
+    ) -> RewardFunctions:
         """The rewards of a config: ``task``, a verifier's name or ``module:function``."""
         check_answers([s.name for s in sections], task)
-        return cls([_named(s.name, s.weight, s.timeout_s, s.separate_process, task, log_directory) for s in sections])
+        return cls(
+            [_named(s.name, s.weight, s.timeout_s, s.separate_process, task, log_directory) for s in sections]
+        )
 
     @classmethod
     def from_functions(
@@ -164,7 +180,10 @@ class RewardFunctions:
         """Rewards given in Python: callables and names, with one weight each (1 by default)."""
         weights = [1.0] * len(functions) if weights is None else list(weights)
         if len(weights) != len(functions) or not all(math.isfinite(w) for w in weights):
-            raise UserError(f"RewardFunctions: bad weights: got {weights} for {len(functions)} functions, expected one finite number each.")
+            raise UserError(
+                f"RewardFunctions: bad weights: got {weights} for {len(functions)} functions, expected "
+                "one finite number each."
+            )
         check_answers([function for function in functions if isinstance(function, str)], task)
         rewards = []
         for function, weight in zip(functions, weights, strict=True):
@@ -172,11 +191,19 @@ class RewardFunctions:
                 rewards.append(_named(function, weight, timeout_s, separate_process, task, log_directory))
                 continue
             if not callable(function):
-                raise UserError(f"RewardFunctions: not a function: got {type(function).__name__}, expected a callable or a name.")
-            name = re.sub(r"[^\w.-]+", "", getattr(function, "__name__", type(function).__name__))  # <lambda>, in a metric's name
+                raise UserError(
+                    f"RewardFunctions: not a function: got {type(function).__name__}, expected a "
+                    "callable or a name."
+                )
+            # <lambda>, in a metric's name
+            name = re.sub(r"[^\w.-]+", "", getattr(function, "__name__", type(function).__name__))
             if separate_process:
                 scorer: _Scorer = RewardProcess(
-                    name, target=_import_path(name, function), pickled=None, timeout_s=timeout_s, log_directory=log_directory
+                    name,
+                    target=_import_path(name, function),
+                    pickled=None,
+                    timeout_s=timeout_s,
+                    log_directory=log_directory,
                 )
             else:
                 scorer = _InProcess(name, function)
@@ -189,7 +216,9 @@ class RewardFunctions:
         return tuple(reward.name for reward in self._rewards)
 
     def start(self) -> None:
-        """Starts every worker and imports its function: a wrong name is a `UserError` here, not in the first step."""
+        """Starts every worker and imports its function: a wrong name is a `UserError` here,
+        not in the first step.
+        """
         for reward in self._rewards:
             reward.scorer.start()
 
@@ -217,7 +246,8 @@ class RewardFunctions:
 
         ``thought_opened`` says of each whether its prompt ends inside ``<think>`` (None: no).
 
-        Raises `UserError` where a function breaks its contract and ValueError where the lists differ in length.
+        Raises `UserError` where a function breaks its contract and ValueError where the lists differ in
+        length.
         """
         count = len(completions)
         opened = [False] * count if thought_opened is None else [bool(one) for one in thought_opened]
@@ -229,24 +259,38 @@ class RewardFunctions:
             "thought_opened": len(opened),
         }
         if any(length != count for length in lengths.values()):
-            raise ValueError(f"RewardFunctions: lists differ in length: got {lengths}, expected {count} each, as completions.")
+            raise ValueError(
+                f"RewardFunctions: lists differ in length: got {lengths}, expected {count} each, as "
+                "completions."
+            )
         result = RewardResult(np.zeros(count, np.float64), {}, {})
         if count == 0:
             result.parts = {name: np.zeros(0, np.float64) for name in self.names}
             result.failures = {name: dict.fromkeys(FAILURES, 0) for name in self.names}
             return result
         columns: dict[str, Sequence[Any]] = {
-            "prompts": list(prompts), "completions": list(completions), "examples": list(examples), "finish_reasons": list(finish_reasons),
-            "answers": [e.answer for e in examples], "solutions": [e.solution for e in examples],
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "examples": list(examples),
+            "finish_reasons": list(finish_reasons),
+            "answers": [e.answer for e in examples],
+            "solutions": [e.solution for e in examples],
             "metadata": [e.metadata for e in examples],
-            "completion_ids": [[int(token) for token in ids] for ids in completion_ids], "thought_opened": opened,
-        }  # fmt: skip
-        graded = columns | {"completions": [with_opening(text, one) for text, one in zip(completions, opened, strict=True)]}
+            "completion_ids": [[int(token) for token in ids] for ids in completion_ids],
+            "thought_opened": opened,
+        }
+        graded = columns | {
+            "completions": [with_opening(text, one) for text, one in zip(completions, opened, strict=True)]
+        }
         for reward in self._rewards:
             scores = reward.scorer.score(graded if reward.verifies else columns, count)
             part, failures = _part(scores)
-            result.parts[reward.name], result.failures[reward.name] = part, failures
-            result.messages += [f"reward {reward.name}: {message}" for message in list(dict.fromkeys(scores.messages))[:_MESSAGES]]
+            result.parts[reward.name] = part
+            result.failures[reward.name] = failures
+            result.messages += [
+                f"reward {reward.name}: {message}"
+                for message in list(dict.fromkeys(scores.messages))[:_MESSAGES]
+            ]
             if reward.weight != 0.0:
                 with np.errstate(over="ignore"):
                     result.total += reward.weight * part
@@ -258,9 +302,17 @@ class RewardFunctions:
         too_large = np.flatnonzero(np.abs(result.total) > worker.LARGEST)
         if len(too_large):
             i = int(too_large[0])
-            terms = " + ".join(f"{reward.weight:g} * {result.parts[reward.name][i]:g} ({reward.name})" for reward in self._rewards)
-            bad = worker.BadReward(f"the weighted sum is not finite in FP32: got {terms}", "smaller rewards or weights", i)
-            raise UserError(f"RewardFunctions: {bad.sentence({'prompts': prompts, 'completions': completions}, range(len(prompts)))}")
+            terms = " + ".join(
+                f"{reward.weight:g} * {result.parts[reward.name][i]:g} ({reward.name})"
+                for reward in self._rewards
+            )
+            bad = worker.BadReward(
+                f"the weighted sum is not finite in FP32: got {terms}", "smaller rewards or weights", i
+            )
+            raise UserError(
+                "RewardFunctions: "
+                f"{bad.sentence({'prompts': prompts, 'completions': completions}, range(len(prompts)))}"
+            )
 
 
 def _part(scores: Scores) -> tuple[np.ndarray, dict[str, int]]:
@@ -271,20 +323,33 @@ def _part(scores: Scores) -> tuple[np.ndarray, dict[str, int]]:
             failed.setdefault(index, "none")
         elif math.isnan(value):
             failed[index] = "nan"
-    part = np.array([np.nan if index in failed else value for index, value in enumerate(scores.values)], np.float64)
+    part = np.array(
+        [np.nan if index in failed else value for index, value in enumerate(scores.values)], np.float64
+    )
     counts = dict.fromkeys(FAILURES, 0)
     for cause in failed.values():
         counts[cause] += 1
     return part, counts
 
 
-def _named(name: str, weight: float, timeout_s: float, separate_process: bool, task: Task, log_directory: str | Path | None) -> _Reward:
+def _named(
+    name: str,
+    weight: float,
+    timeout_s: float,
+    separate_process: bool,
+    task: Task,
+    log_directory: str | Path | None,
+) -> _Reward:
     """A reward by name: the task's verifier, one of `verify.VERIFIERS`, or an import path."""
     if ":" in name:
         module, _, function = name.partition(":")
         if not module or not function:
             raise UserError(f"RewardFunctions: bad name: got {name!r}, expected module:function.")
-        return _Reward(name, weight, RewardProcess(name, target=name, pickled=None, timeout_s=timeout_s, log_directory=log_directory))
+        return _Reward(
+            name,
+            weight,
+            RewardProcess(name, target=name, pickled=None, timeout_s=timeout_s, log_directory=log_directory),
+        )
     if name == "task":
         maker = getattr(task, "verifier", None)
         verifier = maker() if callable(maker) else task.verify
@@ -293,7 +358,10 @@ def _named(name: str, weight: float, timeout_s: float, separate_process: bool, t
         verifier = verify.VERIFIERS[name]
         separate_process = separate_process or name in verify.NEEDS_PROCESS
     else:
-        raise UserError(f"RewardFunctions: unknown reward: got {name!r}, expected task, {', '.join(verify.VERIFIERS)} or module:function.")
+        raise UserError(
+            f"RewardFunctions: unknown reward: got {name!r}, expected task, "
+            f"{', '.join(verify.VERIFIERS)} or module:function."
+        )
     if isinstance(verifier, verify.MathVerify) and importlib.util.find_spec("math_verify") is None:
         raise missing_extra("RewardFunctions", "math-verify", "tasks")
     if not separate_process:
@@ -302,29 +370,41 @@ def _named(name: str, weight: float, timeout_s: float, separate_process: bool, t
         pickled = pickle.dumps(verifier)
     except Exception as error:
         raise UserError(
-            f"reward {name}: its verifier cannot be sent to a worker process: {type(error).__name__}: {error}. "
+            f"reward {name}: its verifier cannot be sent to a worker process: {type(error).__name__}: "
+            f"{error}. "
             "Give the task a picklable verifier()."
         ) from error
-    process = RewardProcess(name, target=None, pickled=pickled, timeout_s=timeout_s, log_directory=log_directory)
+    process = RewardProcess(
+        name, target=None, pickled=pickled, timeout_s=timeout_s, log_directory=log_directory
+    )
     return _Reward(name, weight, process, verifies=True)
 
 
 def check_answers(names: Sequence[str], task: Task) -> None:
     """Asks the verifiers that a run names as rewards about the task's answers, before anything is started.
 
-    All examples of a list are asked about, of generated ones the first; the task's own verifier has been asked where
-    records were read.  Raises `UserError` naming where the first ten bad answers stand.
+    All examples of a list are asked about, of generated ones the first; the task's own verifier has been
+    asked where records were read.  Raises `UserError` naming where the first ten bad answers stand.
     """
     for name in names:
         verifier = getattr(task, "verifier_name", "") if name == "task" else name
         problems = []
-        for split, examples in (("train", task.train), ("eval", task.eval)) if verifier in verify.VERIFIERS else ():
-            listed = examples if isinstance(examples, list | tuple) else [examples[0]] if len(examples) else []
+        for split, examples in (
+            (("train", task.train), ("eval", task.eval)) if verifier in verify.VERIFIERS else ()
+        ):
+            listed = (
+                examples if isinstance(examples, list | tuple) else [examples[0]] if len(examples) else []
+            )
             for index, example in enumerate(listed):
                 source = getattr(example, "source", "")
-                problem = None if name == "task" and source else verify.answer_problem(verifier, example.answer)
+                problem = (
+                    None if name == "task" and source else verify.answer_problem(verifier, example.answer)
+                )
                 if problem:
-                    problems.append(f"{source or f'{task.name}:{split}[{index}]'}: {verifier} cannot compare with the answer: {problem}")
+                    problems.append(
+                        f"{source or f'{task.name}:{split}[{index}]'}: {verifier} cannot compare with "
+                        f"the answer: {problem}"
+                    )
         raise_broken(f"reward {name}", problems)
 
 

@@ -23,7 +23,8 @@ def score(
     completion_ids: Sequence[Any],
     thought_opened: Sequence[bool],
 ) -> RewardResult:
-    """`rewards` of N completions, prompt-major in groups of `group`; every process gives the same and has the whole result.
+    """`rewards` of N completions, prompt-major in groups of `group`; every process gives the same and has the
+    whole result.
 
     A group is scored whole by one process.
 
@@ -32,16 +33,23 @@ def score(
     """
     if processes.count() == 1:
         return rewards(prompts, completions, examples, finish_reasons, completion_ids, thought_opened)
-    share = np.array_split(np.arange(len(completions)).reshape(-1, group), processes.count())[processes.index()].reshape(-1)
+    share = np.array_split(np.arange(len(completions)).reshape(-1, group), processes.count())[
+        processes.index()
+    ].reshape(-1)
     columns = (prompts, completions, examples, finish_reasons, completion_ids, thought_opened)
     result = rewards(*([column[i] for i in share] for column in columns))
     texts = json.dumps({"failures": result.failures, "messages": result.messages})
-    own = {"total": result.total, "texts": np.array(texts)} | {f"part {name}": values for name, values in result.parts.items()}
+    own = {"total": result.total, "texts": np.array(texts)} | {
+        f"part {name}": values for name, values in result.parts.items()
+    }
     everywhere = processes.exchange(own)
     said = [json.loads(str(given["texts"])) for given in everywhere]
     return RewardResult(
         np.concatenate([given["total"] for given in everywhere]),
         {name: np.concatenate([given[f"part {name}"] for given in everywhere]) for name in result.parts},
-        {name: {kind: sum(one["failures"][name][kind] for one in said) for kind in kinds} for name, kinds in result.failures.items()},
+        {
+            name: {kind: sum(one["failures"][name][kind] for one in said) for kind in kinds}
+            for name, kinds in result.failures.items()
+        },
         [message for one in said for message in one["messages"]],
     )

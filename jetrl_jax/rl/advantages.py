@@ -5,9 +5,9 @@
     RLOO      A_i = r_i − mean of the others                         (Back to Basics, REINFORCE leave-one-out)
     REINFORCE++  A_i = (r_i − batch mean) / (batch std + 1e-6),  std with n − 1   (REINFORCE++)
 
-A sample outside ``mask`` (its reward failed or timed out) is in no mean and no std and has advantage 0.  A group with
-fewer than two samples left, or whose rewards are all equal, has advantage exactly 0: it says nothing about which of its
-completions is better.  G = 1 is refused rather than turned into NaN or 0.
+A sample outside ``mask`` (its reward failed or timed out) is in no mean and no std and has advantage 0.  A
+group with fewer than two samples left, or whose rewards are all equal, has advantage exactly 0: it says
+nothing about which of its completions is better.  G = 1 is refused rather than turned into NaN or 0.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
         mask: bool [P, G], true for samples that count; None counts all.
 
     Returns:
-        float64 [P, G].  Adding a constant to a group's rewards changes nothing; scaling them only through the epsilon.
+        float64 [P, G].  Adding a constant to a group's rewards changes nothing; scaling them only through the
+        epsilon.
 
     Raises:
-        ValueError: not two-dimensional, fewer than two samples in a group, shapes that differ, a non-finite counted reward.
+        ValueError: not two-dimensional, fewer than two samples in a group, shapes that differ, a non-finite
+          counted reward.
     """
     values, counted = _checked("grpo", rewards, mask)
     centred = _centred(values, counted)
@@ -65,7 +67,8 @@ def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
 def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
     """(r − mean) / (std + 1e-6) over all counted samples of the batch, std with n − 1: groups play no part.
 
-    A batch whose counted rewards are all equal has advantage 0, and a sample alone in its group keeps its own.
+    A batch whose counted rewards are all equal has advantage 0, and a sample alone in its group keeps its
+    own.
     Departure from the paper: samples are normalised, not tokens (no KL term enters the reward here).
 
     Arguments, result and errors as in `grpo`.
@@ -82,13 +85,18 @@ def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> NDArray[Any
     """
     flat = np.asarray(values)
     if sum(sizes) != len(flat):
-        raise ValueError(f"in_rows: sizes do not fit: got sizes that add up to {sum(sizes)}, expected {len(flat)}, the number of values")
+        raise ValueError(
+            f"in_rows: sizes do not fit: got sizes that add up to {sum(sizes)}, expected {len(flat)}, "
+            "the number of values"
+        )
     rows = np.full((len(sizes), max(sizes)), fill, flat.dtype)
     rows[np.arange(max(sizes)) < np.asarray(sizes)[:, None]] = flat
     return rows
 
 
-def of_groups(advantage: AdvantageFunction, rewards: ArrayLike, counted: ArrayLike, sizes: Sequence[int]) -> NDArray[np.float64]:
+def of_groups(
+    advantage: AdvantageFunction, rewards: ArrayLike, counted: ArrayLike, sizes: Sequence[int]
+) -> NDArray[np.float64]:
     """One of the functions above on groups of any sizes.
 
     Args:
@@ -120,13 +128,17 @@ def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDA
     return _informative(values, counted)
 
 
-def overlong_penalty(completion_tokens: ArrayLike, max_tokens: int, buffer_tokens: int) -> NDArray[np.float64]:
-    """Soft penalty of DAPO for long completions, added to the reward: min(−(len − (L − buf)) / buf, 0), at least −1.
+def overlong_penalty(
+    completion_tokens: ArrayLike, max_tokens: int, buffer_tokens: int
+) -> NDArray[np.float64]:
+    """Soft penalty of DAPO for long completions, added to the reward: min(−(len − (L − buf)) / buf, 0), at
+    least −1.
 
     Args:
         completion_tokens: integers of any shape, lengths in tokens (not characters), stop token included.
         max_tokens: L, the longest completion.
-        buffer_tokens: buf, the length of the zone before L in which the penalty grows from 0 to −1; 0 switches it off.
+        buffer_tokens: buf, the length of the zone before L in which the penalty grows from 0 to −1; 0
+          switches it off.
 
     Returns:
         float64 of the same shape, in [−1, 0].
@@ -136,39 +148,54 @@ def overlong_penalty(completion_tokens: ArrayLike, max_tokens: int, buffer_token
     """
     lengths = np.asarray(completion_tokens, np.float64)
     if not 0 <= buffer_tokens <= max_tokens:
-        raise ValueError(f"overlong_penalty: buffer does not fit: got buffer_tokens={buffer_tokens}, expected 0 to max_tokens={max_tokens}")
+        raise ValueError(
+            f"overlong_penalty: buffer does not fit: got buffer_tokens={buffer_tokens}, expected 0 to "
+            f"max_tokens={max_tokens}"
+        )
     if buffer_tokens == 0:
         return np.zeros(lengths.shape)
     excess = lengths - (max_tokens - buffer_tokens)
     return -np.clip(excess / buffer_tokens, 0.0, 1.0)
 
 
-def _checked(function: str, rewards: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _checked(
+    function: str, rewards: ArrayLike, mask: ArrayLike | None
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Rewards with masked values set to 0, and the mask as bool."""
     values = np.asarray(rewards, np.float64)
     if values.ndim != 2 or values.shape[1] < 2:
         raise ValueError(
-            f"{function}: no group to compare within: got rewards.shape={values.shape}, expected [P, G] with G >= 2. "
+            f"{function}: no group to compare within: got rewards.shape={values.shape}, expected [P, G] "
+            "with G >= 2. "
             "A single completion of a prompt has no advantage."
         )
     counted = np.ones(values.shape, bool) if mask is None else as_mask(function, "mask", mask)
     if counted.shape != values.shape:
-        raise ValueError(f"{function}: shapes differ: got mask.shape={counted.shape}, expected rewards.shape={values.shape}")
+        raise ValueError(
+            f"{function}: shapes differ: got mask.shape={counted.shape}, expected "
+            f"rewards.shape={values.shape}"
+        )
     bad = np.argwhere(counted & ~np.isfinite(values))
     if len(bad):
         p, g = bad[0]
         raise ValueError(
-            f"{function}: {len(bad)} rewards are not finite: got rewards[{p}, {g}]={values[p, g]}, expected finite numbers. "
+            f"{function}: {len(bad)} rewards are not finite: got rewards[{p}, {g}]={values[p, g]}, "
+            "expected finite numbers. "
             "Leave failed samples out through mask."
         )
     return np.where(counted, values, 0.0), counted
 
 
 def as_mask(function: str, name: str, mask: ArrayLike) -> NDArray[np.bool_]:
-    """A mask as bool.  Raises ValueError for values that are neither true nor false, such as NaN, which numpy takes for true."""
+    """A mask as bool.  Raises ValueError for values that are neither true nor false, such as NaN,
+    which numpy takes for true.
+    """
     given = np.asarray(mask)
     if given.dtype.kind not in "biuf" or not np.isin(given, (0, 1)).all():
-        raise ValueError(f"{function}: no mask: got {name} {given.dtype} with {given.reshape(-1)[:4]}, expected true or false, or 0 and 1.")
+        raise ValueError(
+            f"{function}: no mask: got {name} {given.dtype} with {given.reshape(-1)[:4]}, expected true "
+            "or false, or 0 and 1."
+        )
     return given.astype(bool)
 
 
@@ -183,6 +210,9 @@ def _informative(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDA
     return (counted.sum(axis=1) >= 2) & (highest > lowest)
 
 
-def _only_informative(advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    # Explicit zeros: the roundoff of a mean of equal rewards, divided by an epsilon of 1e-6, would not be zero.
+def _only_informative(
+    advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    # Explicit zeros: the roundoff of a mean of equal rewards, divided by an epsilon of 1e-6, would not be
+    # zero.
     return np.where(_informative(values, counted)[:, None], advantages, 0.0)

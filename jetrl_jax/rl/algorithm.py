@@ -1,16 +1,17 @@
 """An algorithm's name resolved to formulas, and the loss that they make with its numbers.
 
-| name         | advantage    | loss                | aggregation   | clip          | dynamic sampling, overlong buffer |
-|--------------|--------------|---------------------|---------------|---------------|-----------------------------------|
-| grpo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
-| dapo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.28    | on, a fifth of the completion     |
-| dr_grpo      | Dr.GRPO      | clipped ratio       | constant      | 0.2 / 0.2     | off                               |
-| rloo         | RLOO         | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
-| reinforce_pp | of the batch | clipped ratio       | token_mean    | 0.2 / 0.2     | off                               |
-| gspo         | GRPO         | ratio of a sequence | sequence_mean | 3e-4 / 4e-4   | off                               |
-| cispo        | GRPO         | CISPO               | token_mean    | off / 4       | off                               |
+| name         | advantage    | loss                | aggregation   | clip        | sampling, buffer |
+|--------------|--------------|---------------------|---------------|-------------|------------------|
+| grpo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.2   | off              |
+| dapo         | GRPO         | clipped ratio       | token_mean    | 0.2 / 0.28  | dynamic, a fifth |
+| dr_grpo      | Dr.GRPO      | clipped ratio       | constant      | 0.2 / 0.2   | off              |
+| rloo         | RLOO         | clipped ratio       | token_mean    | 0.2 / 0.2   | off              |
+| reinforce_pp | of the batch | clipped ratio       | token_mean    | 0.2 / 0.2   | off              |
+| gspo         | GRPO         | ratio of a sequence | sequence_mean | 3e-4 / 4e-4 | off              |
+| cispo        | GRPO         | CISPO               | token_mean    | off / 4     | off              |
 
-The defaults stand in the classes of `jetrl_jax.config.learning`.  Everything downstream reads the resolved values only.
+The defaults stand in the classes of `jetrl_jax.config.learning`.  Everything downstream reads the resolved
+values only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jetrl_jax.config.learning import Aggregation, AlgorithmSection, BypassSection, ClippedSection, CorrectionSection, DecoupledSection
+from jetrl_jax.config.learning import (
+    Aggregation,
+    AlgorithmSection,
+    BypassSection,
+    ClippedSection,
+    CorrectionSection,
+    DecoupledSection,
+)
 from jetrl_jax.errors import UserError
 from jetrl_jax.rl import advantages, losses
 from jetrl_jax.rl.batching import TrainBatch
@@ -44,7 +52,8 @@ class ResolvedAlgorithm:
         recompute: the correction needs the trainer's log-probabilities before the loss.
         kl_coef, kl_estimator: the KL term; a coefficient of 0 is off.
         epochs, minibatches: passes over a rollout batch and optimiser steps of one pass.
-        mask_truncated: completions cut by length are not trained (their rewards stay in the group's mean and std).
+        mask_truncated: completions cut by length are not trained (their rewards stay in the group's mean and
+          std).
         dynamic_sampling, max_generation_rounds: replacement of groups with equal rewards.
         overlong_buffer_tokens: the zone of the overlong penalty; 0 is off.
         max_completion_tokens: L of the overlong penalty and of the ``constant`` aggregation.
@@ -72,7 +81,9 @@ class ResolvedAlgorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every optimiser step sees the policy that generated: the ratio to the trainer's own logprobs is 1."""
+        """Whether every optimiser step sees the policy that generated:
+        the ratio to the trainer's own logprobs is 1.
+        """
         return self.epochs == 1 and self.minibatches == 1
 
     @property
@@ -85,9 +96,13 @@ class ResolvedAlgorithm:
         """Whether the loss reads ref_logprobs."""
         return self.kl_coef > 0
 
-    def shape_rewards(self, rewards: NDArray[np.float64], completion_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def shape_rewards(
+        self, rewards: NDArray[np.float64], completion_tokens: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Rewards with the overlong penalty added, same shape; a masked (NaN) reward stays NaN."""
-        return rewards + advantages.overlong_penalty(completion_tokens, self.max_completion_tokens, self.overlong_buffer_tokens)
+        return rewards + advantages.overlong_penalty(
+            completion_tokens, self.max_completion_tokens, self.overlong_buffer_tokens
+        )
 
     def record(self) -> dict[str, Any]:
         """The resolved values as plain data for the run's record."""
@@ -116,7 +131,8 @@ def resolve_algorithm(
     buffer = section.overlong_tokens(max_completion_tokens)
     if buffer > max_completion_tokens:
         raise UserError(
-            f"resolve_algorithm: the penalty zone does not fit: got algorithm.overlong_buffer_tokens={buffer}, "
+            "resolve_algorithm: the penalty zone does not fit: got "
+            f"algorithm.overlong_buffer_tokens={buffer}, "
             f"expected at most rollout.max_completion_tokens={max_completion_tokens}"
         )
     return ResolvedAlgorithm(
@@ -159,17 +175,23 @@ def policy_objective(
         entropy: [R, T], aligned with targets, for the statistics only.
 
     Returns:
-        A scalar, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the reference, where there
-        is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of microbatches add up.
+        A scalar, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the reference,
+        where there is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of microbatches
+        add up.
 
     Raises:
         ValueError: a KL term without ``batch.ref_logprobs``.
     """
-    arrays, clips = (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask), (algorithm.clip_low, algorithm.clip_high)
+    arrays, clips = (
+        (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask),
+        (algorithm.clip_low, algorithm.clip_high),
+    )
     if algorithm.name == "cispo":
         token_loss, stats = losses.cispo_loss(*arrays, clip_low=clips[0], clip_high=clips[1])
     else:
-        sequences = losses.Sequences(batch.segment_ids, batch.inverse_length) if algorithm.name == "gspo" else None
+        sequences = (
+            losses.Sequences(batch.segment_ids, batch.inverse_length) if algorithm.name == "gspo" else None
+        )
         token_loss, stats = losses.policy_loss(
             *arrays, clip_low=clips[0], clip_high=clips[1], dual_clip=algorithm.dual_clip, sequences=sequences
         )
@@ -177,8 +199,13 @@ def policy_objective(
         token_loss = token_loss * jax.lax.stop_gradient(losses.masked(batch.correction, batch.loss_mask))
     if algorithm.needs_reference:
         if batch.ref_logprobs is None:
-            raise ValueError(f"policy_objective: no reference: got ref_logprobs=None, expected [R, T] for kl_coef={algorithm.kl_coef}")
-        kl = losses.kl_penalty(logprobs, batch.ref_logprobs, batch.loss_mask, estimator=algorithm.kl_estimator)
+            raise ValueError(
+                "policy_objective: no reference: got ref_logprobs=None, expected [R, T] for "
+                f"kl_coef={algorithm.kl_coef}"
+            )
+        kl = losses.kl_penalty(
+            logprobs, batch.ref_logprobs, batch.loss_mask, estimator=algorithm.kl_estimator
+        )
         token_loss = token_loss + algorithm.kl_coef * kl
         stats["kl_sum"] = jax.lax.stop_gradient(losses.masked_sum(kl, batch.loss_mask))
     if entropy is not None:
@@ -204,7 +231,10 @@ _ADVANTAGES: dict[str, advantages.AdvantageFunction] = {  # the others have GRPO
 def _notes(section: AlgorithmSection) -> tuple[str, ...]:
     notes = []
     if section.kl_coef > 0 and section.kl_estimator == "k1":
-        notes.append("algorithm.kl_estimator k1 has zero expected gradient as a loss term; k2 has that of the reverse KL")
+        notes.append(
+            "algorithm.kl_estimator k1 has zero expected gradient as a loss term; k2 has that of the "
+            "reverse KL"
+        )
     if section.clip_low >= 1 and section.clip_low != type(section).model_fields["clip_low"].default:
         notes.append(f"algorithm.clip_low = {section.clip_low} never clips: a ratio is positive")
     return tuple(notes)

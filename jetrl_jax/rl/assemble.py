@@ -1,7 +1,9 @@
-"""From groups of scored trajectories to the minibatches of a training step: what a step calls of this folder before the loss.
+"""From groups of scored trajectories to the minibatches of a training step: what a step calls of this folder
+before the loss.
 
-    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, where the loss reads them
-    -> rollout correction -> minibatches of whole groups, packed into microbatches of one shape
+    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, where the
+    loss reads them -> rollout correction -> minibatches of whole groups, packed into microbatches of one
+    shape
 
 Pure but for `score`, which the caller gives: the trainer's log-probabilities of packed microbatches.
 """
@@ -18,19 +20,30 @@ from numpy.typing import NDArray
 from jetrl_jax.config.learning import CorrectionSection, DecoupledSection
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
-from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
+from jetrl_jax.rl.batching import (
+    TrainBatch,
+    count_denominators,
+    pack,
+    sample_masks,
+    split_minibatches,
+    unpack,
+)
 from jetrl_jax.rl.correction import correct
 from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.types import Trajectory
 
 Arrays = list[NDArray[Any]]
 Score = Callable[[list[TrainBatch]], tuple[Arrays | None, Arrays | None]]
-"""Microbatches -> float32 [R, T] of each under the behaviour version and under the reference; None where the loss reads none."""
+"""Microbatches -> float32 [R, T] of each under the behaviour version and under the reference; None where
+the loss reads none.
+"""
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimiser step learns from: microbatches that share one gradient, and the counts of them all."""
+    """What one optimiser step learns from: microbatches that share one gradient,
+    and the counts of them all.
+    """
 
     microbatches: list[TrainBatch]
     denominators: Denominators
@@ -43,7 +56,8 @@ class Assembly:
     Attributes:
         advantages: float64 [N].
         trained: bool [N].
-        scored: (microbatch, log-probabilities under the behaviour version), where the loss reads these; else empty.
+        scored: (microbatch, log-probabilities under the behaviour version), where the loss reads these; else
+          empty.
         metrics: ``correction/``, ``advantage/`` and the number of samples that are not trained.
         minibatches: makes the minibatches of all epochs, in order, each packed when it is asked for.
     """
@@ -73,19 +87,26 @@ def assemble(
         rewards: of each group float64 [its size], NaN where a reward failed.
         algorithm: resolved.
         correction: ``correction`` of the config.
-        score: called once with the trained trajectories packed, where the loss reads old or reference log-probabilities.
+        score: called once with the trained trajectories packed, where the loss reads old or reference
+          log-probabilities.
         row_tokens, microbatch_tokens: as `pack`.
         seed: of the order of groups; the epoch is appended.
 
     Raises:
-        ValueError: rewards that are not one for each trajectory of each group; else as `pack` and the advantages.
+        ValueError: rewards that are not one for each trajectory of each group; else as `pack` and the
+          advantages.
     """
     shapes, expected = [np.shape(values) for values in rewards], [(len(group),) for group in groups]
     if shapes != expected or not groups:
-        raise ValueError(f"assemble: rewards do not fit the groups: got rewards of {shapes[:8]}, expected {expected[:8] or 'a group'}.")
+        raise ValueError(
+            f"assemble: rewards do not fit the groups: got rewards of {shapes[:8]}, expected "
+            f"{expected[:8] or 'a group'}."
+        )
     trajectories = [trajectory for group in groups for trajectory in group]
     sizes, total = [len(group) for group in groups], np.concatenate(list(rewards))
-    counted, trained = sample_masks(total, [t.finish_reason for t in trajectories], mask_truncated=algorithm.mask_truncated)
+    counted, trained = sample_masks(
+        total, [t.finish_reason for t in trajectories], mask_truncated=algorithm.mask_truncated
+    )
     shaped = algorithm.shape_rewards(total, np.array([t.sampled_tokens for t in trajectories]))
     values = advantages.of_groups(algorithm.advantage, shaped, counted, sizes)
     arrays: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": None}
@@ -101,7 +122,11 @@ def assemble(
         if reference is not None:
             arrays["ref_logprobs"] = unpack(micro, reference, len(trajectories))
     engine = [t.sampled_logprobs for t in trajectories]
-    if isinstance(correction, DecoupledSection) and algorithm.recompute and arrays["old_logprobs"] is not None:
+    if (
+        isinstance(correction, DecoupledSection)
+        and algorithm.recompute
+        and arrays["old_logprobs"] is not None
+    ):
         corrected = correct(correction, arrays["old_logprobs"], engine, trained)
         arrays |= {"correction": corrected.weights, "keep": corrected.keep}
         metrics |= corrected.metrics
@@ -111,7 +136,9 @@ def assemble(
     def minibatches() -> Iterator[Minibatch]:
         for epoch in range(algorithm.epochs):
             for indices in split_minibatches(sizes, algorithm.minibatches, seed=(*seed, epoch)):
-                micro = pack(trajectories, values, trained, row_tokens, microbatch_tokens, indices=indices, **arrays)
+                micro = pack(
+                    trajectories, values, trained, row_tokens, microbatch_tokens, indices=indices, **arrays
+                )
                 yield Minibatch(micro, count_denominators(micro, algorithm.max_completion_tokens))
 
     return Assembly(values, trained, scored, metrics, minibatches)

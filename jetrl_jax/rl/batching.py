@@ -1,17 +1,23 @@
-"""Trajectories of unequal length packed into rows of one fixed shape: where host data (numpy) meets the device (JAX).
+"""Trajectories of unequal length packed into rows of one fixed shape: where host data (numpy) meets the
+device (JAX).
 
-    row:  p p p c c c | p p c c e c c | . .      p prompt, c sampled by the policy, e written by an environment, . padding
+    p prompt, c sampled by the policy, e written by an environment, . padding
+
+    row:  p p p c c c | p p c c e c c | . .
     segment_ids       1 1 1 1 1 1   2 2 2 2 2 2 2   0 0
     positions         0 1 2 3 4 5   0 1 2 3 4 5 6   0 0
     loss_mask         . . . x x x   . . x x . x x   . .
 
-Everything is aligned with targets: index t speaks of token t, whose log-probability comes from the hidden state at
-t − 1 of the same segment.  A prompt has at least one token, so the first position of a segment is never trained.
-Arrays of one trajectory hold a value for each sampled token; the others are context, and no loss reads them.
+Everything is aligned with targets: index t speaks of token t, whose log-probability comes from the hidden
+state at t − 1 of the same segment.  A prompt has at least one token, so the first position of a segment is
+never trained. Arrays of one trajectory hold a value for each sampled token; the others are context, and no
+loss reads them.
 
-Every microbatch has the same shape [rows, row_tokens], rows = microbatch_tokens // row_tokens, the last one filled with
-empty rows: a training step compiles once.  Packing is first-fit decreasing with ties in the given order: a function of
-the lengths alone, bit-stable when a run is repeated or resumed.  Trajectories that are not trained take no room.
+Every microbatch has the same shape [rows, row_tokens], rows = microbatch_tokens // row_tokens, the last one
+filled with
+empty rows: a training step compiles once.  Packing is first-fit decreasing with ties in the given order: a
+function of the lengths alone, bit-stable when a run is repeated or resumed.  Trajectories that are not
+trained take no room.
 
 Nothing is truncated: a sequence longer than a row is an error.
 """
@@ -37,7 +43,8 @@ PADDING_TOKEN = 0  # any valid id: padding has segment 0 and is seen by nobody
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainBatch:
-    """One microbatch of packed rows, a pytree usable as an argument of ``jit``; all arrays [R, T], numpy when built.
+    """One microbatch of packed rows, a pytree usable as an argument of ``jit``; all arrays [R, T], numpy when
+    built.
 
     Attributes:
         token_ids: int32.
@@ -46,9 +53,12 @@ class TrainBatch:
         loss_mask: bool, true at trained tokens.
         rollout_logprobs: float32 as the engine reported them; 0 outside ``loss_mask``.
         advantages: float32, at trained tokens; 0 outside ``loss_mask``.
-        sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is padding.
-        inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside ``loss_mask``.
-        old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None on-policy.
+        sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is
+          padding.
+        inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside
+          ``loss_mask``.
+        old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None
+          on-policy.
         ref_logprobs: the same of the frozen reference; None without a KL term.
         correction: float32, weight of each token's policy loss (`jetrl_jax.rl.correction`); None is 1.
         exposure: float32, how often the trajectory counts in the loss and its denominators; None is once.
@@ -72,7 +82,9 @@ class TrainBatch:
         return dataclasses.replace(self, **changes)
 
 
-def sample_masks(rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def sample_masks(
+    rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which samples count in their group, and which are trained.
 
     Args:
@@ -81,25 +93,28 @@ def sample_masks(rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_trun
         mask_truncated: whether completions that end by "length" are left out of the loss.
 
     Returns:
-        (counted, trained), bool [N] each: a NaN reward is in neither; a truncated completion counts in its group's mean
-        and std either way.
+        (counted, trained), bool [N] each: a NaN reward is in neither; a truncated completion counts in its
+        group's mean and std either way.
     """
     counted = ~np.isnan(np.asarray(rewards, np.float64))
     truncated = np.asarray([reason == "length" for reason in finish_reasons], bool)
     return counted, counted & ~(truncated & mask_truncated)
 
 
-def split_minibatches(sizes: Sequence[int], minibatches: int, *, seed: int | Sequence[int]) -> list[NDArray[np.int64]]:
+def split_minibatches(
+    sizes: Sequence[int], minibatches: int, *, seed: int | Sequence[int]
+) -> list[NDArray[np.int64]]:
     """Divides a rollout batch, groups whole, among the optimiser steps of one pass.
 
     Args:
         sizes: trajectories of each of P groups, which lie one after the other.
-        minibatches: number of parts, whose sizes differ by at most one group; fewer groups make one part each.
+        minibatches: number of parts, whose sizes differ by at most one group; fewer groups make one part
+          each.
         seed: of the shuffle; a tuple such as (run seed, step, epoch) gives every pass its own.
 
     Returns:
-        min(minibatches, P) ascending index arrays into the trajectories, disjoint, together all.  Within a part the order
-        is not shuffled, so a single part is the same for every seed.
+        min(minibatches, P) ascending index arrays into the trajectories, disjoint, together all.  Within a
+        part the order is not shuffled, so a single part is the same for every seed.
 
     Raises:
         ValueError: no groups, a group without trajectories, or fewer than one part.
@@ -109,7 +124,10 @@ def split_minibatches(sizes: Sequence[int], minibatches: int, *, seed: int | Seq
         raise ValueError(f"split_minibatches: nothing to split: got {found}, expected >= 1 of each")
     order = np.random.default_rng(seed).permutation(len(sizes))
     members = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    return [np.concatenate([members[group] for group in np.sort(part)]) for part in np.array_split(order, min(minibatches, len(sizes)))]
+    return [
+        np.concatenate([members[group] for group in np.sort(part)])
+        for part in np.array_split(order, min(minibatches, len(sizes)))
+    ]
 
 
 def pack(
@@ -138,25 +156,37 @@ def pack(
         old_logprobs: N arrays, one value per sampled token; None leaves the field None.
         ref_logprobs: likewise.
         correction: likewise, weights of the policy loss.
-        keep: N bool arrays, false at sampled tokens that are not trained; None trains all.  A trajectory without any
-            trained token is not packed.
+        keep: N bool arrays, false at sampled tokens that are not trained; None trains all.  A trajectory
+            without any trained token is not packed.
         exposure: [N] whole numbers, how often each trajectory counts; 0 is not packed; None is once each.
 
     Returns:
-        At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained it is all
+        At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained
+        it is all
         padding: its loss and gradient are 0.
 
     Raises:
         ValueError: sizes or lengths that do not fit, all of them in one message.
     """
     chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices)
-    packed, weights = as_mask("pack", "mask", mask), np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64)
+    packed, weights = (
+        as_mask("pack", "mask", mask),
+        np.ones(len(trajectories)) if exposure is None else np.asarray(exposure, np.float64),
+    )
     values: Any = advantages
     extra = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "correction": correction}
     per_token = {"rollout_logprobs": [t.sampled_logprobs for t in trajectories]}
-    per_token |= {name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None}
+    per_token |= {
+        name: [np.asarray(array) for array in arrays] for name, arrays in extra.items() if arrays is not None
+    }
     checked = per_token if keep is None else per_token | {"keep": [as_mask("pack", "keep", k) for k in keep]}
-    _check_sizes(len(trajectories), {"advantages": values, "mask": packed, "exposure": weights}, row_tokens, microbatch_tokens, checked)
+    _check_sizes(
+        len(trajectories),
+        {"advantages": values, "mask": packed, "exposure": weights},
+        row_tokens,
+        microbatch_tokens,
+        checked,
+    )
     _check_indices(chosen, weights)
     chosen = chosen[packed[chosen]]
     _check_sequences(trajectories, chosen, row_tokens, values, checked)
@@ -181,7 +211,9 @@ def pack(
         arrays["segment_ids"][r, whole] = segments[r]
         arrays["sequence_index"][r, whole] = index
         arrays["loss_mask"][r, trained] = True
-        arrays["advantages"][r, trained] = values[index] if np.ndim(values[index]) == 0 else np.asarray(values[index])[kept]
+        arrays["advantages"][r, trained] = (
+            values[index] if np.ndim(values[index]) == 0 else np.asarray(values[index])[kept]
+        )
         arrays["inverse_length"][r, trained] = 1.0 / len(trained)
         if exposure is not None:
             arrays["exposure"][r, trained] = weights[index]
@@ -194,7 +226,8 @@ def pack(
 
 
 def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int) -> Denominators:
-    """Counts over all microbatches of one optimiser step, as float32 scalars; a trajectory counts as often as its exposure says.
+    """Counts over all microbatches of one optimiser step, as float32 scalars; a trajectory counts as often as
+    its exposure says.
 
     Args:
         batches: the microbatches that share one gradient.
@@ -207,14 +240,23 @@ def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int
         found = f"{len(batches)} microbatches and max_completion_tokens={max_completion_tokens}"
         raise ValueError(f"count_denominators: nothing to count: got {found}, expected at least 1 of each.")
     masks = [np.asarray(b.loss_mask) for b in batches]
-    index = np.concatenate([np.asarray(b.sequence_index)[mask] for b, mask in zip(batches, masks, strict=True)])
-    counts = [np.ones(mask.sum()) if b.exposure is None else np.asarray(b.exposure)[mask] for b, mask in zip(batches, masks, strict=True)]
+    index = np.concatenate(
+        [np.asarray(b.sequence_index)[mask] for b, mask in zip(batches, masks, strict=True)]
+    )
+    counts = [
+        np.ones(mask.sum()) if b.exposure is None else np.asarray(b.exposure)[mask]
+        for b, mask in zip(batches, masks, strict=True)
+    ]
     each = np.concatenate(counts)
     sequences = each[np.unique(index, return_index=True)[1]].sum()
-    return Denominators(np.float32(each.sum()), np.float32(sequences), np.float32(sequences * max_completion_tokens))
+    return Denominators(
+        np.float32(each.sum()), np.float32(sequences), np.float32(sequences * max_completion_tokens)
+    )
 
 
-def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_trajectories: int) -> list[NDArray[Any]]:
+def unpack(
+    batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_trajectories: int
+) -> list[NDArray[Any]]:
     """Per-token results brought back to trajectories, to be packed again in another order.
 
     Args:
@@ -223,17 +265,23 @@ def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_traje
         num_trajectories: N given to `pack`.
 
     Returns:
-        N arrays, one value per trained token (per sampled token, where `pack` had no ``keep``); empty for trajectories that
-        were not packed.
+        N arrays, one value per trained token (per sampled token, where `pack` had no ``keep``); empty for
+        trajectories that were not packed.
 
     Raises:
         ValueError: values of other shapes, or trajectories beyond N.
     """
     masks = [np.asarray(b.loss_mask) for b in batches]
-    shapes, most = [np.shape(v) for v in values], max((int(np.max(b.sequence_index)) for b in batches), default=-1)
+    shapes, most = (
+        [np.shape(v) for v in values],
+        max((int(np.max(b.sequence_index)) for b in batches), default=-1),
+    )
     if not masks or shapes != [m.shape for m in masks] or most >= num_trajectories:
         expected = f"{[m.shape for m in masks]} and more than {most} trajectories"
-        raise ValueError(f"unpack: values do not fit: got values {shapes} and num_trajectories={num_trajectories}, expected {expected}.")
+        raise ValueError(
+            f"unpack: values do not fit: got values {shapes} and num_trajectories={num_trajectories}, "
+            f"expected {expected}."
+        )
     index = np.concatenate([np.asarray(b.sequence_index)[m] for b, m in zip(batches, masks, strict=True)])
     flat = np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks, strict=True)])
     order = np.argsort(index, kind="stable")  # a trajectory lies in one row, in order
@@ -241,13 +289,18 @@ def unpack(batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_traje
     return np.split(flat[order], np.cumsum(counts)[:-1])
 
 
-def _first_fit_decreasing(lengths: NDArray[np.int64], row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Row and first position of each sequence, and the number of rows; at most 11/9 of the optimum and a row."""
+def _first_fit_decreasing(
+    lengths: NDArray[np.int64], row_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Row and first position of each sequence, and the number of rows;
+    at most 11/9 of the optimum and a row.
+    """
     row, start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     free = np.full(len(lengths), row_tokens, np.int64)  # an unopened row is a free one
     for i in np.argsort(-lengths, kind="stable"):
         r = int(np.argmax(free >= lengths[i]))
-        row[i], start[i] = r, row_tokens - free[r]
+        row[i] = r
+        start[i] = row_tokens - free[r]
         free[r] -= lengths[i]
     return row, start, int((free < row_tokens).sum())
 
@@ -257,11 +310,17 @@ def _empty_rows(rows: int, row_tokens: int, per_token: Sequence[str]) -> dict[st
     arrays: dict[str, NDArray[Any]] = {"token_ids": np.full(shape, PADDING_TOKEN, np.int32)}
     arrays |= {name: np.zeros(shape, np.int32) for name in ("positions", "segment_ids")}
     arrays |= {"sequence_index": np.full(shape, -1, np.int32), "loss_mask": np.zeros(shape, bool)}
-    return arrays | {name: np.zeros(shape, np.float32) for name in ("advantages", "inverse_length", *per_token)}
+    return arrays | {
+        name: np.zeros(shape, np.float32) for name in ("advantages", "inverse_length", *per_token)
+    }
 
 
 def _check_sizes(
-    count: int, per_sequence: dict[str, Any], row_tokens: int, microbatch_tokens: int, per_token: dict[str, list[Any]]
+    count: int,
+    per_sequence: dict[str, Any],
+    row_tokens: int,
+    microbatch_tokens: int,
+    per_token: dict[str, list[Any]],
 ) -> None:
     problems = []
     if not 1 <= row_tokens <= microbatch_tokens:
@@ -281,7 +340,9 @@ def _check_indices(chosen: NDArray[Any], exposure: NDArray[np.float64]) -> None:
     problems, count = [], len(exposure)
     whole = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size)
     if not whole or len(np.unique(chosen)) != len(chosen) or not ((chosen >= 0) & (chosen < count)).all():
-        problems.append(f"indices {chosen.dtype} {chosen[:8]}, expected whole numbers from 0 to {count - 1}, each once")
+        problems.append(
+            f"indices {chosen.dtype} {chosen[:8]}, expected whole numbers from 0 to {count - 1}, each once"
+        )
     bad = np.flatnonzero(~np.isfinite(exposure) | (exposure < 0) | (exposure != np.round(exposure)))
     problems += [f"exposure[{i}]={exposure[i]}, expected a whole number from 0 on" for i in bad[:5]]
     if problems:
@@ -298,18 +359,31 @@ def _check_sequences(
     """Everything that is wrong with the trajectories to be packed, the first few in one message."""
     problems = []
     for i in (int(c) for c in chosen):
-        total, sampled, prompt = len(trajectories[i].token_ids), trajectories[i].sampled_tokens, len(trajectories[i].prompt_ids)
+        total, sampled, prompt = (
+            len(trajectories[i].token_ids),
+            trajectories[i].sampled_tokens,
+            len(trajectories[i].prompt_ids),
+        )
         if prompt == 0 or sampled == 0:
-            problems.append(f"trajectory {i} with {prompt} prompt and {sampled} sampled tokens, expected at least one of each")
+            problems.append(
+                f"trajectory {i} with {prompt} prompt and {sampled} sampled tokens, expected at least "
+                "one of each"
+            )
         if total > row_tokens:
             problems.append(f"trajectory {i} with {total} tokens, expected at most row_tokens={row_tokens}")
         if not (np.abs(np.asarray(advantages[i], np.float64)) <= np.finfo(np.float32).max).all():
             problems.append(f"advantages[{i}]={advantages[i]}, expected finite numbers of float32")
         if np.ndim(advantages[i]) and np.shape(advantages[i]) != (sampled,):
-            problems.append(f"{np.shape(advantages[i])} advantages of trajectory {i}, expected ({sampled},), one per sampled token")
+            problems.append(
+                f"{np.shape(advantages[i])} advantages of trajectory {i}, expected ({sampled},), one "
+                "per sampled token"
+            )
         for name, arrays in per_token.items():
             if np.shape(arrays[i]) != (sampled,):
-                problems.append(f"{np.shape(arrays[i])} {name} of trajectory {i}, expected ({sampled},), one per sampled token")
+                problems.append(
+                    f"{np.shape(arrays[i])} {name} of trajectory {i}, expected ({sampled},), one per "
+                    "sampled token"
+                )
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ValueError("pack: trajectories do not fit: got " + "; ".join(problems[:5]) + more)

@@ -1,6 +1,8 @@
-"""Rollout correction: what is done about tokens that the engine sampled under another distribution than the trainer's.
+"""Rollout correction: what is done about tokens that the engine sampled under another distribution than the
+trainer's.
 
-With lr_t = clip(old_logprobs_t − rollout_logprobs_t, ±20) of a token, and L = clip(Σ_t (old − rollout), ±20) of a sequence:
+With lr_t = clip(old_logprobs_t − rollout_logprobs_t, ±20) of a token, and L = clip(Σ_t (old − rollout), ±20)
+of a sequence:
 
     weight             w                                                         known as
     none               1
@@ -9,20 +11,23 @@ With lr_t = clip(old_logprobs_t − rollout_logprobs_t, ±20) of a token, and L 
     token_mask         e^lr where low <= e^lr <= high, else 0                    MIS; IcePop with 0.5 to 5
     sequence_mask      e^L where low <= e^L <= high, else 0                      MIS, sequence level
 
-A weight is a constant that multiplies the token's policy loss; with ``normalize`` the weights are divided by their mean
-after that (over kept tokens, or over kept sequences for the two of sequences).  A weight of 0 still counts its token in
-the denominators; rejection does not:
+A weight is a constant that multiplies the token's policy loss; with ``normalize`` the weights are divided by
+their mean after that (over kept tokens, or over kept sequences for the two of sequences).  A weight of 0
+still counts its token in the denominators; rejection does not:
 
-    reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr     of a token, or its sum, mean or maximum over the sequence
-        k1 is kept between log reject_low and log reject_high (bounds of the inverse ratio; sequence_mean is the
-        geometric criterion), k2 and k3 up to reject_high
-    veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole; nothing is exponentiated here
+    reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr   of a token; its sum, mean, maximum of a sequence
+        k1 is kept between log reject_low and log reject_high (bounds of the inverse ratio; sequence_mean is
+        the geometric criterion), k2 and k3 up to reject_high
+    veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole; nothing is
+      exponentiated here
 
-Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches are.
-Arrays hold one value per sampled token: what a prompt or an environment wrote is in no sum.  Samples that are not trained are
-not read.
+Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches
+are.
+Arrays hold one value per sampled token: what a prompt or an environment wrote is in no sum.  Samples that are
+not trained are not read.
 
-Sources: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, MIS); IcePop; geometric
+Sources: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, MIS); IcePop;
+  geometric
 criterion and veto: veRL's rollout correction.  Departure: e^lr is clamped before truncation at both levels.
 """
 
@@ -56,7 +61,10 @@ class Correction:
 
 
 def correct(
-    section: DecoupledSection, old_logprobs: Sequence[ArrayLike], rollout_logprobs: Sequence[ArrayLike], mask: ArrayLike
+    section: DecoupledSection,
+    old_logprobs: Sequence[ArrayLike],
+    rollout_logprobs: Sequence[ArrayLike],
+    mask: ArrayLike,
 ) -> Correction:
     """Weights and rejections of a batch.
 
@@ -68,18 +76,22 @@ def correct(
 
     Returns:
         N weights and N keeps; weights of 1 and keeps of false where ``mask`` is false.  A non-finite
-        log-probability that is trained makes its weight NaN (or is clamped, where it is infinite): it is not hidden.
+        log-probability that is trained makes its weight NaN (or is clamped, where it is infinite): it is not
+        hidden.
 
     Raises:
         ValueError: lengths that differ.
     """
     trained = np.asarray(mask, bool)
-    old, rollout = ([np.asarray(a, np.float64) for a in arrays] for arrays in (old_logprobs, rollout_logprobs))
+    old, rollout = (
+        [np.asarray(a, np.float64) for a in arrays] for arrays in (old_logprobs, rollout_logprobs)
+    )
     fits = len(old) == len(rollout) == len(trained)
     wrong = [int(i) for i in np.flatnonzero(trained) if old[i].shape != rollout[i].shape] if fits else []
     if wrong or not fits:
         raise ValueError(
-            f"correct: lengths differ: got {len(old)} old_logprobs, {len(rollout)} rollout_logprobs, {len(trained)} masks, "
+            f"correct: lengths differ: got {len(old)} old_logprobs, {len(rollout)} rollout_logprobs, "
+            f"{len(trained)} masks, "
             f"unequal trajectories {wrong[:5]}, expected one value per sampled token in both"
         )
     difference = [o - r if t else np.zeros(r.shape) for o, r, t in zip(old, rollout, trained, strict=True)]
@@ -103,11 +115,16 @@ def _kept(
         for index in np.flatnonzero(trained):
             value = _statistic(section.reject.kind, log_ratio[index])
             if section.reject.level != "token":
-                value = getattr(value, section.reject.level.removeprefix("sequence_"))()  # its sum, mean or max
-            keep[index] &= ~((value < low) | (value > high))  # a NaN stays: it must reach the loss and be named there
+                # its sum, mean or max
+                value = getattr(value, section.reject.level.removeprefix("sequence_"))()
+            # a NaN stays: it must reach the loss and be named there
+            keep[index] &= ~((value < low) | (value > high))
     vetoed = np.zeros(len(keep), bool)
     if section.veto is not None:
-        vetoed = np.array([t and bool((d < np.log(section.veto)).any()) for d, t in zip(difference, trained, strict=True)], bool)
+        vetoed = np.array(
+            [t and bool((d < np.log(section.veto)).any()) for d, t in zip(difference, trained, strict=True)],
+            bool,
+        )
         keep = [k & ~v for k, v in zip(keep, vetoed, strict=True)]
     return keep, vetoed
 
@@ -118,14 +135,18 @@ def _statistic(name: str, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]
     return 0.5 * log_ratio**2 if name == "k2" else np.expm1(log_ratio) - log_ratio
 
 
-def _weights(section: DecoupledSection, difference: Arrays, log_ratio: Arrays) -> tuple[Arrays, list[NDArray[np.bool_]]]:
+def _weights(
+    section: DecoupledSection, difference: Arrays, log_ratio: Arrays
+) -> tuple[Arrays, list[NDArray[np.bool_]]]:
     """(weights, where a bound acted)."""
     weight = section.weight
     if isinstance(weight, NoWeightSection):
         return [np.ones(lr.shape) for lr in log_ratio], [np.zeros(lr.shape, bool) for lr in log_ratio]
     level = weight.kind.split("_")[0]
     if level == "sequence":
-        log_ratio = [np.full(d.shape, np.clip(d.sum(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) for d in difference]
+        log_ratio = [
+            np.full(d.shape, np.clip(d.sum(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) for d in difference
+        ]
     ratios = [np.exp(lr) for lr in log_ratio]
     if not isinstance(weight, MaskWeightSection):
         return [np.minimum(r, weight.high) for r in ratios], [r > weight.high for r in ratios]
@@ -143,7 +164,11 @@ def _mean_weight(section: DecoupledSection, weights: Arrays, keep: list[NDArray[
 
 
 def _metrics(
-    weights: Arrays, cut: list[NDArray[np.bool_]], keep: list[NDArray[np.bool_]], vetoed: NDArray[np.bool_], trained: NDArray[np.bool_]
+    weights: Arrays,
+    cut: list[NDArray[np.bool_]],
+    keep: list[NDArray[np.bool_]],
+    vetoed: NDArray[np.bool_],
+    trained: NDArray[np.bool_],
 ) -> dict[str, float]:
     if not trained.any():
         return {}
@@ -157,7 +182,11 @@ def _metrics(
         "correction/vetoed_sequence_fraction": float(vetoed[which].mean()),
     }
     if values.size:
-        metrics |= {"correction/weight_mean": float(values.mean()), "correction/weight_max": float(values.max())}
+        metrics |= {
+            "correction/weight_mean": float(values.mean()),
+            "correction/weight_max": float(values.max()),
+        }
         square = float((values**2).mean())
-        metrics["correction/weight_ess"] = float(values.mean() ** 2 / square) if square != 0 else 0.0  # NaN stays NaN
+        # NaN stays NaN
+        metrics["correction/weight_ess"] = float(values.mean() ** 2 / square) if square != 0 else 0.0
     return metrics

@@ -1,22 +1,24 @@
 """Per-token policy losses and how they become one number, in JAX; no state, no config.
 
     ratio_t = exp(clip(logprobs_t − old_logprobs_t, ±20))
-    PPO     L_t = max(−A·ratio, −A·clip(ratio, 1 − clip_low, 1 + clip_high));  dual clip, A < 0: min(L_t, −A·c)
+    PPO     L_t = max(−A·ratio, −A·clip(ratio, 1 − clip_low, 1 + clip_high))
+            dual clip, A < 0: min(L_t, −A·c)
     GSPO    the same with ratio_t = exp(mean of the log ratios of the sequence), differentiated at t alone
     CISPO   L_t = −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs
     KL      d = logprobs − ref_logprobs;  k1 = d,  k2 = d²/2,  k3 = e^(−d) − 1 + d
 
 Token arrays are [R, T] (packed rows; but for GSPO nothing here looks along an axis) and aligned with targets:
-``logprobs[r, t]`` is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is true at the
-tokens that are trained.  A masked value enters no exponential and no sum: −inf, inf or NaN there changes neither the
-value nor the gradient.  A non-finite value that is not masked is not hidden: it reaches the loss.
+``logprobs[r, t]`` is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is
+true at the tokens that are trained.  A masked value enters no exponential and no sum: −inf, inf or NaN there
+changes neither the value nor the gradient.  A non-finite value that is not masked is not hidden: it reaches
+the loss.
 
-Statistics are sums over the masked tokens of a call, so that those of microbatches add up; `jetrl_jax.rl.metrics`
-turns the sums into fractions and means.
+Statistics are sums over the masked tokens of a call, so that those of microbatches add up;
+`jetrl_jax.rl.metrics` turns the sums into fractions and means.
 
-Sources: PPO (clip); dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO; GSPO,
-arXiv 2507.18071; CISPO, arXiv 2506.13585; constant denominator: Dr.GRPO; KL estimators: Schulman, "Approximating KL
-Divergence".
+Sources: PPO (clip); dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO;
+GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585; constant denominator: Dr.GRPO; KL estimators: Schulman,
+"Approximating KL Divergence".
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ K3_LIMIT = 10.0  # of the value of k3
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums over the global batch of one optimiser step are divided by: across microbatches and devices.
+    """What the sums over the global batch of one optimiser step are divided by: across microbatches and
+    devices.
 
-    A pytree of scalars, so that other counts do not compile again.  A microbatch's loss divided by the global counts is
+    A pytree of scalars, so that other counts do not compile again.  A microbatch's loss divided by the global
+    counts is
     its share of the loss: shares add up, and so do their gradients.
 
     Attributes:
@@ -85,18 +89,19 @@ def policy_loss(
 
     Args:
         logprobs: [R, T] of the policy now; the only argument that receives a gradient.
-        old_logprobs: [R, T] of the policy that the ratio compares with; None takes ``logprobs`` itself without gradient
-            (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
+        old_logprobs: [R, T] of the policy that the ratio compares with; None takes ``logprobs`` itself
+            without gradient (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
         advantages: [R, T].
         loss_mask: bool or 0/1 [R, T].
         clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
         clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
-        sequences: GSPO: a token's ratio is that of its sequence, s = exp(mean over its trained tokens of the log ratio),
-            with the gradient of s·π/sg(π) (the paper's GSPO-token); None: each token has its own.
+        sequences: GSPO: a token's ratio is that of its sequence, s = exp(mean over its trained tokens of the
+            log ratio), with the gradient of s·π/sg(π) (the paper's GSPO-token); None: each token has its own.
 
     Returns:
-        The loss [R, T], 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the masked tokens:
+        The loss [R, T], 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the
+        masked tokens:
 
         tokens                  count of trained tokens
         positive_tokens         those with A > 0
@@ -120,7 +125,8 @@ def policy_loss(
 
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
     below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
-    # The maximum picks the clipped term exactly in these two cases; saying so gives both the loss and the statistics.
+    # The maximum picks the clipped term exactly in these two cases; saying so gives both the loss and the
+    # statistics.
     loss = jnp.where(positive & above, -advantages * (1.0 + clip_high), -advantages * ratio)
     loss = jnp.where(negative & below, -advantages * (1.0 - clip_low), loss)
     dual = jnp.zeros_like(mask)
@@ -128,17 +134,26 @@ def policy_loss(
         dual = negative & (ratio > dual_clip)
         loss = jnp.where(dual, -advantages * dual_clip, loss)
 
-    stats = _statistics(mask, positive, negative, below, above, log_ratio) | {"clipped_dual_negative": jnp.sum(dual, dtype=ratio.dtype)}
+    stats = _statistics(mask, positive, negative, below, above, log_ratio) | {
+        "clipped_dual_negative": jnp.sum(dual, dtype=ratio.dtype)
+    }
     return masked(loss, mask), jax.lax.stop_gradient(stats)
 
 
 def cispo_loss(
-    logprobs: jax.Array, old_logprobs: jax.Array | None, advantages: jax.Array, loss_mask: jax.Array, *, clip_low: float, clip_high: float
+    logprobs: jax.Array,
+    old_logprobs: jax.Array | None,
+    advantages: jax.Array,
+    loss_mask: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs; every token keeps a gradient.
+    """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs; every token keeps a
+    gradient.
 
-    Arguments and results as in `policy_loss`; the four ``clipped`` and ``outside`` sums count tokens whose weight is cut.
-    clip_low of 1 or more never cuts.
+    Arguments and results as in `policy_loss`; the four ``clipped`` and ``outside`` sums count tokens whose
+    weight is cut. clip_low of 1 or more never cuts.
     """
     mask = jnp.asarray(loss_mask).astype(bool)
     log_ratio = jax.lax.stop_gradient(_log_ratio(logprobs, old_logprobs, mask))
@@ -148,7 +163,9 @@ def cispo_loss(
     loss = -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages * masked(logprobs, mask)
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
     stats = _statistics(mask, positive, negative, ratio < 1.0 - clip_low, ratio > 1.0 + clip_high, log_ratio)
-    return masked(loss, mask), jax.lax.stop_gradient(stats | {"clipped_dual_negative": jnp.zeros((), ratio.dtype)})
+    return masked(loss, mask), jax.lax.stop_gradient(
+        stats | {"clipped_dual_negative": jnp.zeros((), ratio.dtype)}
+    )
 
 
 def _log_ratio(logprobs: jax.Array, old_logprobs: jax.Array | None, mask: jax.Array) -> jax.Array:
@@ -158,7 +175,12 @@ def _log_ratio(logprobs: jax.Array, old_logprobs: jax.Array | None, mask: jax.Ar
 
 
 def _statistics(
-    mask: jax.Array, positive: jax.Array, negative: jax.Array, below: jax.Array, above: jax.Array, log_ratio: jax.Array
+    mask: jax.Array,
+    positive: jax.Array,
+    negative: jax.Array,
+    below: jax.Array,
+    above: jax.Array,
+    log_ratio: jax.Array,
 ) -> dict[str, jax.Array]:
     counts = {
         "tokens": mask,
@@ -176,7 +198,9 @@ def _statistics(
 
 
 def sequence_mean(values: jax.Array, loss_mask: jax.Array, sequences: Sequences) -> jax.Array:
-    """Each token's value replaced by the mean over the trained tokens of its sequence; [R, T], 0 in a sequence without any."""
+    """Each token's value replaced by the mean over the trained tokens of its sequence; [R, T],
+    0 in a sequence without any.
+    """
     rows, tokens = values.shape
     segment = (sequences.segment_ids + (tokens + 1) * jnp.arange(rows, dtype=jnp.int32)[:, None]).reshape(-1)
     weighted = masked(values, loss_mask) * masked(sequences.inverse_length, loss_mask)
@@ -184,15 +208,19 @@ def sequence_mean(values: jax.Array, loss_mask: jax.Array, sequences: Sequences)
     return sums[segment].reshape(rows, tokens)
 
 
-def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator) -> jax.Array:
+def kl_penalty(
+    logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator
+) -> jax.Array:
     """Estimate of KL(policy ‖ reference) at each token, from tokens that the policy sampled.
 
-    The value and the gradient are two things.  All three have the KL as their mean (k2 approximately, k3 with less
-    variance than k1), but as a term of the loss their mean gradients, over tokens of the present policy, are:
+    The value and the gradient are two things.  All three have the KL as their mean (k2 approximately, k3 with
+    less variance than k1), but as a term of the loss their mean gradients, over tokens of the present policy,
+    are:
 
         k1   E[∇logprobs] = 0: the term does nothing but add noise
         k2   E[d·∇logprobs] = ∇ KL(policy ‖ reference): the reverse KL's own gradient
-        k3   E[(1 − e^(−d))·∇logprobs] = ∇ KL(reference ‖ policy): the forward KL's gradient, close to k2's for small d
+        k3   E[(1 − e^(−d))·∇logprobs] = ∇ KL(reference ‖ policy): the forward KL's gradient, close to k2's
+             for small d
 
     In k3, d is clamped to ±20 before exp and the value to ±10; beyond either the gradient is zero.
 
@@ -217,7 +245,9 @@ def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Arra
     if estimator == "k3":
         difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return jnp.clip(jnp.expm1(-difference) + difference, -K3_LIMIT, K3_LIMIT)
-    raise ValueError(f"kl_penalty: unknown estimator: got estimator={estimator!r}, expected one of {get_args(KLEstimator)}")
+    raise ValueError(
+        f"kl_penalty: unknown estimator: got estimator={estimator!r}, expected one of {get_args(KLEstimator)}"
+    )
 
 
 def aggregate(
@@ -238,11 +268,12 @@ def aggregate(
     Args:
         token_values: [R, T].
         loss_mask: bool or 0/1 [R, T].
-        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence; read by ``sequence_mean`` only.
+        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence; read by
+          ``sequence_mean`` only.
         aggregation: one of the names above.
         exposure: [R, T], how often the token's sequence counts; None is once.
-        denominators: counts of the global batch, exposures included.  A count of zero (nothing to train) acts as one: the
-            loss is 0, not NaN.
+        denominators: counts of the global batch, exposures included.  A count of zero (nothing to train) acts
+            as one: the loss is 0, not NaN.
 
     Returns:
         A scalar in float32 (float64 of float64).
@@ -258,7 +289,10 @@ def aggregate(
     elif aggregation == "constant":
         weight, denominator = None, denominators.constant
     else:
-        raise ValueError(f"aggregate: unknown aggregation: got aggregation={aggregation!r}, expected one of {get_args(Aggregation)}")
+        raise ValueError(
+            f"aggregate: unknown aggregation: got aggregation={aggregation!r}, expected one of "
+            f"{get_args(Aggregation)}"
+        )
     values = masked(token_values, mask)
     if weight is not None:
         values = values * masked(weight, mask)
@@ -273,7 +307,9 @@ def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
 
 
 def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """``values`` in float32 (float64 stays), 0 where ``mask`` (same shape, bool or 0/1) is false; the gradient there is exactly 0."""
+    """``values`` in float32 (float64 stays), 0 where ``mask`` (same shape, bool or 0/1) is false;
+    the gradient there is exactly 0.
+    """
     values, mask = jnp.asarray(values), jnp.asarray(mask).astype(bool)
     dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     return jnp.where(mask, values.astype(dtype), jnp.zeros((), dtype))

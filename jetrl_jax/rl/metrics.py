@@ -1,8 +1,11 @@
-"""What is logged of the RL step: mismatch between trainer and engine, clip fractions, rewards, lengths; host, float64.
+"""What is logged of the RL step: mismatch between trainer and engine, clip fractions, rewards, lengths; host,
+float64.
 
-With lr = clip(old_logprobs − rollout_logprobs, ±20) at the trained tokens and ρ = e^lr, over tokens sampled by the engine:
+With lr = clip(old_logprobs − rollout_logprobs, ±20) at the trained tokens and ρ = e^lr, over tokens sampled
+by the engine:
 
-    mismatch/k1 = mean(rollout_logprobs − old_logprobs)    mismatch/k3 = mean(ρ − 1 − lr)    both: KL(engine ‖ trainer)
+    mismatch/k1 = mean(rollout_logprobs − old_logprobs)
+    mismatch/k3 = mean(ρ − 1 − lr), as k1 an estimate of KL(engine ‖ trainer)
     mismatch/chi2_token = mean(ρ²) − 1        mismatch/ess = 1 / mean((ρ / mean ρ)²)
 
 ``METRICS`` declares every name once.  Nothing here depends on how sequences are packed, ordered or split.
@@ -33,36 +36,66 @@ METRICS: dict[str, Metric] = {
     "mismatch/k3": Metric("nats/token", "mean of ρ − 1 − log ρ; below 1e-3 is good"),
     "mismatch/logprob_abs_mean": Metric("nats", "mean |old_logprobs − rollout_logprobs|"),
     "mismatch/logprob_abs_max": Metric("nats", "largest |old_logprobs − rollout_logprobs|"),
-    "mismatch/ppl_ratio": Metric("ratio", "mean over sequences of exp(mean rollout_logprobs − mean old_logprobs)"),
+    "mismatch/ppl_ratio": Metric(
+        "ratio", "mean over sequences of exp(mean rollout_logprobs − mean old_logprobs)"
+    ),
     "mismatch/chi2_token": Metric("ratio", "mean of ρ² − 1 over tokens"),
-    "mismatch/chi2_sequence": Metric("ratio", "mean of (product of ρ)² − 1 over sequences, the product's log clamped to ±20"),
+    "mismatch/chi2_sequence": Metric(
+        "ratio", "mean of (product of ρ)² − 1 over sequences, the product's log clamped to ±20"
+    ),
     "mismatch/ess": Metric("fraction", "effective sample size of the token weights ρ; 1 is no mismatch"),
     "mismatch/token_mult_prob_error": Metric("ratio", "mean of exp|Δ logprob|; above 1.05 is bad"),
-    "clip/positive_fraction": Metric("fraction", "tokens with A > 0 whose ratio is above 1 + clip_high: no gradient (CISPO: a cut weight)"),
-    "clip/negative_fraction": Metric("fraction", "tokens with A < 0 whose ratio is below 1 − clip_low: no gradient (CISPO: a cut weight)"),
-    "clip/dual_negative_fraction": Metric("fraction", "tokens with A < 0 whose ratio is above dual_clip: no gradient"),
-    "clip/outside_low_positive_fraction": Metric("fraction", "tokens with A > 0 whose ratio is below 1 − clip_low"),
-    "clip/outside_high_negative_fraction": Metric("fraction", "tokens with A < 0 whose ratio is above 1 + clip_high"),
+    "clip/positive_fraction": Metric(
+        "fraction", "tokens with A > 0 whose ratio is above 1 + clip_high: no gradient (CISPO: a cut weight)"
+    ),
+    "clip/negative_fraction": Metric(
+        "fraction", "tokens with A < 0 whose ratio is below 1 − clip_low: no gradient (CISPO: a cut weight)"
+    ),
+    "clip/dual_negative_fraction": Metric(
+        "fraction", "tokens with A < 0 whose ratio is above dual_clip: no gradient"
+    ),
+    "clip/outside_low_positive_fraction": Metric(
+        "fraction", "tokens with A > 0 whose ratio is below 1 − clip_low"
+    ),
+    "clip/outside_high_negative_fraction": Metric(
+        "fraction", "tokens with A < 0 whose ratio is above 1 + clip_high"
+    ),
     "correction/weight_mean": Metric("ratio", "mean correction weight of the trained tokens"),
     "correction/weight_max": Metric("ratio", "largest correction weight of a trained token"),
-    "correction/weight_ess": Metric("fraction", "effective sample size of the correction weights; 1 is equal weights"),
-    "correction/bounded_fraction": Metric("fraction", "tokens whose weight was truncated or zeroed by a bound"),
-    "correction/rejected_token_fraction": Metric("fraction", "tokens that left the loss by rejection or veto"),
+    "correction/weight_ess": Metric(
+        "fraction", "effective sample size of the correction weights; 1 is equal weights"
+    ),
+    "correction/bounded_fraction": Metric(
+        "fraction", "tokens whose weight was truncated or zeroed by a bound"
+    ),
+    "correction/rejected_token_fraction": Metric(
+        "fraction", "tokens that left the loss by rejection or veto"
+    ),
     "correction/rejected_sequence_fraction": Metric("fraction", "sequences without any token left"),
-    "correction/vetoed_sequence_fraction": Metric("fraction", "sequences with a token below the veto's ratio"),
+    "correction/vetoed_sequence_fraction": Metric(
+        "fraction", "sequences with a token below the veto's ratio"
+    ),
     "policy/ratio_mean": Metric("ratio", "mean importance ratio of the step"),
-    "policy/old_kl": Metric("nats/token", "mean of ratio − 1 − log ratio: how far the step's policy is from the old one"),
+    "policy/old_kl": Metric(
+        "nats/token", "mean of ratio − 1 − log ratio: how far the step's policy is from the old one"
+    ),
     "policy/reference_kl": Metric("nats/token", "mean of the KL estimate to the frozen reference"),
     "policy/entropy": Metric("nats/token", "mean entropy of the next-token distribution at trained tokens"),
-    "policy/trained_tokens": Metric("tokens", "completion tokens in the loss, once for each epoch: neither masked nor rejected"),
+    "policy/trained_tokens": Metric(
+        "tokens", "completion tokens in the loss, once for each epoch: neither masked nor rejected"
+    ),
     "policy/positive_token_fraction": Metric("fraction", "trained tokens with A > 0"),
     "policy/negative_token_fraction": Metric("fraction", "trained tokens with A < 0"),
     "reward/mean": Metric("reward", "mean over counted samples"),
     "reward/std": Metric("reward", "standard deviation (n) over counted samples"),
     "reward/min": Metric("reward", "smallest counted reward"),
     "reward/max": Metric("reward", "largest counted reward"),
-    "reward/group_std_mean": Metric("reward", "mean over groups of the standard deviation (n − 1) within the group"),
-    "reward/equal_group_fraction": Metric("fraction", "groups without an advantage: equal rewards or fewer than two counted"),
+    "reward/group_std_mean": Metric(
+        "reward", "mean over groups of the standard deviation (n − 1) within the group"
+    ),
+    "reward/equal_group_fraction": Metric(
+        "fraction", "groups without an advantage: equal rewards or fewer than two counted"
+    ),
     "reward/masked_fraction": Metric("fraction", "samples whose reward failed"),
     "length/completion_tokens_mean": Metric("tokens", "mean completion length"),
     "length/completion_tokens_min": Metric("tokens", "shortest completion"),
@@ -73,7 +106,9 @@ METRICS: dict[str, Metric] = {
 
 
 @np.errstate(invalid="ignore")  # inf − inf is NaN, which is what the caller should see
-def mismatch_metrics(old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask: ArrayLike, sequence_index: ArrayLike) -> dict[str, float]:
+def mismatch_metrics(
+    old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask: ArrayLike, sequence_index: ArrayLike
+) -> dict[str, float]:
     """Trainer against engine on the same tokens under the same weights.
 
     Args:
@@ -83,15 +118,18 @@ def mismatch_metrics(old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask:
         sequence_index: integers, same shape: which sequence a token belongs to.
 
     Returns:
-        The nine ``mismatch/`` values; {} where no token is masked in.  A non-finite log-probability makes the values it
-        enters non-finite.
+        The nine ``mismatch/`` values; {} where no token is masked in.  A non-finite log-probability makes the
+        values it enters non-finite.
 
     Raises:
         ValueError: shapes that differ.
     """
     arrays = [np.asarray(a) for a in (old_logprobs, rollout_logprobs, mask, sequence_index)]
     if len({a.shape for a in arrays}) > 1:
-        raise ValueError(f"mismatch_metrics: shapes differ: got {[a.shape for a in arrays]}, expected the same for all four")
+        raise ValueError(
+            f"mismatch_metrics: shapes differ: got {[a.shape for a in arrays]}, expected the same for "
+            "all four"
+        )
     where = arrays[2].astype(bool)
     if not where.any():
         return {}
@@ -123,7 +161,8 @@ def loss_metrics(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
         sums: added over the microbatches (and optimiser steps) that the metrics speak of.
 
     Returns:
-        ``clip/`` and ``policy/`` values.  A fraction of no tokens is 0; without trained tokens the means are left out.
+        ``clip/`` and ``policy/`` values.  A fraction of no tokens is 0; without trained tokens the means are
+        left out.
     """
     s = {name: float(np.asarray(value)) for name, value in sums.items()}
     metrics = {
@@ -136,7 +175,12 @@ def loss_metrics(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
         "policy/negative_token_fraction": _fraction(s["negative_tokens"], s["tokens"]),
         "policy/trained_tokens": s["tokens"],
     }
-    means = {"ratio_sum": "ratio_mean", "old_kl_sum": "old_kl", "kl_sum": "reference_kl", "entropy_sum": "entropy"}
+    means = {
+        "ratio_sum": "ratio_mean",
+        "old_kl_sum": "old_kl",
+        "kl_sum": "reference_kl",
+        "entropy_sum": "entropy",
+    }
     if s["tokens"] > 0:
         metrics |= {f"policy/{name}": s[total] / s["tokens"] for total, name in means.items() if total in s}
     return metrics
@@ -170,12 +214,18 @@ def reward_metrics(rewards: ArrayLike, mask: ArrayLike) -> dict[str, float]:
 
 
 def reward_part_metrics(parts: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """``reward/<name>_mean`` of each reward function over the samples where it did not fail (NaN); left out where all did."""
+    """``reward/<name>_mean`` of each reward function over the samples where it did not fail (NaN);
+    left out where all did.
+    """
     finite = {name: np.asarray(values, np.float64) for name, values in parts.items()}
-    return {f"reward/{name}_mean": float(np.nanmean(v)) for name, v in finite.items() if not np.isnan(v).all()}
+    return {
+        f"reward/{name}_mean": float(np.nanmean(v)) for name, v in finite.items() if not np.isnan(v).all()
+    }
 
 
-def length_metrics(completion_tokens: ArrayLike, prompt_tokens: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
+def length_metrics(
+    completion_tokens: ArrayLike, prompt_tokens: ArrayLike, finish_reasons: Sequence[str]
+) -> dict[str, float]:
     """Lengths in tokens [N] and the share of completions that end by "length"; {} where N is 0."""
     completions, prompts = np.asarray(completion_tokens), np.asarray(prompt_tokens)
     if completions.size == 0:

@@ -1,21 +1,24 @@
-"""What the trainer needs of a rollout engine: weights by version in, requests in, trajectories out as they are done.
+"""What the trainer needs of a rollout engine: weights by version in, requests in, trajectories out as they
+are done.
 
     load        a published policy version, and every hook of `after_load` on it
     submit      requests, which are checked at once
-    results     their trajectories, each as it is done          generate = submit + results, in the order asked
+    results     their trajectories, each as it is done; generate = submit + results, in the order asked
     score       log-probabilities of given tokens
     sleep       until the next `load` nothing is asked: memory may be given back
     close       the end
 
-An engine samples completions from one policy version and reports, for every sampled token, its log-probability over the
-full vocabulary at the sampling temperature.  Token ids travel from here to the loss as they are; nothing is tokenised a
-second time.
+An engine samples completions from one policy version and reports, for every sampled token, its
+log-probability over the full vocabulary at the sampling temperature.  Token ids travel from here to the loss
+as they are; nothing is tokenised a second time.
 
-One submission is under way at a time.  It ends when its results are read, when reading raises, or when the iterator is
-closed or dropped; requests without a result are then given up, and the engine takes the next.  A request is lost in no
+One submission is under way at a time.  It ends when its results are read, when reading raises, or when the
+iterator is closed or dropped; requests without a result are then given up, and the engine takes the next.  A
+request is lost in no
 other way: a submission whose results are unread is an error for whatever comes next.
 
-Engines: `rollout.embedded.jax_engine`, `rollout.embedded.data_parallel`, `bridge.vllm.in_process`, `bridge.vllm.server`.
+Engines: `rollout.embedded.jax_engine`, `rollout.embedded.data_parallel`, `bridge.vllm.in_process`,
+  `bridge.vllm.server`.
 """
 
 from __future__ import annotations
@@ -53,15 +56,23 @@ class LoadReport:
 
 
 def check_kinds(requests: Sequence[Request]) -> None:
-    """Raises ValueError for prompts that are no sequence of whole numbers, and for seeds that no generator takes: no engine rounds them."""
+    """Raises ValueError for prompts that are no sequence of whole numbers,
+    and for seeds that no generator takes: no engine rounds them.
+    """
     problems = []
-    prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}  # those of a group are often one list
+    # those of a group are often one list
+    prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}
     kinds = {key: _kind_of_ids(ids) for key, ids in prompts.items()}
     for request in requests:
         if (kind := kinds[id(request.prompt_ids)]) is not None:
-            problems.append(f"request {request.id}: got prompt_ids of {kind}, expected a sequence of whole numbers")
+            problems.append(
+                f"request {request.id}: got prompt_ids of {kind}, expected a sequence of whole numbers"
+            )
         if not is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED:
-            problems.append(f"request {request.id}: got seed={request.seed!r}, expected a whole number from 0 to 2**32 - 1")
+            problems.append(
+                f"request {request.id}: got seed={request.seed!r}, expected a whole number from 0 to "
+                "2**32 - 1"
+            )
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")
@@ -79,13 +90,20 @@ def _kind_of_ids(ids: Any) -> str | None:
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], longest: int, vocab_size: int) -> None:
-    """Raises ValueError for token ids that cannot be scored by an engine whose sequences have at most `longest` tokens."""
+    """Raises ValueError for token ids that cannot be scored by an engine whose sequences have at most
+    `longest` tokens.
+    """
     problems = []
     for place, ids in enumerate(sequences):
         if not 0 < len(ids) <= longest:
-            problems.append(f"sequence {place}: got {len(ids)} tokens, expected 1 to max_prompt_tokens + max_completion_tokens = {longest}")
+            problems.append(
+                f"sequence {place}: got {len(ids)} tokens, expected 1 to max_prompt_tokens + "
+                f"max_completion_tokens = {longest}"
+            )
         elif not 0 <= min(ids) <= max(ids) < vocab_size:
-            problems.append(f"sequence {place}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}")
+            problems.append(
+                f"sequence {place}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}"
+            )
     if problems:
         raise ValueError("score: bad sequence: " + "; ".join(problems[:SHOWN]) + ".")
 
@@ -96,7 +114,8 @@ AfterLoad = Callable[[Any, LoadReport], None]  # (published weights, report)
 class RolloutEngine(abc.ABC):
     """Samples from one policy version at a time.
 
-    An engine implements `check`, `describe`, `_load`, `_sample` and `_score`; `_sleep` and `_close` where it holds something.
+    An engine implements `check`, `describe`, `_load`, `_sample` and `_score`; `_sleep` and `_close` where it
+    holds something.
 
     Attributes:
       after_load: called in order at the end of each `load`; may score, and stops the load by raising.
@@ -119,8 +138,9 @@ class RolloutEngine(abc.ABC):
     def load(self, published: Any, version: int) -> LoadReport:
         """Takes the weights that `PrecisionPlan.publish` made, and calls the hooks on them.
 
-        Where the weights are refused, the version before stays loaded unless the engine says otherwise.  Where a hook
-        raises, the new ones are held and may be scored, and nothing is sampled until a `load` succeeds.
+        Where the weights are refused, the version before stays loaded unless the engine says otherwise.
+        Where a hook raises, the new ones are held and may be scored, and nothing is sampled until a `load`
+        succeeds.
 
         Raises:
           RuntimeError: results are unread, the engine is closed, or a hook loads.
@@ -128,7 +148,10 @@ class RolloutEngine(abc.ABC):
         """
         self._require("load", weights=False)
         if self._loading:
-            raise RuntimeError(f"load: version {self._version} is being loaded: got a load(...) by one of its hooks, expected it to raise.")
+            raise RuntimeError(
+                f"load: version {self._version} is being loaded: got a load(...) by one of its hooks, "
+                "expected it to raise."
+            )
         if not is_whole(version) or version < 0:
             raise ValueError(f"load: got version={version!r}, expected a whole number from 0 on.")
         start = time.perf_counter()
@@ -136,8 +159,11 @@ class RolloutEngine(abc.ABC):
         try:
             manifest = self._load(published, version)
             report = LoadReport(version, time.perf_counter() - start, manifest)
-            self._version, self._accepted, self._sleeping = version, False, False
-            for hook in tuple(self.after_load):  # a hook may take itself out, and the next one is called all the same
+            self._version = version
+            self._accepted = False
+            self._sleeping = False
+            # a hook may take itself out, and the next one is called all the same
+            for hook in tuple(self.after_load):
                 hook(published, report)
             self._accepted = True
         finally:
@@ -145,22 +171,28 @@ class RolloutEngine(abc.ABC):
         return report
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result asked for.
+        """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result
+        asked for.
 
         Raises:
-          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the engine sleeps
-            or is closed.
+          RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the
+            engine sleeps or is closed.
           ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
         """
         requests = list(requests)  # an iterator gives them once only
         self._require("submit")
         if not self._accepted:
             raise RuntimeError(
-                f"submit: policy version {self._version} was not accepted by the hooks of load(...), expected a load(...) that succeeds."
+                f"submit: policy version {self._version} was not accepted by the hooks of load(...), "
+                "expected a load(...) that succeeds."
             )
-        twice = [identity for identity, count in Counter(request.id for request in requests).items() if count > 1]
+        twice = [
+            identity for identity, count in Counter(request.id for request in requests).items() if count > 1
+        ]
         if twice:
-            raise ValueError(f"submit: ids stand twice: got {twice[:SHOWN]}, expected each request with an id of its own.")
+            raise ValueError(
+                f"submit: ids stand twice: got {twice[:SHOWN]}, expected each request with an id of its own."
+            )
         check_kinds(requests)
         self.check(requests, sampling)
         self._submitted = requests, sampling
@@ -168,14 +200,19 @@ class RolloutEngine(abc.ABC):
     def results(self) -> Results:
         """The trajectories of what was submitted, each when it is done, in whatever order that is.
 
-        Closing or dropping the iterator gives up the requests that it has not answered.  Where it raises, these are given up too.
+        Closing or dropping the iterator gives up the requests that it has not answered.  Where it raises,
+        these are given up too.
 
         Raises:
-          RuntimeError: nothing was submitted, or its results are being read already.  While reading: the engine left out a request.
+          RuntimeError: nothing was submitted, or its results are being read already.  While reading: the
+            engine left out a request.
         """
         if self._submitted is None:
-            raise RuntimeError("results: nothing to read: got no submit(...) since the last results(), expected one before.")
-        (requests, sampling), self._submitted = self._submitted, None
+            raise RuntimeError(
+                "results: nothing to read: got no submit(...) since the last results(), expected one before."
+            )
+        (requests, sampling) = self._submitted
+        self._submitted = None
         reading = self._answers(requests, sampling)
         self._reading = weakref.ref(reading)
         return reading
@@ -189,7 +226,8 @@ class RolloutEngine(abc.ABC):
         return [done[request.id] for request in requests]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1; entry 0 is 0.
+        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1;
+        entry 0 is 0.
 
         Raises:
           RuntimeError: as `submit`, but for weights that a hook has not accepted.
@@ -204,7 +242,8 @@ class RolloutEngine(abc.ABC):
         return self._score([np.asarray(ids).tolist() for ids in given])
 
     def sleep(self) -> None:
-        """The trainer samples nothing until the next `load`: an engine with memory of its own may give it back.
+        """The trainer samples nothing until the next `load`: an engine with memory of its own may give it
+        back.
 
         Raises:
           RuntimeError: results are unread, the engine is closed, or a hook of `load` asks.
@@ -212,7 +251,8 @@ class RolloutEngine(abc.ABC):
         self._require("sleep", weights=False)
         if self._loading:
             raise RuntimeError(
-                f"sleep: version {self._version} is being loaded: got sleep() by one of its hooks, expected it after load(...)."
+                f"sleep: version {self._version} is being loaded: got sleep() by one of its hooks, "
+                "expected it after load(...)."
             )
         self._sleeping = True
         self._sleep()
@@ -229,7 +269,8 @@ class RolloutEngine(abc.ABC):
         """Ends the engine and gives up what it has not answered; again does nothing."""
         if self._closed:
             return
-        self._closed, self._submitted = True, None
+        self._closed = True
+        self._submitted = None
         self.after_load.clear()  # a hook may hold this engine
         reading = self._active()
         if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
@@ -244,7 +285,9 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """The trajectories of checked requests, also none; leaves the engine free when it ends, raises or is closed."""
+        """The trajectories of checked requests, also none; leaves the engine free when it ends,
+        raises or is closed.
+        """
 
     @abc.abstractmethod
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -263,16 +306,25 @@ class RolloutEngine(abc.ABC):
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed.")
         if self._submitted is not None or self._active() is not None:
-            raise RuntimeError(f"{what}: results are unread: got a submission under way, expected results() read to the end, or closed.")
+            raise RuntimeError(
+                f"{what}: results are unread: got a submission under way, expected results() read to "
+                "the end, or closed."
+            )
         if weights and self._version < 0:
-            raise RuntimeError(f"{what}: no weights: got policy_version={self._version}, expected load(...) before.")
+            raise RuntimeError(
+                f"{what}: no weights: got policy_version={self._version}, expected load(...) before."
+            )
         if weights and self._sleeping:
-            raise RuntimeError(f"{what}: the engine sleeps: got no load(...) since sleep(), expected one before.")
+            raise RuntimeError(
+                f"{what}: the engine sleeps: got no load(...) since sleep(), expected one before."
+            )
 
     def _active(self) -> Results | None:
         """The iterator of a submission that has not ended."""
         reading = None if self._reading is None else self._reading()
-        return None if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_CLOSED else reading
+        return (
+            None if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_CLOSED else reading
+        )
 
     def _answers(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """`_sample`, held to one trajectory a request."""
@@ -281,11 +333,13 @@ class RolloutEngine(abc.ABC):
             for trajectory in sampled:
                 if trajectory.request_id not in waiting:
                     raise RuntimeError(
-                        f"results: got a trajectory of request {trajectory.request_id}, expected one of a request that waits."
+                        f"results: got a trajectory of request {trajectory.request_id}, expected one of "
+                        "a request that waits."
                     )
                 waiting.remove(trajectory.request_id)
                 yield trajectory
         if waiting:
             raise RuntimeError(
-                f"results: the engine left out requests: got none of {sorted(waiting)[:SHOWN]}, expected one trajectory of each."
+                f"results: the engine left out requests: got none of {sorted(waiting)[:SHOWN]}, "
+                "expected one trajectory of each."
             )

@@ -1,10 +1,11 @@
-"""What a policy version is made of: every tensor's name, shape, dtype and hash, as both sides of a weight sync compute it.
+"""What a policy version is made of: every tensor's name, shape, dtype and hash, as both sides of a weight
+sync compute it.
 
     sha256 of the tensor's contiguous little-endian bytes, one per tensor
 
-A manifest travels with the weights.  The engine compares what arrived with it before anything is applied, and reports
-a manifest of what it holds afterwards, which the trainer compares with its own: the parity certificate.  Free of jax
-and torch, since engine processes import it.
+A manifest travels with the weights.  The engine compares what arrived with it before anything is applied, and
+reports a manifest of what it holds afterwards, which the trainer compares with its own: the parity
+certificate.  Free of jax and torch, since engine processes import it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its shape, dtype by numpy's name (float8_e4m3fn, bfloat16, float32), and the hash of its bytes in hex."""
+    """One tensor: its shape, dtype by numpy's name (float8_e4m3fn, bfloat16, float32),
+    and the hash of its bytes in hex.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,7 +54,9 @@ class Manifest:
         entries: dict[str, TensorEntry] = {}
         for name, array in tensors:
             if name in entries:
-                raise ValueError(f"Manifest.of: a tensor stands twice: got name={name!r}, expected each once.")
+                raise ValueError(
+                    f"Manifest.of: a tensor stands twice: got name={name!r}, expected each once."
+                )
             host = np.ascontiguousarray(np.asarray(array))
             entries[name] = TensorEntry.of(np.shape(array), host.dtype.name, host.reshape(-1).view(np.uint8))
         return cls(version, entries)
@@ -62,15 +67,22 @@ class Manifest:
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def differences(self, other: Manifest) -> list[str]:
-        """One line for each tensor of `self` that `other` lacks or holds otherwise, and for each that only `other` has."""
+        """One line for each tensor of `self` that `other` lacks or holds otherwise,
+        and for each that only `other` has.
+        """
         lines = [f"{name}: missing" for name in self.entries if name not in other.entries]
         lines += [f"{name}: not expected" for name in other.entries if name not in self.entries]
         for name in self.entries.keys() & other.entries.keys():
             mine, theirs = self.entries[name], other.entries[name]
             if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-                lines.append(f"{name}: got {theirs.dtype} {list(theirs.shape)}, expected {mine.dtype} {list(mine.shape)}")
+                lines.append(
+                    f"{name}: got {theirs.dtype} {list(theirs.shape)}, expected {mine.dtype} "
+                    f"{list(mine.shape)}"
+                )
             elif mine.sha256 != theirs.sha256:
-                lines.append(f"{name}: other bytes, got sha256 {theirs.sha256[:12]}, expected {mine.sha256[:12]}")
+                lines.append(
+                    f"{name}: other bytes, got sha256 {theirs.sha256[:12]}, expected {mine.sha256[:12]}"
+                )
         return sorted(lines)
 
     def to_json(self) -> str:
@@ -88,7 +100,8 @@ class Manifest:
         try:
             data = json.loads(text)
             entries = {
-                name: TensorEntry(tuple(shape), dtype, sha256, size) for name, (shape, dtype, sha256, size) in data["tensors"].items()
+                name: TensorEntry(tuple(shape), dtype, sha256, size)
+                for name, (shape, dtype, sha256, size) in data["tensors"].items()
             }
             return cls(int(data["policy_version"]), entries)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -27,8 +27,8 @@ class SamplingParams:
     temperature: divides the float32 logits; within `TEMPERATURES` (ignored when greedy).
     max_tokens: longest completion, in tokens, including the stop token.
     stop_token_ids: a sampled token of these ends the completion and is its last token.
-    seed: of the whole submission; a request's noise depends on this, on the request's own seed and on the token's
-        position, and on nothing else.
+    seed: of the whole submission; a request's noise depends on this, on the request's own seed and on the
+        token's position, and on nothing else.
     greedy: take the most likely token (the lowest id among equals); logprobs are then those at temperature 1.
 
     Raises:
@@ -45,10 +45,20 @@ class SamplingParams:
         problems = [
             f"got {name}={value!r}, expected {expected}"
             for name, value, holds, expected in (
-                ("temperature", self.temperature, isinstance(self.temperature, float | int | np.floating | np.integer), "a number"),
+                (
+                    "temperature",
+                    self.temperature,
+                    isinstance(self.temperature, float | int | np.floating | np.integer),
+                    "a number",
+                ),
                 ("max_tokens", self.max_tokens, is_whole(self.max_tokens), "a whole number"),
                 ("seed", self.seed, is_whole(self.seed), "a whole number"),
-                ("stop_token_ids", self.stop_token_ids, all(map(is_whole, self.stop_token_ids)), "whole numbers"),
+                (
+                    "stop_token_ids",
+                    self.stop_token_ids,
+                    all(map(is_whole, self.stop_token_ids)),
+                    "whole numbers",
+                ),
                 ("greedy", self.greedy, isinstance(self.greedy, bool | np.bool_), "True or False"),
             )
             if not holds
@@ -57,7 +67,10 @@ class SamplingParams:
             raise ValueError("SamplingParams: bad value: " + "; ".join(problems) + ".")
         low, high = TEMPERATURES
         if not self.greedy and not low <= self.temperature <= high:
-            problems.append(f"got temperature={self.temperature}, expected a number from {low} to {high} (use greedy=True for argmax)")
+            problems.append(
+                f"got temperature={self.temperature}, expected a number from {low} to {high} (use "
+                "greedy=True for argmax)"
+            )
         if self.max_tokens < 1:
             problems.append(f"got max_tokens={self.max_tokens}, expected >= 1")
         if any(token < 0 for token in self.stop_token_ids):
@@ -103,8 +116,8 @@ class Trajectory:
 
     token_ids: int32 [T]: the prompt, then every turn, stop tokens included.
     sampled: bool [T], true where the policy wrote the token.
-    logprobs: float32 [T], log p(token | what stands before it) over the full vocabulary at the sampling temperature (at
-        temperature 1 when greedy); 0 where nothing was sampled.
+    logprobs: float32 [T], log p(token | what stands before it) over the full vocabulary at the sampling
+        temperature (at temperature 1 when greedy); 0 where nothing was sampled.
     turns: who wrote which tokens, in order, without a gap.
     versions: (start, stop, policy version) of the weights that sampled the tokens between, in order.
 
@@ -127,7 +140,8 @@ class Trajectory:
     def _problems_of_arrays(self) -> list[str]:
         total = np.size(self.token_ids)
         return [
-            f"{name} {getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}, expected {np.dtype(dtype)} ({total},)"
+            f"{name} {getattr(array, 'dtype', type(array).__name__)} {np.shape(array)}, expected "
+            f"{np.dtype(dtype)} ({total},)"
             for name, array, dtype in (
                 ("token_ids", self.token_ids, np.int32),
                 ("sampled", self.sampled, bool),
@@ -145,9 +159,14 @@ class Trajectory:
         roles = [turn.role for turn in self.turns]
         reasons = [turn.finish_reason for turn in self.turns]
         if not set(roles) <= set(get_args(Role)) or not set(reasons) <= {None, *get_args(FinishReason)}:
-            return [f"turns of {roles} that ended by {reasons}, expected {get_args(Role)} and {get_args(FinishReason)}"]
+            return [
+                f"turns of {roles} that ended by {reasons}, expected {get_args(Role)} and "
+                f"{get_args(FinishReason)}"
+            ]
         if not roles or roles[0] != "prompt" or "policy" not in roles:
-            problems.append(f"turns of {', '.join(roles)}, expected a prompt first and at least one of the policy")
+            problems.append(
+                f"turns of {', '.join(roles)}, expected a prompt first and at least one of the policy"
+            )
         if [reason is not None for reason in reasons] != [role == "policy" for role in roles]:
             problems.append("finish reasons that are not those of the policy's turns")
         if any(self.sampled[turn.start : turn.stop].any() for turn in self.turns if turn.role != "policy"):
@@ -166,7 +185,13 @@ class Trajectory:
 
     @classmethod
     def of_completion(
-        cls, request_id: int, prompt_ids: ArrayLike, completion_ids: ArrayLike, logprobs: ArrayLike, reason: FinishReason, version: int
+        cls,
+        request_id: int,
+        prompt_ids: ArrayLike,
+        completion_ids: ArrayLike,
+        logprobs: ArrayLike,
+        reason: FinishReason,
+        version: int,
     ) -> Trajectory:
         """One prompt and one completion, sampled from one version of the weights.
 
@@ -175,7 +200,10 @@ class Trajectory:
         """
         prompt, completion = _token_ids(prompt_ids), _token_ids(completion_ids)
         if np.shape(logprobs) != completion.shape:
-            raise ValueError(f"Trajectory: request {request_id}: got logprobs {np.shape(logprobs)}, expected {completion.shape}.")
+            raise ValueError(
+                f"Trajectory: request {request_id}: got logprobs {np.shape(logprobs)}, expected "
+                f"{completion.shape}."
+            )
         start, stop = len(prompt), len(prompt) + len(completion)
         return cls(
             request_id,

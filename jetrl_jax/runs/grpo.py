@@ -7,8 +7,8 @@
     Run           (`runs.run`) opens files, restores or starts, goes through the steps, exports
     RLStep        (`training.step`) one step
 
-Several processes run this together (`jetrl_jax.devices.processes`): all do the same, and processes other than the first write
-to a temporary directory.
+Several processes run this together (`jetrl_jax.devices.processes`): all do the same, and processes other than
+the first write to a temporary directory.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ class GRPOTrainer:
 
     Args:
       config: a `RunConfig`, or the path of a YAML file.
-      model: a `Decoder` (its parameters are copied), a Hugging Face directory, or None for the config's model.
+      model: a `Decoder` (its parameters are copied), a Hugging Face directory, or None for the config's
+        model.
       tokenizer: in place of the config's.
-      reward_functions: callables `f(prompts, completions, answers, **kwargs) -> list[float | None]` or names, weight
-        1 each, in place of the config's `rewards`.
-      dataset: a `Task`, or records with `prompt` and `answer` (a list, or a `datasets.Dataset`), in place of `task`.
+      reward_functions: callables `f(prompts, completions, answers, **kwargs) -> list[float | None]` or names,
+        weight 1 each, in place of the config's `rewards`.
+      dataset: a `Task`, or records with `prompt` and `answer` (a list, or a `datasets.Dataset`), in place of
+        `task`.
       resume: go on from the latest checkpoint of `config.run.directory` where there is one.
 
     Attributes:
@@ -86,7 +88,9 @@ class GRPOTrainer:
 
         def inputs() -> tuple[Task, Tokenizer]:
             made = build_task(config.task, config.seed) if dataset is None else as_task(dataset, config.task)
-            names = [section.name for section in config.rewards] if reward_functions is None else reward_functions
+            names = (
+                [section.name for section in config.rewards] if reward_functions is None else reward_functions
+            )
             named = [*(name for name in names if isinstance(name, str)), verifier]
             check_answers(list(dict.fromkeys(named)), made)
             return made, policy_parts(config, model, tokenizer)[0]
@@ -94,10 +98,14 @@ class GRPOTrainer:
         # A mistake in them costs no device; but where several processes run, the others must hear of it.
         early = None if config.distributed.on else inputs()
         processes.start(config.distributed)
-        self.config = config.model_copy(update={"distributed": config.distributed.model_copy(update={"process_id": None})})
+        self.config = config.model_copy(
+            update={"distributed": config.distributed.model_copy(update={"process_id": None})}
+        )
         processes.check_same("config", dump_config(self.config))
         self.resume = resume
-        self.console = console or Console(self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w"))
+        self.console = console or Console(
+            self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w")
+        )
         self.task, tokenizer = early or inputs()
         self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
         check_device(self.config, jax.default_backend() == "gpu")
@@ -106,19 +114,27 @@ class GRPOTrainer:
     def _new_parts(self, reward_functions: Sequence[RewardFunction] | None, verifier: str) -> Parts:
         config, task, policy = self.config, self.task, self.policy
         fingerprints = {"tokenizer": policy.tokenizer.fingerprint(), "data": data_fingerprint(task)}
-        processes.check_same("task or tokenizer", "\n".join(f"{name}: {value}" for name, value in flatten(fingerprints).items()))
+        processes.check_same(
+            "task or tokenizer",
+            "\n".join(f"{name}: {value}" for name, value in flatten(fingerprints).items()),
+        )
         processes.check_same("start policy", processes.fingerprint(policy.params))
         many = config.sharding.devices > 1 or processes.count() > 1
         layout = Layout(config.sharding, policy.plan, policy.model) if many else None
         new_programs = functools.partial(build_programs, config, policy.model, policy.plan, layout)
-        warm, lengths = config.warm_start, {"max_prompt_tokens": config.rollout.max_prompt_tokens, "seed": config.seed}
+        warm, lengths = (
+            config.warm_start,
+            {"max_prompt_tokens": config.rollout.max_prompt_tokens, "seed": config.seed},
+        )
         return Parts(
             config=config,
             policy=policy,
             task=task,
             fingerprints=fingerprints,
             layout=layout,
-            algorithm=resolve_algorithm(config.algorithm, config.rollout.max_completion_tokens, config.correction),
+            algorithm=resolve_algorithm(
+                config.algorithm, config.rollout.max_completion_tokens, config.correction
+            ),
             programs=new_programs(),
             prompts=PromptStream(task, policy.tokenizer, **lengths),
             evaluator=Evaluator(
@@ -132,7 +148,9 @@ class GRPOTrainer:
                 verifier=verifier,
                 **lengths,
             ),
-            sampler=SolutionSampler(task, policy.tokenizer, warm, row_tokens=config.row_tokens, **lengths) if warm else None,
+            sampler=SolutionSampler(task, policy.tokenizer, warm, row_tokens=config.row_tokens, **lengths)
+            if warm
+            else None,
             warm_programs=new_programs(build_warm_start_optimizer(warm)) if warm else None,
             eval_verifier=verifier,
             reward_functions=reward_functions,
@@ -141,7 +159,8 @@ class GRPOTrainer:
         )
 
     def train(self) -> dict[str, Any]:
-        """Runs to `run.steps`, or to a stop signal; returns {"steps", "stopped_by", "before", "after", "directory"}.
+        """Runs to `run.steps`, or to a stop signal; returns {"steps", "stopped_by", "before", "after",
+        "directory"}.
 
         `before` and `after` are the evaluations' metrics (`after` is None when a signal stopped the run).
 
@@ -153,7 +172,9 @@ class GRPOTrainer:
             return Run(self.parts, stack, resume=self.resume).execute()
 
     def dry_run(self) -> dict[str, Any]:
-        """Builds everything and compiles and runs one step, without a run directory; returns {"seconds", "metrics"}."""
+        """Builds everything and compiles and runs one step, without a run directory; returns {"seconds",
+        "metrics"}.
+        """
         start, parts = time.perf_counter(), self.parts
         parts.prompts.restart()
         with contextlib.closing(parts.evaluator), self.console, parts.new_rewards() as rewards:

@@ -36,7 +36,8 @@ from jetrl_jax.training.warm_start import SolutionSampler
 class Parts:
     """The parts of a run.
 
-    config: with everything in it; policy: to start from; task: its problems; fingerprints: of task and tokenizer.
+    config: with everything in it; policy: to start from; task: its problems; fingerprints: of task and
+      tokenizer.
     layout: the mesh; None is one device.
     algorithm: with every null resolved; programs: of the RL phase.
     sampler, warm_programs: of the warm start; None where there is none.
@@ -64,7 +65,9 @@ class Parts:
     def new_rewards(self, log_directory: Path | None = None) -> RewardFunctions:
         """The reward functions, started; close them."""
         if self.reward_functions is not None:
-            rewards = RewardFunctions.from_functions(self.reward_functions, self.task, log_directory=log_directory)
+            rewards = RewardFunctions.from_functions(
+                self.reward_functions, self.task, log_directory=log_directory
+            )
         else:
             rewards = RewardFunctions.from_config(self.config.rewards, self.task, log_directory=log_directory)
         rewards.start()
@@ -72,15 +75,29 @@ class Parts:
 
     def new_engine(self, directory: RunDirectory | None = None) -> RolloutEngine:
         """The rollout engine, without weights; close it.  `directory`: where certificates and logs go."""
-        record, logs = (unrecorded, None) if directory is None else (directory.append_certificate, directory.path)
-        return build_engine(self.policy, self.config.rollout, self.layout, record=record, warn=self.console.warn, log_directory=logs)
+        record, logs = (
+            (unrecorded, None) if directory is None else (directory.append_certificate, directory.path)
+        )
+        return build_engine(
+            self.policy,
+            self.config.rollout,
+            self.layout,
+            record=record,
+            warn=self.console.warn,
+            log_directory=logs,
+        )
 
     def reference(self, state: TrainState) -> nnx.State | None:
         """The frozen start policy of the KL term; None where there is no such term."""
         return self.programs.frozen(state) if self.algorithm.needs_reference else None
 
     def new_step(
-        self, engine: RolloutEngine, rewards: RewardFunctions, state: TrainState, reference: nnx.State | None, **others: Any
+        self,
+        engine: RolloutEngine,
+        rewards: RewardFunctions,
+        state: TrainState,
+        reference: nnx.State | None,
+        **others: Any,
     ) -> RLStep:
         """Steps from `state` on, whose weights the engine has loaded then; `others`: as `RLStep`."""
         collector = Collector(

@@ -42,7 +42,9 @@ ACCURACY = "eval/accuracy"
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, its tokenizer, the plan of its precision, the config that said so, and the step of the checkpoint it was read from."""
+    """A model, its tokenizer, the plan of its precision, the config that said so,
+    and the step of the checkpoint it was read from.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
@@ -55,12 +57,21 @@ class Policy:
         """The FP32 masters."""
         return nnx.state(self.model, nnx.Param)
 
-    def save(self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16") -> None:
+    def save(
+        self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16"
+    ) -> None:
         """Writes a Hugging Face checkpoint directory that transformers and vLLM load."""
         model = self.model
         if params is not None:
             model = nnx.merge(nnx.graphdef(model), params)
-        save_checkpoint(directory, self.model.config, decoder_parameters(model), dtype=dtype, tokenizer=self.tokenizer, overwrite=True)
+        save_checkpoint(
+            directory,
+            self.model.config,
+            decoder_parameters(model),
+            dtype=dtype,
+            tokenizer=self.tokenizer,
+            overwrite=True,
+        )
 
 
 def new_model_config(section: NewModelSection, tokenizer: Tokenizer) -> ModelConfig:
@@ -86,17 +97,20 @@ def new_model_config(section: NewModelSection, tokenizer: Tokenizer) -> ModelCon
     )
 
 
-def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None) -> Policy:
+def build_policy(
+    config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None
+) -> Policy:
     """The policy that a run starts from.
 
     Args:
       config: the run's config.
-      model: a `Decoder`, or a Hugging Face directory in place of `config.model.path`; None takes the config's.
+      model: a `Decoder`, or a Hugging Face directory in place of `config.model.path`; None takes the
+        config's.
       tokenizer: in place of the config's.
 
     Raises:
-      UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer than the model's positions,
-        or a tokenizer whose ids the model does not have.
+      UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
+        than the model's positions, or a tokenizer whose ids the model does not have.
     """
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
@@ -112,8 +126,11 @@ def build_policy(config: RunConfig, *, model: Decoder | str | Path | None = None
     return Policy(built, tokenizer, plan, config)
 
 
-def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenizer: Tokenizer | None) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the sizes that `build_policy` takes, which fit one another; no device is touched and no weight is read.
+def policy_parts(
+    config: RunConfig, model: Decoder | str | Path | None, tokenizer: Tokenizer | None
+) -> tuple[Tokenizer, ModelConfig]:
+    """The tokenizer and the sizes that `build_policy` takes, which fit one another; no device is touched and
+    no weight is read.
 
     Raises:
       UserError: as `build_policy`, but for what depends on the device.
@@ -129,15 +146,19 @@ def policy_parts(config: RunConfig, model: Decoder | str | Path | None, tokenize
         sizes = new_model_config(config.model, tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise UserError(
-            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, expected at most "
+            f"build_policy: the tokenizer does not fit the model: got {tokenizer.vocab_size} token ids, "
+            "expected at most "
             f"vocab_size={sizes.vocab_size}."
         )
     if config.max_sequence_tokens > sizes.max_position_embeddings:
         raise UserError(
-            f"build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + rollout.max_completion_tokens = "
-            f"{config.max_sequence_tokens}, expected at most max_position_embeddings={sizes.max_position_embeddings}."
+            "build_policy: sequences do not fit the model: got rollout.max_prompt_tokens + "
+            "rollout.max_completion_tokens = "
+            f"{config.max_sequence_tokens}, expected at most "
+            f"max_position_embeddings={sizes.max_position_embeddings}."
         )
-    return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))  # an export stops where the run did
+    # an export stops where the run did
+    return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))
 
 
 def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | None:
@@ -152,7 +173,10 @@ def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
 
 
 def load_policy(
-    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, step: int | Literal["last", "best"] = "last"
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    config: str | Path | None = None,
+    step: int | Literal["last", "best"] = "last",
 ) -> Policy:
     """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
@@ -160,8 +184,8 @@ def load_policy(
       directory: either of the two.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
-      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest held-out accuracy on
-        record (the later of equals).
+      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest
+        held-out accuracy on record (the later of equals).
 
     Raises:
       UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
@@ -173,7 +197,10 @@ def load_policy(
         nnx.update(policy.model, restored.state["params"])
         return dataclasses.replace(policy, step=restored.step)
     if step != "last":
-        raise UserError(f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory (config.yaml).")
+        raise UserError(
+            f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
+            "(config.yaml)."
+        )
     if config is not None:
         return _build(policy_config(path, overrides, config), model=path)
     lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
@@ -182,7 +209,8 @@ def load_policy(
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
     """A policy that learns nothing here: its vLLM has nobody to take turns with, and stays awake."""
-    share_gpu(config)  # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
+    # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
+    share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
     return build_policy(config, model=model)
@@ -193,18 +221,26 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
     with CheckpointStore(run / "checkpoints", read_only=True) as store:
         steps = store.steps()
         if not steps:
-            raise UserError(f"load_policy: no checkpoint: got the run {run}, expected one in {run / 'checkpoints'}.")
+            raise UserError(
+                f"load_policy: no checkpoint: got the run {run}, expected one in {run / 'checkpoints'}."
+            )
         if step == "last":
             restored = store.restore_latest(template, subset=True)
             assert restored is not None  # of steps it gives one, or raises
             return restored
         number = _best_step(run, steps) if step == "best" else step
         if number not in steps:
-            raise UserError(f"load_policy: no checkpoint of that step: got step={number} of {run}, expected one of {steps}.")
+            raise UserError(
+                f"load_policy: no checkpoint of that step: got step={number} of {run}, expected one of "
+                f"{steps}."
+            )
         try:
             return store.restore(number, template, subset=True)
         except CorruptCheckpoint as error:
-            raise UserError(f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There are {steps}.") from error
+            raise UserError(
+                f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There "
+                f"are {steps}."
+            ) from error
 
 
 def _best_step(run: Path, steps: Sequence[int]) -> int:
@@ -214,7 +250,8 @@ def _best_step(run: Path, steps: Sequence[int]) -> int:
     recorded = [step for step in steps if step in accuracy]
     if not recorded:
         raise UserError(
-            f"load_policy: no best checkpoint: got none of the steps {list(steps)} of {run} with {ACCURACY} on record, expected one. "
+            f"load_policy: no best checkpoint: got none of the steps {list(steps)} of {run} with "
+            f"{ACCURACY} on record, expected one. "
             f"It is on record for {sorted(accuracy)} (eval.every_steps); give a step."
         )
     return max(recorded, key=lambda step: (accuracy[step], step))

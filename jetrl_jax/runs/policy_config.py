@@ -1,4 +1,5 @@
-"""The config of a policy on disk, read without JAX: a mistake in it, or in the directory's name, costs no device.
+"""The config of a policy on disk, read without JAX: a mistake in it, or in the directory's name, costs no
+device.
 
 A run directory has its own `config.yaml`.  A Hugging Face directory runs in BF16, or as a config file says.
 """
@@ -21,9 +22,13 @@ def is_run(directory: str | Path) -> bool:
 
 
 def policy_config(
-    directory: str | Path, overrides: Sequence[str] = (), config: str | Path | None = None, rollout: Mapping[str, Any] | None = None
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    config: str | Path | None = None,
+    rollout: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of the policy in a directory, `overrides` (`a.b=c`) applied; commands call it before they import JAX.
+    """The config of the policy in a directory, `overrides` (`a.b=c`) applied; commands call it before they
+    import JAX.
 
     Args:
       directory: of a run, or a Hugging Face directory.
@@ -36,8 +41,15 @@ def policy_config(
     """
     path = user_path(directory)
     if not is_run(path) and not (path / "config.json").is_file():
-        raise UserError(f"no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face directory (config.json).")
+        raise UserError(
+            f"no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face "
+            "directory (config.json)."
+        )
     if config is not None or is_run(path):
         return load_config(config or path / "config.yaml", overrides)
-    fields = {"model": {"path": str(path)}, "tokenizer": {"kind": "huggingface"}, "precision": {"preset": "bf16"}}
+    fields = {
+        "model": {"path": str(path)},
+        "tokenizer": {"kind": "huggingface"},
+        "precision": {"preset": "bf16"},
+    }
     return config_from_dict(fields | ({} if rollout is None else {"rollout": dict(rollout)}), overrides)

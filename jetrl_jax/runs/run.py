@@ -37,7 +37,8 @@ EXPORT_DIRECTORY = "export"
 
 
 class Run:
-    """A run of `parts`: its files are opened and its policy restored or warm-started when it is made; `execute` goes on.
+    """A run of `parts`: its files are opened and its policy restored or warm-started when it is made;
+    `execute` goes on.
 
     Args:
       stack: closes what the run opens.
@@ -48,14 +49,18 @@ class Run:
     """
 
     def __init__(self, parts: Parts, stack: contextlib.ExitStack, *, resume: bool) -> None:
-        self.parts, self.config, self.console = parts, parts.config, parts.console
+        self.parts = parts
+        self.config = parts.config
+        self.console = parts.console
         self.directory, checkpoints = self._open_directory(stack, resume)
         stack.enter_context(self.console)
         rewards = stack.enter_context(parts.new_rewards(self.directory.path))
         stack.callback(parts.evaluator.close)
         kept = self.config.checkpoint
         self.store = stack.enter_context(
-            CheckpointStore(checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, warn=self.console.warn)
+            CheckpointStore(
+                checkpoints, keep_last=kept.keep_last, keep_best=kept.keep_best, warn=self.console.warn
+            )
         )
         self._check_data()
         self._record()
@@ -87,26 +92,40 @@ class Run:
     # Files
 
     def _open_directory(self, stack: contextlib.ExitStack, resume: bool) -> tuple[RunDirectory, Path]:
-        """The run directory, and where the checkpoints of all processes lie; the others than the first get a directory of their own."""
-        own = self.config.run.directory if processes.is_first() else stack.enter_context(tempfile.TemporaryDirectory())
+        """The run directory, and where the checkpoints of all processes lie;
+        the others than the first get a directory of their own.
+        """
+        own = (
+            self.config.run.directory
+            if processes.is_first()
+            else stack.enter_context(tempfile.TemporaryDirectory())
+        )
         directory = stack.enter_context(RunDirectory.create(own, resume=resume, warn=self.console.warn))
         if directory.resumed:
             compare_for_resume(load_config(directory.config_path).model_dump(), self.config.model_dump())
-        shared = processes.exchange_json({"resumed": directory.resumed, "checkpoints": str(directory.checkpoints)})[0]
+        shared = processes.exchange_json(
+            {"resumed": directory.resumed, "checkpoints": str(directory.checkpoints)}
+        )[0]
         directory.resumed = shared["resumed"]
         if not Path(shared["checkpoints"]).is_dir():
             raise UserError(
-                f"run directory: is not shared: got no {shared['checkpoints']} in process {processes.index()}, expected a "
+                f"run directory: is not shared: got no {shared['checkpoints']} in process "
+                f"{processes.index()}, expected a "
                 "run.directory on a file system that every process sees."
             )
         return directory, Path(shared["checkpoints"])
 
     def _check_data(self) -> None:
-        """Refuses other data or another tokenizer than the newest checkpoint's, before anything of the run is written."""
+        """Refuses other data or another tokenizer than the newest checkpoint's,
+        before anything of the run is written.
+        """
         steps = self.store.steps() if self.directory.resumed else []
         if steps:
-            with contextlib.suppress(CorruptCheckpoint):  # left out when the state is restored, and named there
-                compare_data_for_resume(self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints)
+            # left out when the state is restored, and named there
+            with contextlib.suppress(CorruptCheckpoint):
+                compare_data_for_resume(
+                    self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints
+                )
 
     def _record(self) -> None:
         """What makes the run repeatable: config, environment, precision table and the resolved algorithm."""
@@ -165,7 +184,8 @@ class Run:
         count = self.step.counters.without_signal
         if count >= min(self.done, WARN_WITHOUT_SIGNAL) > 0:
             self.console.warn(
-                f"in the last {count} of the run's {self.done} steps all rewards of each group were equal: nothing "
+                f"in the last {count} of the run's {self.done} steps all rewards of each group were "
+                "equal: nothing "
                 "was learned from them. Do the rewards see what the policy writes (samples.jsonl)?"
             )
         if after is None:  # resumed after its last step, whose evaluation is on record
@@ -178,7 +198,13 @@ class Run:
         return self._summary(None, after)
 
     def _summary(self, stopped_by: str | None, after: dict[str, float] | None) -> dict[str, Any]:
-        return {"steps": self.done, "stopped_by": stopped_by, "before": self.before, "after": after, "directory": str(self.directory.path)}
+        return {
+            "steps": self.done,
+            "stopped_by": stopped_by,
+            "before": self.before,
+            "after": after,
+            "directory": str(self.directory.path),
+        }
 
     def _warm_start(self, state: TrainState) -> TrainState:
         """The policy after the warm start, where there is one."""
@@ -187,7 +213,9 @@ class Run:
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
             start = programs.init(state.params)
-            warm, self.warm_start_loss = warm_start(programs, start, sampler, section, lambda step, loss: progress.advance(1))
+            warm, self.warm_start_loss = warm_start(
+                programs, start, sampler, section, lambda step, loss: progress.advance(1)
+            )
         return self.parts.programs.init(warm.params)
 
     def _evaluate(self, step: int, *, record: bool = True) -> dict[str, float]:
@@ -195,7 +223,9 @@ class Run:
         with self.console.phase("eval"):
             evaluation = self.parts.evaluator(self.step.engine)
         metrics = evaluation.metrics | {"time/eval_s": time.perf_counter() - start}
-        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.metrics.items())
+        shown = ", ".join(
+            f"{name.removeprefix('eval/')} {value:.3f}" for name, value in evaluation.metrics.items()
+        )
         self.console.message(f"step {step} held-out ({len(self.parts.evaluator.prompts)} prompts): {shown}")
         if record:
             self.directory.append_samples(step, evaluation.samples[: self.config.run.samples_per_step])
@@ -238,7 +268,9 @@ class Run:
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """What a checkpoint holds; published weights are made again from the masters, bit for bit."""
         optional = {"reference": reference, "loss_scale": state.loss_scale}
-        return {"params": state.params, "opt_state": state.opt_state} | {k: v for k, v in optional.items() if v is not None}
+        return {"params": state.params, "opt_state": state.opt_state} | {
+            k: v for k, v in optional.items() if v is not None
+        }
 
     def _save(self, step: int, row: Mapping[str, float]) -> None:
         prompts = self.parts.prompts
@@ -254,19 +286,26 @@ class Run:
             self.store.save(step, self._saved(self.step.state, self.step.reference), metadata, row)
 
     def _restored(self, state: TrainState) -> Restored | None:
-        """The latest checkpoint, from which everything but the state is taken here; None where the run begins."""
+        """The latest checkpoint, from which everything but the state is taken here;
+        None where the run begins.
+        """
         restored = None
         if self.directory.resumed:
             restored = self.store.restore_latest(self._saved(state, self.parts.reference(state)))
         if restored is None:
             if self.writer.last_step:
-                self.console.warn(f"no checkpoint: the run begins again; its rows up to step {self.writer.last_step} are dropped")
+                self.console.warn(
+                    f"no checkpoint: the run begins again; its rows up to step {self.writer.last_step} "
+                    "are dropped"
+                )
             self.parts.prompts.restart()  # a dry run, or a run of the same parts that failed, drew from them
             return None
         compare_data_for_resume(restored.metadata, self.parts.fingerprints)
         prompts = self.parts.prompts
-        prompts.cursor, prompts.skipped = restored.metadata["prompt_cursor"], restored.metadata["prompts_skipped"]
-        self.before, self.done = restored.metadata["before"], restored.step
+        prompts.cursor = restored.metadata["prompt_cursor"]
+        prompts.skipped = restored.metadata["prompts_skipped"]
+        self.before = restored.metadata["before"]
+        self.done = restored.step
         return restored
 
     def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:

@@ -31,8 +31,11 @@ class PolicySampler:
         ids = tokenizer.encode_prompt(prompt)
         if not 0 < len(ids) <= rollout.max_prompt_tokens:
             raise UserError(
-                f"prompt {prompt!r}: got {len(ids)} tokens, expected 1 to rollout.max_prompt_tokens={rollout.max_prompt_tokens}."
+                f"prompt {prompt!r}: got {len(ids)} tokens, expected 1 to "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}."
             )
         requests = [Request(i, ids, one) for i, one in enumerate(derived_seeds(samples, seed))]
-        sampling = SamplingParams(rollout.temperature, rollout.max_completion_tokens, tuple(tokenizer.eos_ids), seed, greedy)
+        sampling = SamplingParams(
+            rollout.temperature, rollout.max_completion_tokens, tuple(tokenizer.eos_ids), seed, greedy
+        )
         return [tokenizer.decode(t.completion_ids.tolist()) for t in self.engine.generate(requests, sampling)]

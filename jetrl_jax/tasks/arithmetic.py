@@ -6,12 +6,13 @@
     reverse   jetrl=          lrtej     min_letters (4), max_letters (8)
     sort      493817=         134789    length (6)
 
-and for all: train_size (131072), eval_size (512).  The worked solution is the answer: what the policy should write.
+and for all: train_size (131072), eval_size (512).  The worked solution is the answer: what the policy should
+  write.
 
-A problem is a function of (family, options, seed, split, index) through SHA-256, so no library's random numbers
-enter and any index can be made alone.  The split of a prompt is a hash of its text: the share ``eval_fraction`` of
-all possible prompts is held out, for every seed.  Held-out prompts are distinct and the same for every seed;
-training prompts may repeat, as draws with replacement do.
+A problem is a function of (family, options, seed, split, index) through SHA-256, so no library's random
+numbers enter and any index can be made alone.  The split of a prompt is a hash of its text: the share
+``eval_fraction`` of all possible prompts is held out, for every seed.  Held-out prompts are distinct and the
+same for every seed; training prompts may repeat, as draws with replacement do.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ FAMILIES: dict[str, type] = {"sum": Sum, "chain": Chain, "reverse": Reverse, "so
 
 
 def _draws(key: str) -> Draw:
-    """A stream of independent draws from SHA-256 in counter mode; the bias of 256 bits modulo n is below n/2**256."""
+    """A stream of independent draws from SHA-256 in counter mode;
+    the bias of 256 bits modulo n is below n/2**256.
+    """
 
     def numbers() -> Iterator[int]:
         counter = 0
@@ -112,7 +115,10 @@ def _draws(key: str) -> Draw:
 
 def is_held_out(prompt: str, eval_fraction: float) -> bool:
     """Whether a prompt's hash falls into the held-out share."""
-    return int.from_bytes(hashlib.sha256(f"split/{prompt}".encode()).digest()[:8], "big") < eval_fraction * 2.0**64
+    return (
+        int.from_bytes(hashlib.sha256(f"split/{prompt}".encode()).digest()[:8], "big")
+        < eval_fraction * 2.0**64
+    )
 
 
 class ArithmeticTask:
@@ -123,9 +129,13 @@ class ArithmeticTask:
 
     def __init__(self, family: Any, section: ArithmeticSection, seed: int, train_size: int, eval_size: int):
         self.name = type(family).__name__.lower()
-        self._family, self._seed = family, seed
-        self._template, self._eval_fraction = section.prompt_template, section.eval_fraction
-        letters = {Reverse: _LETTERS, Sum: "0123456789+", Chain: "0123456789+-", Sort: "0123456789"}[type(family)]
+        self._family = family
+        self._seed = seed
+        self._template = section.prompt_template
+        self._eval_fraction = section.eval_fraction
+        letters = {Reverse: _LETTERS, Sum: "0123456789+", Chain: "0123456789+-", Sort: "0123456789"}[
+            type(family)
+        ]
         self.characters = "".join(sorted(set(letters + "=" + format_prompt(self._template, ""))))
         self.train = LazyExamples(train_size, self._train_example)
         self.eval = self._held_out(eval_size)
@@ -162,8 +172,10 @@ class ArithmeticTask:
             if len(found) == size:
                 return [self._example(prompt, answer, i) for i, (prompt, answer) in enumerate(found.items())]
         raise UserError(
-            f"arithmetic: too few held-out problems: got task.options.eval_size={size}, found {len(found)} of {self._family} "
-            f"at task.eval_fraction={self._eval_fraction}. Lower eval_size, raise eval_fraction or take more digits or letters."
+            f"arithmetic: too few held-out problems: got task.options.eval_size={size}, found "
+            f"{len(found)} of {self._family} "
+            f"at task.eval_fraction={self._eval_fraction}. Lower eval_size, raise eval_fraction or take "
+            "more digits or letters."
         )
 
 
@@ -172,10 +184,16 @@ def build(section: ArithmeticSection, seed: int) -> ArithmeticTask:
     kind, where = FAMILIES[section.name], f"arithmetic {section.name}"
     specs: dict[str, Any] = {f.name: f for f in fields(kind)}
     check_options(where, section.options, [*specs, "train_size", "eval_size"])
-    values = {key: option_int(where, section.options, key, f.default, f.metadata["low"], f.metadata["high"]) for key, f in specs.items()}
+    values = {
+        key: option_int(where, section.options, key, f.default, f.metadata["low"], f.metadata["high"])
+        for key, f in specs.items()
+    }
     family = kind(**values)
     if isinstance(family, Reverse) and family.min_letters > family.max_letters:
-        raise UserError(f"{where}: sizes do not fit: got min_letters={family.min_letters} above max_letters={family.max_letters}.")
+        raise UserError(
+            f"{where}: sizes do not fit: got min_letters={family.min_letters} above "
+            f"max_letters={family.max_letters}."
+        )
     train_size = option_int(where, section.options, "train_size", _TRAIN_SIZE, 1, _LARGEST)
     eval_size = option_int(where, section.options, "eval_size", _EVAL_SIZE, 1, _LARGEST)
     task = ArithmeticTask(family, section, seed, train_size, eval_size)

@@ -18,7 +18,9 @@ _SHOWN = 10  # broken records named in an error
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the prompt as the tokenizer receives it, the answer, and the text a perfect policy would write."""
+    """One problem: the prompt as the tokenizer receives it, the answer,
+    and the text a perfect policy would write.
+    """
 
     prompt: str
     answer: Any
@@ -32,9 +34,9 @@ class Example:
 class Task(Protocol):
     """Prompts in two disjoint splits and their verifier.
 
-    Optional attributes: ``separate_process`` (True where ``verify`` can hang or uses signals, so that it is run in
-    a worker process), ``verifier()`` (a small picklable ``(completion, example) -> float`` for that worker, instead
-    of the pickled task) and ``notes`` (sentences for the record of the run).
+    Optional attributes: ``separate_process`` (True where ``verify`` can hang or uses signals, so that it is
+    run in a worker process), ``verifier()`` (a small picklable ``(completion, example) -> float`` for that
+    worker, instead of the pickled task) and ``notes`` (sentences for the record of the run).
     """
 
     @property
@@ -93,14 +95,20 @@ def check_options(where: str, options: Mapping[str, Any], allowed: Sequence[str]
         if key not in allowed:
             close = difflib.get_close_matches(str(key), allowed, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"{where}: unknown option: got task.options.{key}, expected one of {', '.join(sorted(allowed))}.{hint}")
+            raise UserError(
+                f"{where}: unknown option: got task.options.{key}, expected one of "
+                f"{', '.join(sorted(allowed))}.{hint}"
+            )
 
 
 def option_int(where: str, options: Mapping[str, Any], key: str, default: int, low: int, high: int) -> int:
     """A whole number among the options, checked."""
     value = options.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UserError(f"{where}: bad option: got task.options.{key}={value!r}, expected a whole number from {low} to {high}.")
+        raise UserError(
+            f"{where}: bad option: got task.options.{key}={value!r}, expected a whole number from {low} "
+            f"to {high}."
+        )
     return value
 
 
@@ -109,13 +117,16 @@ def raise_broken(name: str, problems: list[str]) -> None:
     if problems:
         rest = len(problems) - _SHOWN
         lines = problems[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
-        raise UserError(f"{name}: {len(problems)} broken record{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(lines))
+        raise UserError(
+            f"{name}: {len(problems)} broken record{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(lines)
+        )
 
 
 def load_object(where: str, target: str) -> Any:
     """The object named ``module:attribute``; the working directory is importable, as with ``python -m``.
 
-    Raises `UserError` where the name has another form, the module cannot be imported or has no such attribute.
+    Raises `UserError` where the name has another form, the module cannot be imported or has no such
+    attribute.
     """
     module_name, separator, attribute = target.partition(":")
     if not (separator and module_name and attribute):
@@ -128,6 +139,8 @@ def load_object(where: str, target: str) -> Any:
         raise UserError(f"{where}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UserError(f"{where}: {module_name!r} has no {attribute!r}: got {target!r}, expected module:function.")
+            raise UserError(
+                f"{where}: {module_name!r} has no {attribute!r}: got {target!r}, expected module:function."
+            )
         found = getattr(found, part)
     return found

@@ -1,10 +1,12 @@
-"""What a task's data is, as a few hashes: a resume on other data is refused, and the message names the part that differs.
+"""What a task's data is, as a few hashes: a resume on other data is refused, and the message names the part
+that differs.
 
     {"name", "verifier", "train": {"examples", "prompts", "answers", "solutions", "metadata"}, "eval": {...}}
 
-Every example of a list is hashed, in order.  Of a split that is made on access (`LazyExamples`: a function of the config and
-the seed, which a resume compares too) and of a sequence of a user's own class beyond `WHOLE` examples, a spread of them is.
-Values are hashed by type and content, never by address or by the order of a set: the same data gives the same hash in every process.
+Every example of a list is hashed, in order.  Of a split that is made on access (`LazyExamples`: a function of
+the config and the seed, which a resume compares too) and of a sequence of a user's own class beyond `WHOLE`
+examples, a spread of them is. Values are hashed by type and content, never by address or by the order of a
+set: the same data gives the same hash in every process.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 from jetrl_jax.tasks.base import Example, LazyExamples, Task
 
 SPREAD = 64  # examples looked at in a split that is made on access
-WHOLE = 100_000  # the longest sequence of a class that is not known to be a list, up to which every example is looked at
+# the longest sequence of a class that is not known to be a list, up to which every example is looked at
+WHOLE = 100_000
 _COLUMNS: dict[str, Callable[[Example], Any]] = {
     "prompts": lambda example: example.prompt,
     "answers": lambda example: example.answer,
@@ -82,7 +85,9 @@ def _canonical(value: Any) -> bytes:
     if isinstance(value, np.ndarray | np.generic):
         return f"a{value.dtype.str}{value.shape}".encode() + value.tobytes()
     # Dates, decimals, dataclasses: what they show of themselves, without the address that others show.
-    return f"o{type(value).__qualname__} {re.sub(r' at 0x[0-9a-f]+', '', repr(value))}".encode("utf-8", "surrogatepass")
+    return f"o{type(value).__qualname__} {re.sub(r' at 0x[0-9a-f]+', '', repr(value))}".encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def _joined(parts: Any) -> bytes:

@@ -1,12 +1,13 @@
 """GSM8K: grade school word problems whose worked answers end in ``#### 42``.
 
-Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021); files ``train.jsonl`` (7,473) and
-``test.jsonl`` (1,319), fields ``question`` and ``answer``.  The directory is ``task.path``, else the environment
-variable ``GSM8K_DIR``, else ``shared/data/gsm8k`` beside the checkout.  The worked solution is the file's answer as it
-stands, calculator marks ``<<2+3=5>>`` included; the example's answer is its final number.
+Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021); files ``train.jsonl`` (7,473)
+and ``test.jsonl`` (1,319), fields ``question`` and ``answer``.  The directory is ``task.path``, else the
+environment variable ``GSM8K_DIR``, else ``shared/data/gsm8k`` beside the checkout.  The worked solution is
+the file's answer as it stands, calculator marks ``<<2+3=5>>`` included; the example's answer is its final
+number.
 
-``options.extraction`` says where a completion's number is read: ``hash`` (default: after the last ``####``; a number
-that stands only in the working does not count), ``boxed`` or ``last_number``.
+``options.extraction`` says where a completion's number is read: ``hash`` (default: after the last ``####``; a
+number that stands only in the working does not count), ``boxed`` or ``last_number``.
 """
 
 from __future__ import annotations
@@ -38,15 +39,21 @@ def build(section: Gsm8kSection) -> ListTask:
     check_options("gsm8k", section.options, ["extraction"])
     extraction = section.options.get("extraction", "hash")
     if extraction not in _EXTRACTION:
-        raise UserError(f"gsm8k: unknown extraction: got task.options.extraction={extraction!r}, expected one of {', '.join(_EXTRACTION)}.")
+        raise UserError(
+            f"gsm8k: unknown extraction: got task.options.extraction={extraction!r}, expected one of "
+            f"{', '.join(_EXTRACTION)}."
+        )
     folder = directory(section.path)
     missing = [name for name in ("train.jsonl", "test.jsonl") if not (folder / name).is_file()]
     if missing:
         raise UserError(
-            f"gsm8k: no {' and no '.join(missing)} in {str(folder)!r}. Set task.path or GSM8K_DIR to the directory that holds them."
+            f"gsm8k: no {' and no '.join(missing)} in {str(folder)!r}. Set task.path or GSM8K_DIR to "
+            "the directory that holds them."
         )
     problems: list[str] = []
-    train, held_out = (_examples(folder / name, section.prompt_template, problems) for name in ("train.jsonl", "test.jsonl"))
+    train, held_out = (
+        _examples(folder / name, section.prompt_template, problems) for name in ("train.jsonl", "test.jsonl")
+    )
     raise_broken("gsm8k", problems)
     train, held_out, notes = records.split_examples("gsm8k", train, held_out)
     return ListTask("gsm8k", train, held_out, _EXTRACTION[extraction], notes)
@@ -60,7 +67,16 @@ def _examples(path: Path, template: str, problems: list[str]) -> list[Example]:
             problems.append(f"{where}: {reason}")
             continue
         number = whole_number(hash_line(row["answer"]) or "")
-        examples.append(Example(format_prompt(template, row["question"]), f"{number:f}", row["answer"], len(examples), {}, where))
+        examples.append(
+            Example(
+                format_prompt(template, row["question"]),
+                f"{number:f}",
+                row["answer"],
+                len(examples),
+                {},
+                where,
+            )
+        )
     return examples
 
 
@@ -75,7 +91,9 @@ def _reason(row: Any) -> str | None:
     if not isinstance(worked, str) or line is None:
         return "no '#### number' in the answer"
     if whole_number(line) is None:
-        return f"no '#### number' in the answer: got {line.strip()[:60]!r} there, expected a number as a whole"
+        return (
+            f"no '#### number' in the answer: got {line.strip()[:60]!r} there, expected a number as a whole"
+        )
     try:
         check_text(question + worked)
     except UserError as error:

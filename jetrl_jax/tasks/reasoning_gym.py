@@ -1,14 +1,17 @@
-"""Any dataset of the library reasoning-gym by name (extra ``tasks``), scored by the library's ``score_answer``.
+"""Any dataset of the library reasoning-gym by name (extra ``tasks``), scored by the library's
+``score_answer``.
 
 ``task.options`` are the dataset's own config, and besides: ``train_size`` (10000), ``eval_size`` (512) and
-``answer_tag`` (null: the whole completion is the answer; ``answer``: what stands in the last ``<answer>...</answer>``).
+``answer_tag`` (null: the whole completion is the answer; ``answer``: what stands in the last
+``<answer>...</answer>``).
 
-The library makes item i from ``Random(seed + i)``, so two seeds a step apart share all items but one.  Training seeds
-are hashed into [0, 2**29) and the held-out seed is 2**30: the ranges never meet.  Where the same prompt comes up in both
-nevertheless, training takes the next item instead.  Held-out prompts are distinct and the same for every seed.
+The library makes item i from ``Random(seed + i)``, so two seeds a step apart share all items but one.
+Training seeds are hashed into [0, 2**29) and the held-out seed is 2**30: the ranges never meet.  Where the
+same prompt comes up in both nevertheless, training takes the next item instead.  Held-out prompts are
+distinct and the same for every seed.
 
-``score_answer`` may parse a completion with sympy, which can hang (``9**9**9**9``): it runs in a worker process.
-Scores lie in [0, 1]; many datasets give part of it for a near miss.
+``score_answer`` may parse a completion with sympy, which can hang (``9**9**9**9``): it runs in a worker
+process. Scores lie in [0, 1]; many datasets give part of it for a near miss.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ _TRAIN_SIZE, _EVAL_SIZE, _LARGEST = 10_000, 512, 1 << 24
 _EVAL_SEED = 1 << 30
 _EVAL_DRAWS = 8  # items drawn for one held-out prompt before the dataset counts as too small
 # Item i of these depends on the order of Python sets (measured on 0.1.25), so on PYTHONHASHSEED.
-_HASH_SEED_DATASETS = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
+_HASH_SEED_DATASETS = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
 
 
 def _library() -> Any:
@@ -48,12 +53,17 @@ def _dataset(name: str, config: dict[str, Any]) -> Any:
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise UserError(f"reasoning_gym: unknown dataset: got task.name={name!r}, expected one of the library's {len(DATASETS)}.{hint}")
+        raise UserError(
+            f"reasoning_gym: unknown dataset: got task.name={name!r}, expected one of the library's "
+            f"{len(DATASETS)}.{hint}"
+        )
     try:
         return library.create_dataset(name, **config)
     except (AssertionError, TypeError, ValueError) as error:
         options = {key: value for key, value in config.items() if key not in ("seed", "size")}
-        raise UserError(f"reasoning_gym: dataset {name} refuses its options: got {options}: {error}") from error
+        raise UserError(
+            f"reasoning_gym: dataset {name} refuses its options: got {options}: {error}"
+        ) from error
 
 
 @dataclass
@@ -106,12 +116,16 @@ class ReasoningGymTask:
         self._verifier = ReasoningGymVerifier(name, config, answer_tag)
         train_seed = int.from_bytes(hashlib.sha256(f"train/{seed}".encode()).digest()[:4], "big") % (1 << 29)
         self._source = _dataset(name, {**config, "seed": train_seed, "size": train_size})
-        self.eval = self._held_out(_dataset(name, {**config, "seed": _EVAL_SEED, "size": eval_size * _EVAL_DRAWS}), eval_size)
+        self.eval = self._held_out(
+            _dataset(name, {**config, "seed": _EVAL_SEED, "size": eval_size * _EVAL_DRAWS}), eval_size
+        )
         self._held = {e.prompt for e in self.eval}
         self.train = LazyExamples(train_size, self._train_example)
         self.notes: tuple[str, ...] = ()
         if name in _HASH_SEED_DATASETS and os.environ.get("PYTHONHASHSEED", "random") == "random":
-            self.notes = (f"items of {name} depend on PYTHONHASHSEED; set it so that a resumed run sees the same ones",)
+            self.notes = (
+                f"items of {name} depend on PYTHONHASHSEED; set it so that a resumed run sees the same ones",
+            )
 
     def verify(self, completion: str, example: Example) -> float:
         """The library's score, in this process (see `separate_process`)."""
@@ -126,7 +140,9 @@ class ReasoningGymTask:
         solution = "" if answer is None else str(answer)
         if solution and self._verifier.answer_tag is not None:
             solution = f"<{self._verifier.answer_tag}>{solution}</{self._verifier.answer_tag}>"
-        return Example(format_prompt(self._template, entry["question"]), answer, solution, index, {"entry": entry})
+        return Example(
+            format_prompt(self._template, entry["question"]), answer, solution, index, {"entry": entry}
+        )
 
     def _train_example(self, index: int) -> Example:
         size = len(self.train)
@@ -135,7 +151,8 @@ class ReasoningGymTask:
             if example.prompt not in self._held:
                 return example
         raise UserError(
-            f"reasoning_gym: every training prompt of {self.name} is held out: got task.options.eval_size={len(self.eval)}, "
+            f"reasoning_gym: every training prompt of {self.name} is held out: got "
+            f"task.options.eval_size={len(self.eval)}, "
             "expected less for so small a dataset."
         )
 
@@ -148,7 +165,8 @@ class ReasoningGymTask:
                 return list(found.values())
         raise UserError(
             f"reasoning_gym: too few distinct held-out prompts: got task.options.eval_size={size}, "
-            f"found {len(found)} in {size * _EVAL_DRAWS} items of {self.name}. Lower eval_size or widen the dataset's options."
+            f"found {len(found)} in {size * _EVAL_DRAWS} items of {self.name}. Lower eval_size or widen "
+            "the dataset's options."
         )
 
 
@@ -159,13 +177,17 @@ def build(section: ReasoningGymSection, seed: int) -> ReasoningGymTask:
     eval_size = option_int("reasoning_gym", config, "eval_size", _EVAL_SIZE, 1, _LARGEST)
     answer_tag = config.get("answer_tag")
     if answer_tag is not None and not (isinstance(answer_tag, str) and answer_tag.isidentifier()):
-        raise UserError(f"reasoning_gym: bad option: got task.options.answer_tag={answer_tag!r}, expected a tag's name, such as answer.")
+        raise UserError(
+            f"reasoning_gym: bad option: got task.options.answer_tag={answer_tag!r}, expected a tag's "
+            "name, such as answer."
+        )
     for key in ("train_size", "eval_size", "answer_tag"):
         config.pop(key, None)
     for key in ("seed", "size"):
         if key in config:
             raise UserError(
-                f"reasoning_gym: task.options.{key} is not free: got {config[key]!r}, expected seed, train_size and eval_size instead."
+                f"reasoning_gym: task.options.{key} is not free: got {config[key]!r}, expected seed, "
+                "train_size and eval_size instead."
             )
     task = ReasoningGymTask(config, section, seed, train_size, eval_size, answer_tag)
     task.train[0]  # fails here, not in the middle of a run, where the dataset is too small for both splits

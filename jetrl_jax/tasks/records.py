@@ -1,16 +1,17 @@
 """Tasks from records: JSONL and Parquet files, Hugging Face datasets and rows made by a user's function.
 
 A record needs a prompt (text, not empty) and an answer (a text or a finite number, which becomes text by
-`jetrl_jax.text.answers`) that the task's verifier can compare with.  The field named by ``options.solution_field``
-(``solution`` where present) is the worked solution; all other fields are the example's metadata.  Every broken record of a
-source is found before anything is raised: one error lists the first ten as ``file:line`` and counts the rest.
+`jetrl_jax.text.answers`) that the task's verifier can compare with.  The field named by
+``options.solution_field`` (``solution`` where present) is the worked solution; all other fields are the
+example's metadata.  Every broken record of a source is found before anything is raised: one error lists the
+first ten as ``file:line`` and counts the rest.
 
-A JSONL file may be compressed by gzip, or by zstd where pyarrow is installed (extra ``tasks``); the content decides, not the
-name.  Other compressions, and files that are no JSONL at all, are refused by name.
+A JSONL file may be compressed by gzip, or by zstd where pyarrow is installed (extra ``tasks``); the content
+decides, not the name.  Other compressions, and files that are no JSONL at all, are refused by name.
 
-Without an eval source, ``ceil(eval_fraction x prompts)`` distinct prompts are held out, those of the smallest hash: the
-choice depends on the prompts alone, not on their order or the seed.  With one, training records whose prompt is held
-out are dropped, and the task's notes say how many.
+Without an eval source, ``ceil(eval_fraction x prompts)`` distinct prompts are held out, those of the smallest
+hash: the choice depends on the prompts alone, not on their order or the seed.  With one, training records
+whose prompt is held out are dropped, and the task's notes say how many.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ _NOT_READ = {  # first bytes of a file, and what it is
     b"\x04\x22\x4d\x18": "compressed by lz4",
 }
 
-Row = tuple[str, Any]  # where it stands ("file:line"), and the record or the sentence that says why there is none
+# where it stands ("file:line"), and the record or the sentence that says why there is none
+Row = tuple[str, Any]
 
 
 class _Broken(str):
@@ -82,7 +84,9 @@ class _Broken(str):
 def build(section: FileSection | DatasetsSection) -> ListTask:
     """The task of ``kind: jsonl``, ``parquet`` or ``datasets``."""
     if isinstance(section, DatasetsSection):
-        check_options("datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"])
+        check_options(
+            "datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"]
+        )
         return _task(section.name, *_dataset_rows(section), section)
     check_options(section.kind, section.options, ROW_OPTIONS)
     read = jsonl_rows if section.kind == "jsonl" else parquet_rows
@@ -90,13 +94,22 @@ def build(section: FileSection | DatasetsSection) -> ListTask:
     return _task(Path(section.path).name, read(section.path, section.answer_field), held_out, section)
 
 
-def task_from_rows(name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: RowsSection) -> ListTask:
-    """A task from rows in memory: dicts with the fields of a record; of ``section.options`` its verifier and solution_field are read."""
-    plain = section.model_copy(update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}})
+def task_from_rows(
+    name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: RowsSection
+) -> ListTask:
+    """A task from rows in memory: dicts with the fields of a record;
+    of ``section.options`` its verifier and solution_field are read.
+    """
+    plain = section.model_copy(
+        update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}}
+    )
 
     def label(rows: Iterable[Any], split: str) -> Iterator[Row]:
         width = _width(rows, section.answer_field)
-        return ((f"{name}:{split}[{i}]", _narrowed(row, section.answer_field, width)) for i, row in enumerate(rows))
+        return (
+            (f"{name}:{split}[{i}]", _narrowed(row, section.answer_field, width))
+            for i, row in enumerate(rows)
+        )
 
     return _task(name, label(train, "train"), None if held_out is None else label(held_out, "eval"), plain)
 
@@ -121,12 +134,19 @@ def jsonl_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
                 except (json.JSONDecodeError, RecursionError, ValueError) as error:
                     yield where, _Broken(f"not JSON ({error})")
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"jsonl: cannot read {path} after line {number}: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"jsonl: cannot read {path} after line {number}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _parsed(text: str, exact: str | None) -> Any:
     record = json.loads(text, object_pairs_hook=_object)
-    if exact is not None and isinstance(record, dict) and isinstance(record.get(exact), float) and math.isfinite(record[exact]):
+    if (
+        exact is not None
+        and isinstance(record, dict)
+        and isinstance(record.get(exact), float)
+        and math.isfinite(record[exact])
+    ):
         record[exact] = json.loads(text, parse_float=Decimal)[exact]
     return record
 
@@ -135,7 +155,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+        raise ValueError(
+            f"the field {next(name for name in names if names.count(name) > 1)!r} stands twice in an object"
+        )
     return made
 
 
@@ -145,7 +167,10 @@ def _open(path: Path) -> IO[bytes]:
         start = file.read(8)
     for magic, kind in _NOT_READ.items():
         if start.startswith(magic):
-            raise UserError(f"jsonl: cannot read {path}: it is {kind}, expected JSON lines, plain or compressed by gzip or zstd.")
+            raise UserError(
+                f"jsonl: cannot read {path}: it is {kind}, expected JSON lines, plain or compressed by "
+                "gzip or zstd."
+            )
     if start.startswith(_GZIP):
         return io.BufferedReader(gzip.open(path, "rb"))
     if not start.startswith(_ZSTD):
@@ -158,7 +183,9 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def parquet_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
-    """(file:row, record) of a Parquet file, rows counted from 1; a float of the field ``exact`` keeps the width of its column."""
+    """(file:row, record) of a Parquet file, rows counted from 1;
+    a float of the field ``exact`` keeps the width of its column.
+    """
     path = _file(path)
     try:
         import pyarrow.parquet as parquet
@@ -178,7 +205,9 @@ def parquet_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
 
 def _narrowed(record: Any, field: str | None, width: str) -> Any:
     """The record with a float of ``field`` in the width of its column, so that 0.1 stays 0.1."""
-    narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(width)
+    narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(
+        width
+    )
     if narrow is not None and isinstance(record, dict) and isinstance(record.get(field), float):
         return record | {field: narrow(record[field])}
     return record
@@ -193,7 +222,10 @@ def _width(rows: Any, field: str) -> str:
 def _file(path: str | Path) -> Path:
     path = user_path(path)
     if not path.is_file():
-        raise UserError(f"task: no such file: got {str(path)!r}, expected a file." + (" It is a directory." if path.is_dir() else ""))
+        raise UserError(
+            f"task: no such file: got {str(path)!r}, expected a file."
+            + (" It is a directory." if path.is_dir() else "")
+        )
     return path
 
 
@@ -209,7 +241,11 @@ def _dataset_rows(section: DatasetsSection) -> tuple[Iterator[Row], Iterator[Row
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             loaded = datasets.load_from_disk(str(local))
         else:
-            loaded = datasets.load_dataset(str(local) if local.exists() else name, options.get("subset"), revision=options.get("revision"))
+            loaded = datasets.load_dataset(
+                str(local) if local.exists() else name,
+                options.get("subset"),
+                revision=options.get("revision"),
+            )
     except Exception as error:
         raise UserError(f"datasets: cannot load {name!r}: {type(error).__name__}: {error}") from error
     splits: Mapping[str, Any] = loaded if isinstance(loaded, Mapping) else {"train": loaded}
@@ -219,9 +255,15 @@ def _dataset_rows(section: DatasetsSection) -> tuple[Iterator[Row], Iterator[Row
         if split is None:
             return None
         if split not in splits:
-            raise UserError(f"datasets: no such split: got task.options.{key}={split!r}, expected one of {', '.join(splits)} of {name}.")
+            raise UserError(
+                f"datasets: no such split: got task.options.{key}={split!r}, expected one of "
+                f"{', '.join(splits)} of {name}."
+            )
         width = _width(splits[split], section.answer_field)
-        return ((f"{name}:{split}[{i}]", _narrowed(record, section.answer_field, width)) for i, record in enumerate(splits[split]))
+        return (
+            (f"{name}:{split}[{i}]", _narrowed(record, section.answer_field, width))
+            for i, record in enumerate(splits[split])
+        )
 
     train = rows("split", "train")
     if train is None:
@@ -230,7 +272,9 @@ def _dataset_rows(section: DatasetsSection) -> tuple[Iterator[Row], Iterator[Row
 
 
 def _examples(rows: Iterable[Row], section: RowsSection, verifier: str, problems: list[str]) -> list[Example]:
-    """The examples of a source, each asked of the verifier; sentences on broken records are added to ``problems``."""
+    """The examples of a source, each asked of the verifier;
+    sentences on broken records are added to ``problems``.
+    """
     solution_field = section.options.get("solution_field")
     examples: list[Example] = []
     for where, record in rows:
@@ -254,7 +298,11 @@ def _reason(record: Any, section: RowsSection, solution_field: str | None, verif
         return str(record)
     if not isinstance(record, Mapping):
         return f"not an object but {type(record).__name__}"
-    missing = [name for name in (section.prompt_field, section.answer_field, solution_field) if name is not None and name not in record]
+    missing = [
+        name
+        for name in (section.prompt_field, section.answer_field, solution_field)
+        if name is not None and name not in record
+    ]
     if missing:
         return f"no field {', '.join(map(repr, missing))} (has {', '.join(map(repr, record)) or 'none'})"
     prompt, answer = record[section.prompt_field], record[section.answer_field]
@@ -273,14 +321,19 @@ def _reason(record: Any, section: RowsSection, solution_field: str | None, verif
         except UserError as error:
             return f"{name!r} is no text: {error}"
     problem = verify.answer_problem(verifier, answer)
-    return None if problem is None else f"{section.answer_field!r} cannot be compared by {verifier}: {problem}"
+    return (
+        None if problem is None else f"{section.answer_field!r} cannot be compared by {verifier}: {problem}"
+    )
 
 
-def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None, section: RowsSection) -> ListTask:
+def _task(
+    name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None, section: RowsSection
+) -> ListTask:
     verifier = section.options.get("verifier", "exact_match")
     if verifier not in verify.VERIFIERS:
         raise UserError(
-            f"{section.kind}: unknown verifier: got task.options.verifier={verifier!r}, expected one of {', '.join(verify.VERIFIERS)}."
+            f"{section.kind}: unknown verifier: got task.options.verifier={verifier!r}, expected one of "
+            f"{', '.join(verify.VERIFIERS)}."
         )
     problems: list[str] = []
     train = _examples(train_rows, section, verifier, problems)
@@ -293,23 +346,38 @@ def _task(name: str, train_rows: Iterable[Row], eval_rows: Iterable[Row] | None,
 def split_examples(
     name: str, train: list[Example], held_out: list[Example] | None, eval_fraction: float = 0.0
 ) -> tuple[list[Example], list[Example], tuple[str, ...]]:
-    """(train, held-out, notes) with no prompt in both; holds out a share of ``train`` where no held-out set is given."""
+    """(train, held-out, notes) with no prompt in both;
+    holds out a share of ``train`` where no held-out set is given.
+    """
     notes: tuple[str, ...] = ()
     if held_out is None:
-        prompts = sorted({e.prompt for e in train}, key=lambda p: hashlib.sha256(p.encode("utf-8", "surrogatepass")).digest())
+        prompts = sorted(
+            {e.prompt for e in train},
+            key=lambda p: hashlib.sha256(p.encode("utf-8", "surrogatepass")).digest(),
+        )
         if len(prompts) < 2:
-            raise UserError(f"{name}: too few records to hold some out: got {len(prompts)} distinct prompts, expected at least 2.")
+            raise UserError(
+                f"{name}: too few records to hold some out: got {len(prompts)} distinct prompts, "
+                "expected at least 2."
+            )
         chosen = set(prompts[: min(math.ceil(eval_fraction * len(prompts)), len(prompts) - 1)])
-        held_out, train = _distinct(e for e in train if e.prompt in chosen), [e for e in train if e.prompt not in chosen]
+        held_out, train = (
+            _distinct(e for e in train if e.prompt in chosen),
+            [e for e in train if e.prompt not in chosen],
+        )
     else:
         prompts_held = {e.prompt for e in held_out}
         kept = [e for e in train if e.prompt not in prompts_held]
         if len(kept) < len(train):
-            notes = (f"{len(train) - len(kept)} of {len(train)} training records dropped: their prompts are held out",)
+            notes = (
+                f"{len(train) - len(kept)} of {len(train)} training records dropped: their prompts are "
+                "held out",
+            )
         train = kept
     if not train or not held_out:
         raise UserError(
-            f"{name}: an empty split: got {len(train)} training and {len(held_out)} held-out records, expected at least one each."
+            f"{name}: an empty split: got {len(train)} training and {len(held_out)} held-out records, "
+            "expected at least one each."
         )
     return train, held_out, notes
 

@@ -8,9 +8,9 @@
     gsm8k           the JSONL files of GSM8K                          `jetrl_jax.tasks.gsm8k`
     function        a user's ``module:function``                      this file
 
-No prompt of the held-out split is a training prompt, whatever the seed.  Everything here raises `UserError` for
-bad input, and a training split may be generated on access: ``task.train[i]`` is a function of the config, the
-seed and ``i`` alone, which is what makes a resumed run see the same data.
+No prompt of the held-out split is a training prompt, whatever the seed.  Everything here raises `UserError`
+for bad input, and a training split may be generated on access: ``task.train[i]`` is a function of the config,
+the seed and ``i`` alone, which is what makes a resumed run see the same data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from jetrl_jax.tasks.base import Task, load_object
 def build_task(section: TaskSection, seed: int) -> Task:
     """Builds the task of a config.
 
-    ``seed`` moves the training problems of generated tasks; the held-out problems do not depend on it, so that
-    runs of several seeds are compared on the same items and none has trained on another's.
+    ``seed`` moves the training problems of generated tasks; the held-out problems do not depend on it, so
+    that runs of several seeds are compared on the same items and none has trained on another's.
     Raises `UserError` naming the field, file and line, option or missing extra.
     """
     if isinstance(section, FunctionSection):
@@ -51,38 +51,59 @@ def build_task(section: TaskSection, seed: int) -> Task:
 
 
 def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
-    """A task from what a user has made: a `Task`, rows with prompt and answer, or ``{"train": rows, "eval": rows}``.
+    """A task from what a user has made: a `Task`, rows with prompt and answer, or ``{"train": rows, "eval":
+    rows}``.
 
-    Rows are dicts in a list or a `datasets.Dataset`; without ``eval``, ``section.eval_fraction`` of them is held out.  Their
-    verifier is ``section.options["verifier"]``, their worked solution the field ``section.options["solution_field"]``; other
-    options are those of the task that this one stands for.
-    Raises `UserError` for broken rows, an empty split, a prompt in both splits of a task whose examples are lists, and an option
-    that is nearly one of the two, or that a `Task` with a verifier of its own has no use for.
+    Rows are dicts in a list or a `datasets.Dataset`; without ``eval``, ``section.eval_fraction`` of them is
+    held out.  Their verifier is ``section.options["verifier"]``, their worked solution the field
+    ``section.options["solution_field"]``; other options are those of the task that this one stands for.
+    Raises `UserError` for broken rows, an empty split, a prompt in both splits of a task whose examples are
+    lists, and an option that is nearly one of the two, or that a `Task` with a verifier of its own has no use
+    for.
     """
     from jetrl_jax.tasks import records
 
     for key in section.options:
         idle = key in records.ROW_OPTIONS and hasattr(dataset, "verify")
-        meant = [] if key in records.ROW_OPTIONS else difflib.get_close_matches(str(key), records.ROW_OPTIONS, n=1)
+        meant = (
+            []
+            if key in records.ROW_OPTIONS
+            else difflib.get_close_matches(str(key), records.ROW_OPTIONS, n=1)
+        )
         if idle or meant:
-            why = f"{name} is a Task with a verifier and solutions of its own; remove it" if idle else f"Did you mean {meant[0]!r}?"
-            raise UserError(f"as_task: option without an effect: got task.options.{key}, expected none such. {why}")
+            why = (
+                f"{name} is a Task with a verifier and solutions of its own; remove it"
+                if idle
+                else f"Did you mean {meant[0]!r}?"
+            )
+            raise UserError(
+                f"as_task: option without an effect: got task.options.{key}, expected none such. {why}"
+            )
     if hasattr(dataset, "verify"):
         return _checked(dataset, name)
     rows = section if isinstance(section, RowsSection) else _rows(section, name)
     if isinstance(dataset, Mapping) and set(dataset) == {"train", "eval"}:
         return records.task_from_rows(name, dataset["train"], dataset["eval"], rows)
-    if isinstance(dataset, Mapping | str | bytes) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if isinstance(dataset, Mapping | str | bytes) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
         raise UserError(
-            f"as_task: {name} is no task: got {type(dataset).__name__}, expected a Task (name, train, eval, verify), "
+            f"as_task: {name} is no task: got {type(dataset).__name__}, expected a Task (name, train, "
+            "eval, verify), "
             'a list of dicts or {"train": [...], "eval": [...]}.'
         )
     return records.task_from_rows(name, dataset, None, rows)
 
 
 def _rows(section: TaskSection, name: str) -> RowsSection:
-    """How rows are read in place of a task that is made or has its own files: by the defaults, but for what both have."""
-    shared = {field: getattr(section, field) for field in RowsSection.model_fields if field in type(section).model_fields}
+    """How rows are read in place of a task that is made or has its own files: by the defaults,
+    but for what both have.
+    """
+    shared = {
+        field: getattr(section, field)
+        for field in RowsSection.model_fields
+        if field in type(section).model_fields
+    }
     return FunctionSection.model_validate(shared | {"kind": "function", "name": name})
 
 
@@ -90,25 +111,30 @@ def _checked(task: Any, name: str) -> Task:
     missing = [attribute for attribute in ("name", "train", "eval") if not hasattr(task, attribute)]
     if missing:
         raise UserError(
-            f"as_task: {name} is no task: got {type(task).__name__} without {', '.join(missing)}, expected name, train, eval, verify."
+            f"as_task: {name} is no task: got {type(task).__name__} without {', '.join(missing)}, "
+            "expected name, train, eval, verify."
         )
     sizes = len(task.train), len(task.eval)
     if not all(sizes):
         raise UserError(
-            f"as_task: {name} has an empty split: got {sizes[0]} training and {sizes[1]} held-out examples, expected some in each."
+            f"as_task: {name} has an empty split: got {sizes[0]} training and {sizes[1]} held-out "
+            "examples, expected some in each."
         )
     if isinstance(task.train, list | tuple):
         shared = {e.prompt for e in task.train} & {e.prompt for e in task.eval}
         if shared:
             raise UserError(
-                f"as_task: {name} has {len(shared)} prompts in both splits, the first {min(shared)!r}; expected disjoint splits."
+                f"as_task: {name} has {len(shared)} prompts in both splits, the first {min(shared)!r}; "
+                "expected disjoint splits."
             )
     checked: Task = task
     return checked
 
 
 def _function(section: FunctionSection, seed: int) -> Task:
-    """What a user's function returns, as a task; it is called with task.options and, where it takes one, the seed."""
+    """What a user's function returns, as a task; it is called with task.options and, where it takes one,
+    the seed.
+    """
     where = f"build_task: function {section.name}"
     function = load_object(where, section.name)
     if not callable(function):
@@ -124,5 +150,9 @@ def _function(section: FunctionSection, seed: int) -> Task:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{where}: called with {', '.join(kwargs) or 'nothing'}, it failed: {type(error).__name__}: {error}") from error
-    return as_task(made, section.model_copy(update={"options": {}}), section.name)  # they were the function's arguments
+        raise UserError(
+            f"{where}: called with {', '.join(kwargs) or 'nothing'}, it failed: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    # they were the function's arguments
+    return as_task(made, section.model_copy(update={"options": {}}), section.name)

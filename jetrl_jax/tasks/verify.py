@@ -6,13 +6,14 @@ r"""Verifiers: does a completion hold the answer?
     boxed         the number in the last ``\boxed{...}`` equals the answer
     math_verify   the library's symbolic comparison (extra ``tasks``)
 
-Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  What stands inside
-``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.text.answers`).
+Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  What stands
+inside ``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.text.answers`).
 
-Numbers are read as a whole or not at all (`jetrl_jax.text.numbers_in_text`) and compared exactly, as decimals:
-``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression (``3+4``, ``1/2``, ``2^{10}``,
-``1e3``) is no number.  Where several ``####`` are followed by a number, the last decides: a policy gains nothing by
-writing several, and one that corrects itself is believed.  A heading such as ``#### Note`` is passed over.
+Numbers are read as a whole or not at all (`jetrl_jax.text.numbers_in_text`) and compared exactly, as
+decimals: ``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression (``3+4``,
+``1/2``, ``2^{10}``, ``1e3``) is no number.  Where several ``####`` are followed by a number, the last
+decides: a policy gains nothing by writing several, and one that corrects itself is believed.  A heading such
+  as ``#### Note`` is passed over.
 
 ``answer_problem`` says before a run whether a verifier can compare with an answer.
 """
@@ -67,11 +68,20 @@ def answer_problem(verifier: str, answer: Any) -> str | None:
     except UserError as error:
         return str(error)
     if answer_part(text) != text:
-        return f"got {_short(text)}, expected a text without <think> and </think>, which no completion's answer holds"
+        return (
+            f"got {_short(text)}, expected a text without <think> and </think>, which no "
+            "completion's answer holds"
+        )
     if verifier == "math_verify" and _BASE.search(text):
-        return f"got {_short(text)}, expected a number in base ten (of another base the library reads the digits only)"
+        return (
+            f"got {_short(text)}, expected a number in base ten (of another base the library reads "
+            "the digits only)"
+        )
     if verifier in _NUMBERS and whole_number(text) is None:
-        return f"got {_short(text)}, expected a number as a whole, at most with a unit; exact_match and math_verify take other answers"
+        return (
+            f"got {_short(text)}, expected a number as a whole, at most with a unit; exact_match and "
+            "math_verify take other answers"
+        )
     return None
 
 
@@ -82,7 +92,9 @@ def _expected(verifier: str, answer: Any) -> str:
     return answer_text(answer)
 
 
-def _same_number(verifier: str, extract: Callable[[str], Decimal | None], completion: str, example: Example) -> float:
+def _same_number(
+    verifier: str, extract: Callable[[str], Decimal | None], completion: str, example: Example
+) -> float:
     expected = whole_number(_expected(verifier, example.answer))
     text = answer_part(completion)
     found = None if text is None else extract(text)
@@ -96,10 +108,11 @@ def _short(text: str) -> str:
 class MathVerify:
     """1.0 where the library math-verify finds the completion's answer equal to the example's.
 
-    None where the example's answer cannot be parsed.  Raises TimeoutError where the library's own limits (5 s to
-    parse, 5 s to compare) are passed.  The library keeps them by SIGALRM, which only the main thread may set.  From any
-    other thread the same comparison is asked of a worker process, started by the first such call (seconds) and shared by
-    all threads, one call at a time; it is ended where a call takes longer than ``thread_limit_s``.
+    None where the example's answer cannot be parsed.  Raises TimeoutError where the library's own limits (5 s
+    to parse, 5 s to compare) are passed.  The library keeps them by SIGALRM, which only the main thread may
+    set.  From any other thread the same comparison is asked of a worker process, started by the first such
+    call (seconds) and shared by all threads, one call at a time; it is ended where a call takes longer than
+    ``thread_limit_s``.
     """
 
     def __init__(self, thread_limit_s: float = 20.0) -> None:
@@ -148,7 +161,8 @@ class MathVerify:
                 return 0.0
             try:
                 found = library.parse(_for_library(text), raise_on_error=True)
-            except Exception:  # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
+            # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
+            except Exception:
                 return 0.0
             try:
                 return float(library.verify(gold, found, raise_on_error=True))
@@ -162,12 +176,21 @@ class MathVerify:
         with self._lock:
             if self._process is None:
                 self.prepare()  # a missing library is this thread's error, with its hint
-                self._process = RewardProcess("math_verify", target=None, pickled=pickle.dumps(self), timeout_s=self.thread_limit_s)
-            columns: dict[str, list[Any]] = {"completions": [completion], "examples": [SimpleNamespace(answer=expected)]}
+                self._process = RewardProcess(
+                    "math_verify", target=None, pickled=pickle.dumps(self), timeout_s=self.thread_limit_s
+                )
+            columns: dict[str, list[Any]] = {
+                "completions": [completion],
+                "examples": [SimpleNamespace(answer=expected)],
+            }
             scores = self._process.score(columns, 1)
         if scores.failed:
             message = "; ".join(scores.messages)
-            raise TimeoutError(f"math_verify: {message}") if scores.failed[0] == "timeout" else RuntimeError(f"math_verify: {message}")
+            raise (
+                TimeoutError(f"math_verify: {message}")
+                if scores.failed[0] == "timeout"
+                else RuntimeError(f"math_verify: {message}")
+            )
         return scores.values[0]
 
 
@@ -180,7 +203,11 @@ def _for_library(text: str) -> str:
 def _parse_gold(library: Any, answer: str) -> list[Any]:
     """The answer, written as LaTeX in dollars, as a bare LaTeX or Python-like expression."""
     answer = _for_library(answer)
-    gold = library.parse(f"${answer}$") if "$" not in answer and "\\boxed" not in answer else library.parse(answer)
+    gold = (
+        library.parse(f"${answer}$")
+        if "$" not in answer and "\\boxed" not in answer
+        else library.parse(answer)
+    )
     return list(gold or library.parse(answer))
 
 

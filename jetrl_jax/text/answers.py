@@ -1,12 +1,15 @@
 """An answer as text, and the part of a completion that may hold one.
 
-``answer_text`` is the one place that turns values into text.  Numbers are written by their shortest digits, without an
-exponent: ``42.0`` is ``42``, ``1e-05`` is ``0.00001``, a float32 0.1 is ``0.1``.  Whatever is neither text nor a finite
-number (true, NaN, lists, bytes, dates) is refused.
+``answer_text`` is the one place that turns values into text.  Numbers are written by their shortest digits,
+without an
+exponent: ``42.0`` is ``42``, ``1e-05`` is ``0.00001``, a float32 0.1 is ``0.1``.  Whatever is neither text
+nor a finite number (true, NaN, lists, bytes, dates) is refused.
 
-A thought, ``<think> ... </think>``, is working and never an answer.  Many chat templates open it in the prompt, so that a
-completion begins inside: such a completion is given to verifiers with ``<think>`` before it (`with_opening`), and every
-verifier asks `answer_part` for what stands behind the thought.  A completion that ends inside its thought has no answer.
+A thought, ``<think> ... </think>``, is working and never an answer.  Many chat templates open it in the
+prompt, so that a
+completion begins inside: such a completion is given to verifiers with ``<think>`` before it (`with_opening`),
+and every verifier asks `answer_part` for what stands behind the thought.  A completion that ends inside its
+thought has no answer.
 """
 
 from __future__ import annotations
@@ -48,13 +51,16 @@ def check_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"got the lone surrogate U+{ord(text[error.start]):04X} at character {error.start + 1}, expected Unicode text"
+            f"got the lone surrogate U+{ord(text[error.start]):04X} at character {error.start + 1}, "
+            "expected Unicode text"
         ) from None
 
 
 def _number_text(value: Any) -> str:
     """Digits of a finite number; raises `UserError` for everything else."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral | float | np.floating | Decimal | Fraction):
+    if isinstance(value, bool | np.bool_) or not isinstance(
+        value, Integral | float | np.floating | Decimal | Fraction
+    ):
         raise UserError(f"got {type(value).__name__} {_SHOWN.repr(value)}, expected a text or a number")
     too_long = UserError(f"got a number of more than {MAX_DIGITS} digits, expected a shorter one, or a text")
     if isinstance(value, Integral) and abs(int(value)) >= 10**MAX_DIGITS:
@@ -64,7 +70,9 @@ def _number_text(value: Any) -> str:
     except (InvalidOperation, ValueError):
         exact = Decimal("NaN")
     if not exact.is_finite():
-        raise UserError(f"got {type(value).__name__} {_SHOWN.repr(value)}, expected a finite number that digits can write")
+        raise UserError(
+            f"got {type(value).__name__} {_SHOWN.repr(value)}, expected a finite number that digits can write"
+        )
     _, digits, exponent = exact.as_tuple()
     assert isinstance(exponent, int)
     if max(len(digits), abs(exponent)) > MAX_DIGITS:
@@ -88,18 +96,24 @@ def _shortest(value: Any) -> str | Decimal:
 
 
 def with_opening(completion: str, opened: bool) -> str:
-    """The completion as verifiers see it: with ``<think>`` before it where its prompt has opened a thought."""
+    """The completion as verifiers see it: with ``<think>`` before it where its prompt has opened a
+    thought.
+    """
     return OPENS + completion if opened else completion
 
 
 def answer_part(completion: str) -> str | None:
-    """What stands behind the last ``</think>``, or all where nothing is thought; None where a thought is left open."""
+    """What stands behind the last ``</think>``, or all where nothing is thought;
+    None where a thought is left open.
+    """
     text = completion.rpartition(CLOSES)[2]
     return None if OPENS in text else text
 
 
 def opens_thought(rendered: str, prompt: str) -> bool:
-    """Whether a rendered prompt leaves a thought open: by what its template puts behind the task's text, or by its very end."""
+    """Whether a rendered prompt leaves a thought open: by what its template puts behind the task's text,
+    or by its very end.
+    """
     place = rendered.rfind(prompt) if prompt else -1
     behind = rendered[place + len(prompt) :] if place >= 0 else ""
     return answer_part(behind) is None or re.search(rf"{OPENS}\s*$", rendered) is not None

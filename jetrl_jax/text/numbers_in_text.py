@@ -1,17 +1,18 @@
 r"""Reads a number in a text as a whole, or not at all: never the leading part of a longer expression.
 
-A number is an optional sign, currency and digits, thousands grouped by threes (``1,000``, ``1{,}000``, ``1,\!000``,
-``1\,000``, thin and no-break spaces), with a decimal point.  A unit may follow: ``18 dollars``, ``18km``,
-``18\text{ cm}^2``, ``18\%``, ``90^\circ``.  Mathematics behind or before the digits makes the whole no number: ``2k``,
-``2\pi``, ``2^{16}``, ``2516_8``, ``3\sqrt{13}``, ``4 1/2``, ``3, 5, 7``, ``2 million``, ``1e3``.  Nothing is computed:
-``1/2`` is no number either.
+A number is an optional sign, currency and digits, thousands grouped by threes (``1,000``, ``1{,}000``,
+``1,\!000``, ``1\,000``, thin and no-break spaces), with a decimal point.  A unit may follow: ``18 dollars``,
+``18km``, ``18\text{ cm}^2``, ``18\%``, ``90^\circ``.  Mathematics behind or before the digits makes the whole
+no number: ``2k``, ``2\pi``, ``2^{16}``, ``2516_8``, ``3\sqrt{13}``, ``4 1/2``, ``3, 5, 7``, ``2 million``,
+``1e3``.  Nothing is computed: ``1/2`` is no number either.
 
     whole_number   the text is a number and nothing else: an answer, the content of ``\boxed{...}``
     read_number    the text begins with a number, and prose may follow: ``18 because ...``, ``18!``
     hash_number    `read_number` behind the last ``####``
-    boxed_number   `whole_number` of the last ``\boxed{...}``, braces balanced; a box that is not closed holds none
-    last_number    the last number of a text; ``+``, ``-`` and ``=`` before it are operators, and operators that bind
-                   closer (``^``, ``/``, ``*``, ``\sqrt{``) make it none
+    boxed_number   `whole_number` of the last ``\boxed{...}``, braces balanced; a box that is not closed holds
+                   none
+    last_number    the last number of a text; ``+``, ``-`` and ``=`` before it are operators, and operators
+                   that bind closer (``^``, ``/``, ``*``, ``\sqrt{``) make it none
 
 A number is a `Decimal` made from its digits and never rounded: no operation here uses a decimal context.
 """
@@ -23,17 +24,26 @@ import unicodedata
 from decimal import Decimal
 
 _GROUP = "[,\u00a0\u2009\u202f]"  # comma and the spaces that typography puts between thousands
-_DIGITS = rf"(?:[1-9][0-9]{{0,2}}(?P<group>{_GROUP})[0-9]{{3}}(?:(?P=group)[0-9]{{3}})*(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_DIGITS = (
+    rf"(?:[1-9][0-9]{{0,2}}(?P<group>{_GROUP})[0-9]{{3}}(?:(?P=group)[0-9]{{3}})*(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"|\.[0-9]+"
+)
 _MINUS = "-\u2212\u2013"
 _MONEY = "$€£¥"
 _BLANK = "[ \u2009]?"
 _SIGN = rf"([{_MINUS}+]?){_BLANK}"
-_NUMBER = re.compile(rf"{_SIGN}(?:\\?[{_MONEY}]){{0,2}}{_BLANK}{_SIGN}(?:\\?[{_MONEY}])?(?P<digits>{_DIGITS})")
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:\\?[{_MONEY}]){{0,2}}{_BLANK}{_SIGN}(?:\\?[{_MONEY}])?(?P<digits>{_DIGITS})"
+)
 _RUN = re.compile(r"(?:(?<![0-9A-Za-z])\.)?[0-9](?:[0-9]|[.,'’\u00a0\u2009\u202f](?=[0-9]))*")
-_HASHES = re.compile(rf"(?<!#)#{{4,}}+[ \t]*+(?:\*\*|__|`|\\\(|\\\[)*[ ]?(?=[{_MINUS}+{_MONEY}\\.0-9(√∛=≈~]|[A-Za-z][ ]?[=≈])")
+_HASHES = re.compile(
+    rf"(?<!#)#{{4,}}+[ \t]*+(?:\*\*|__|`|\\\(|\\\[)*[ ]?(?=[{_MINUS}+{_MONEY}\\.0-9(√∛=≈~]|[A-Za-z][ ]?[=≈])"
+)
 
 # TeX: spaces, and commands whose argument is shown as it is.
-_TEXT_COMMANDS = "(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox)"
+_TEXT_COMMANDS = (
+    "(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox)"
+)
 _THIN = re.compile(r"\\(?:[,;:> ]|(?:thin|med|thick)space(?![A-Za-z]) ?)")
 _NOTHING = re.compile(r"\\(?:[!/]|(?:negthinspace|displaystyle|left|right)(?![A-Za-z]) ?)")
 _WIDE = re.compile(r"\\q?quad(?![A-Za-z])")
@@ -49,16 +59,23 @@ _MAX_UNIT_WORDS = 6
 
 # Words that may follow: units, and any longer word that is not mathematical.
 _UNITS = frozenset(
-    "km cm mm nm mi ft in yd kg mg lb lbs oz ml mL dl cl hr hrs min mins sec secs ms mph kph kmh rpm hp kw kW kWh Hz kHz MHz GHz Pa "
+    "km cm mm nm mi ft in yd kg mg lb lbs oz ml mL dl cl hr hrs min mins sec secs ms mph kph kmh rpm "
+    "hp kw kW kWh Hz kHz MHz GHz Pa "
     "kPa mol cal kcal deg rad st nd rd th am pm AM PM USD EUR GBP GB MB KB TB pts sq cu of".split()
 )
 _LETTER_UNITS = frozenset("mglLshWVJCF")
-_FUNCTIONS = frozenset("sin cos tan cot csc log ln exp lcm gcd root det lim arcsin arccos arctan sinh cosh tanh arg".split())
+_FUNCTIONS = frozenset(
+    "sin cos tan cot csc log ln exp lcm gcd root det lim arcsin arccos arctan sinh cosh tanh arg".split()
+)
 _VALUES = frozenset(  # words that belong to the number
-    "pi sqrt mod modulo choose squared cubed factorial alpha beta gamma delta epsilon theta lambda mu sigma phi omega tau iota kappa rho "
-    "psi infinity infty inf nan hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens bn "
-    "mil mln mio lakh lakhs crore crores half halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths "
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty "
+    "pi sqrt mod modulo choose squared cubed factorial alpha beta gamma delta epsilon theta lambda mu "
+    "sigma phi omega tau iota kappa rho "
+    "psi infinity infty inf nan hundred hundreds thousand thousands million millions billion billions "
+    "trillion trillions dozen dozens bn "
+    "mil mln mio lakh lakhs crore crores half halves thirds fourths fifths sixths sevenths eighths "
+    "ninths tenths hundredths thousandths "
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty "
     "thirty forty fifty sixty seventy eighty ninety".split()
 )
 _CONNECTIVES = frozenset("plus minus times over divided multiplied and or to by through point".split())
@@ -67,7 +84,8 @@ _COMPOUND = re.compile(  # 5 feet 6 inches
     r"degrees?|euros?|gallons?|cups?),?\s+(?:and\s+)?[$€£]?[0-9]"
 )
 _CONNECTED = re.compile(
-    rf"(?:plus|minus|times|over|divided by|multiplied by|by|and|or|to|through|point|(?:(?:per ?cent|pct)\s+)?of)\s+"
+    r"(?:plus|minus|times|over|divided by|multiplied by|by|and|or|to|through|point|(?:(?:per "
+    r"?cent|pct)\s+)?of)\s+"
     rf"(?:[{_MINUS}+]?(?:\\?[{_MONEY}])?[0-9.]|(?:a |one )?(?:half|third|quarter)|\\)|to the "
 )
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
@@ -92,7 +110,8 @@ _LISTED = re.compile(rf"\s*[{_MINUS}+]?\s*(?:\\?[{_MONEY}])?\s*(?:\.?[0-9]|\\|�
 _MIXED = re.compile(r"[0-9]+\s*(?:[/⁄]|\\over)\s*[0-9]")
 _THREE_DIGITS = re.compile(r"[0-9]{3}(?![0-9])")
 
-# Before a last number: operators that bind closer than + and -, comparisons, functions, the rest of a longer number.
+# Before a last number: operators that bind closer than + and -, comparisons, functions, the rest of a longer
+# number.
 _BINDS = re.compile(
     r"(?:(?:[\^/÷×·⋅∗√∛<≤≥≠⁄±]|[\w)\]}]\s*\*+|[0-9]\s+:|[0-9]_|\s>|\\[A-Za-z]+_(?:\w|\{[^{}]*\})|\\sqrt\[[^\]]*\]|[0-9)]\s*(?:times|over|by|x)|"
     r"(?<![A-Za-z])(?:minus|negative|sqrt|root|log|ln|exp|sin|cos|tan)|"
@@ -143,7 +162,9 @@ def boxed_number(text: str) -> Decimal | None:
 
 
 def boxed_content(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, the outermost of nested ones; None where there is none or it is not closed."""
+    r"""What the last ``\boxed{...}`` holds, the outermost of nested ones;
+    None where there is none or it is not closed.
+    """
     stack: list[int] = []  # of each open brace, the box it opens, or -1
     boxes: list[list[int]] = []  # start, end (-1 where open), the box around it (-1 where none)
     around = -1
@@ -157,7 +178,8 @@ def boxed_content(text: str) -> str | None:
         elif match[0] == "}" and stack:
             box = stack.pop()
             if box >= 0:
-                boxes[box][1], around = match.start(), boxes[box][2]
+                boxes[box][1] = match.start()
+                around = boxes[box][2]
     if not boxes or boxes[-1][1] < 0:
         return None
     start, end, parent = boxes[-1]
@@ -170,7 +192,11 @@ def last_number(text: str) -> Decimal | None:
     """The last number of a text, or None; in ``16-3`` the minus is an operator."""
     text = _plain(text)
     runs = list(_RUN.finditer(text))
-    while runs and runs[-1][0] in ("2", "3") and _UNIT_BEFORE_POWER.search(text, max(0, runs[-1].start() - _WINDOW), runs[-1].start()):
+    while (
+        runs
+        and runs[-1][0] in ("2", "3")
+        and _UNIT_BEFORE_POWER.search(text, max(0, runs[-1].start() - _WINDOW), runs[-1].start())
+    ):
         runs.pop()  # cm^2
     if not runs or re.fullmatch(_DIGITS, runs[-1][0]) is None:
         return None
@@ -178,10 +204,19 @@ def last_number(text: str) -> Decimal | None:
     sign, before = _sign_before(text[max(0, start - _WINDOW) : start])
     rest = text[end:].partition("\n")[0]
     for mark in ("**", "__", "*"):  # emphasis
-        if before.endswith(mark) and rest.startswith(mark) and not re.search(rf"\w{re.escape(mark)}$", before):
+        if (
+            before.endswith(mark)
+            and rest.startswith(mark)
+            and not re.search(rf"\w{re.escape(mark)}$", before)
+        ):
             before, rest = before.removesuffix(mark), rest.removeprefix(mark)
     grouped = len(runs[-1][0]) == 3 and re.search(r"(?<![0-9.,])[0-9]{1,3} $", before)  # 5 000
-    if grouped or _BINDS.search(before) or _is_argument(text, start) or not _prose_may_follow(runs[-1][0], rest):
+    if (
+        grouped
+        or _BINDS.search(before)
+        or _is_argument(text, start)
+        or not _prose_may_follow(runs[-1][0], rest)
+    ):
         return None
     return Decimal(sign + re.sub(_GROUP, "", runs[-1][0]))
 
@@ -195,7 +230,9 @@ def _value(match: re.Match[str]) -> Decimal | None:
 
 
 def _sign_before(before: str) -> tuple[str, str]:
-    """("-" or "", the text before a number without its currency and sign); a minus behind an operand stays, an operator."""
+    """("-" or "", the text before a number without its currency and sign);
+    a minus behind an operand stays, an operator.
+    """
     before = re.sub(rf"\\?[{_MONEY}]$", "", before)
     if before[-1:] and before[-1] in _MINUS and not re.search(r"[\w.,)\]}]$", before[:-1]):
         return "-", re.sub(rf"\\?[{_MONEY}]$", "", before[:-1])
@@ -212,11 +249,15 @@ def _is_argument(text: str, position: int) -> bool:
             opened.append(match.start())
         elif match[0] == "}" and opened:
             opened.pop()
-    return any(start >= 0 and _ARGUMENT_OPENS.search(text, max(0, start - _WINDOW), start) for start in opened)
+    return any(
+        start >= 0 and _ARGUMENT_OPENS.search(text, max(0, start - _WINDOW), start) for start in opened
+    )
 
 
 def _plain(text: str) -> str:
-    """The text with TeX's spaces, braced digits and text commands written out; words of a text command stand between two marks."""
+    """The text with TeX's spaces, braced digits and text commands written out;
+    words of a text command stand between two marks.
+    """
     text = _UNSEEN.sub("", text).replace("\u2007", "\u00a0")
     if "\\" in text or "{" in text:
         text = _WIDE.sub("  ", re.sub(r"\\\\(?!boxed)", "\n", text))
@@ -236,7 +277,9 @@ def _text_content(match: re.Match[str]) -> str:
 
 
 def _unwrap(text: str) -> str | None:
-    """The text without what encloses all of it (braces, dollars, emphasis, a text command) and without a last full stop."""
+    """The text without what encloses all of it (braces, dollars, emphasis, a text command)
+    and without a last full stop.
+    """
     for _ in range(_MAX_WRAPS):
         text = text.strip()
         text = text if text.endswith("..") else text.removesuffix(".")
@@ -251,7 +294,11 @@ def _inner(text: str) -> str | None:
     """What stands in the one pair of marks around the whole text, or None."""
     marks = text.replace("\\$", "  ")
     for opens, closes in _WRAPS:
-        if len(text) > len(opens + closes) and marks.startswith(opens) and marks.find(closes, len(opens)) == len(text) - len(closes):
+        if (
+            len(text) > len(opens + closes)
+            and marks.startswith(opens)
+            and marks.find(closes, len(opens)) == len(text) - len(closes)
+        ):
             return text[len(opens) : -len(closes)]
     wrapper, depth = _WRAPPER.match(text), 0
     for brace in _BRACES.finditer(text, wrapper.end() - 1 if wrapper else len(text)):
@@ -265,7 +312,9 @@ def _inner(text: str) -> str | None:
 
 
 def _prose_may_follow(digits: str, rest: str) -> bool:
-    """Whether a number of these digits is the whole of it where ``rest`` follows: nothing, a unit, punctuation or prose."""
+    """Whether a number of these digits is the whole of it where ``rest`` follows: nothing, a unit,
+    punctuation or prose.
+    """
     rest = rest.partition("\n")[0]
     if re.match(rf"{_GROUP}[0-9]", rest):
         return False
@@ -280,7 +329,11 @@ def _prose_may_follow(digits: str, rest: str) -> bool:
         return _word_may_follow(rest, spaced)
     first = rest[:1]
     if first.isdecimal() and first.isascii():
-        return spaced and not _MIXED.match(rest) and not (len(digits) < 4 and digits.isdecimal() and _THREE_DIGITS.match(rest))
+        return (
+            spaced
+            and not _MIXED.match(rest)
+            and not (len(digits) < 4 and digits.isdecimal() and _THREE_DIGITS.match(rest))
+        )
     if first == ".":
         return not re.match(r"\.(?:[.0-9]|\s*\\)", rest)
     if first in (",", ";", ":"):
@@ -291,7 +344,9 @@ def _prose_may_follow(digits: str, rest: str) -> bool:
         return not _ARGUMENT.match(rest[1:])
     if first and (first in _OPERATORS or unicodedata.category(first) == "Sm"):
         return _operator_may_follow(rest, spaced)
-    return first not in ("{", "\\", "…", "'", "’") and not (first and unicodedata.category(first) in ("No", "Nl", "Mn", "Me"))
+    return first not in ("{", "\\", "…", "'", "’") and not (
+        first and unicodedata.category(first) in ("No", "Nl", "Mn", "Me")
+    )
 
 
 def _operator_may_follow(rest: str, spaced: bool) -> bool:
@@ -334,13 +389,24 @@ def _is_mathematical(word: str) -> bool:
     """Whether a word belongs to the number before it: a constant, a scale, a numeral, a Greek letter."""
     if word.lower() in _VALUES:
         return True
-    return any("\u0370" <= c <= "\u03ff" or (unicodedata.numeric(c, None) is not None and not c.isdecimal()) for c in word)
+    return any(
+        "\u0370" <= c <= "\u03ff" or (unicodedata.numeric(c, None) is not None and not c.isdecimal())
+        for c in word
+    )
 
 
 def _is_unit(rest: str) -> bool:
-    """Whether what follows a number is nothing or a unit: ``%``, ``°``, a currency, words with powers and slashes."""
+    """Whether what follows a number is nothing or a unit: ``%``, ``°``, a currency,
+    words with powers and slashes.
+    """
     rest = rest[sign.end() :] if (sign := _UNIT_SIGN.match(rest)) else rest
-    position, words, inside, gap, alone = 0, 0, False, "", rest[:1] not in ("", _OPEN) and not rest[:1].isspace()
+    position, words, inside, gap, alone = (
+        0,
+        0,
+        False,
+        "",
+        rest[:1] not in ("", _OPEN) and not rest[:1].isspace(),
+    )
     while position < len(rest) and words <= _MAX_UNIT_WORDS:
         if rest[position] in (_OPEN, _CLOSE):
             inside, position = rest[position] == _OPEN, position + 1
@@ -365,4 +431,5 @@ def _is_unit_word(word: str, inside: bool, per: bool, attached: bool) -> bool:
         return True
     if len(word) == 1:
         return word in _LETTER_UNITS and (inside or per)
-    return inside or (len(word) >= 3 and not attached and re.search("[aeiouy]", lower) is not None)  # 2abc and 2 xyz are products
+    # 2abc and 2 xyz are products
+    return inside or (len(word) >= 3 and not attached and re.search("[aeiouy]", lower) is not None)

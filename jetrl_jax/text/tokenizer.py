@@ -2,12 +2,14 @@
 
     character    id 0 pad, 1 eos, then one id per character of an alphabet
     byte         id 0 pad, 1 eos, 2 + b for byte b of the UTF-8 text
-    huggingface  a directory or tokenizer.json, through transformers where it is installed, else through tokenizers
+    huggingface  a directory or tokenizer.json, through transformers where it is installed, else through
+    tokenizers
 
-A completion is tokenised once, by the engine that sampled it; nothing here re-tokenises.  A prompt never begins with two
-BOS tokens and never ends in a stop token; a chat template must write the user's text, and the system prompt, as they are.
-Both are checked when a template is opened, on texts of many kinds, and of every prompt.  All kinds save files that
-transformers' AutoTokenizer reads back with the same ids.  transformers is imported only where a directory is opened.
+A completion is tokenised once, by the engine that sampled it; nothing here re-tokenises.  A prompt never
+begins with two BOS tokens and never ends in a stop token; a chat template must write the user's text, and the
+system prompt, as they are. Both are checked when a template is opened, on texts of many kinds, and of every
+prompt.  All kinds save files that transformers' AutoTokenizer reads back with the same ids.  transformers is
+imported only where a directory is opened.
 """
 
 from __future__ import annotations
@@ -34,11 +36,19 @@ PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1 of the built-in tokenizers
 _UNKNOWN = "\ufffd"
 # The files of a Hugging Face tokenizer; copied as they are by save.
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-# User texts that a chat template is tried with when it is opened: letters in both cases, lines, signs that escaping or a
-# filter would change, other scripts, and a text longer than one that is cut.
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# User texts that a chat template is tried with when it is opened: letters in both cases, lines, signs that
+# escaping or a filter would change, other scripts, and a text longer than one that is cut.
 _PROBES = (
     "What is 6*7?",
     "Is \"a\" <b> & 'c'? {x} {{ y }} {% z %} \\n $5 #### 1,000",
@@ -47,9 +57,22 @@ _PROBES = (
 )
 # What a template is given without being asked.
 _TEMPLATE_NAMES = {
-    "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "pad_token", "unk_token",
-    "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner", "namespace",
-}  # fmt: skip
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "raise_exception",
+    "strftime_now",
+    "range",
+    "dict",
+    "lipsum",
+    "cycler",
+    "joiner",
+    "namespace",
+}
 
 
 class Tokenizer(Protocol):
@@ -64,7 +87,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a prompt: within the chat template where one is configured, else with BOS where the tokenizer adds one."""
+        """Ids of a prompt: within the chat template where one is configured,
+        else with BOS where the tokenizer adds one.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -118,7 +143,8 @@ class CharacterTokenizer(_BuiltIn):
     def __init__(self, characters: str):
         if not characters or len(set(characters)) != len(characters):
             raise UserError(
-                f"CharacterTokenizer: bad alphabet: got characters={characters!r}, expected at least one character and none twice."
+                f"CharacterTokenizer: bad alphabet: got characters={characters!r}, expected at least "
+                "one character and none twice."
             )
         self._characters = characters
         self._ids = {character: index for index, character in enumerate(characters, start=2)}
@@ -132,13 +158,17 @@ class CharacterTokenizer(_BuiltIn):
             unknown = next(character for character in text if character not in self._ids)
         shown = text if len(text) <= 60 else text[:57] + "..."
         raise UserError(
-            f"CharacterTokenizer: character {unknown!r} (U+{ord(unknown):04X}) is not in the alphabet: got {shown!r}, "
-            f"expected only {self._characters!r}. Add it to tokenizer.characters or take tokenizer.kind: byte."
+            f"CharacterTokenizer: character {unknown!r} (U+{ord(unknown):04X}) is not in the alphabet: "
+            f"got {shown!r}, "
+            f"expected only {self._characters!r}. Add it to tokenizer.characters or take "
+            "tokenizer.kind: byte."
         )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; pad and eos are left out, an id beyond the vocabulary becomes U+FFFD."""
-        return "".join(self._characters[i - 2] if 2 <= i < self.vocab_size else _UNKNOWN for i in ids if i not in (0, 1))
+        return "".join(
+            self._characters[i - 2] if 2 <= i < self.vocab_size else _UNKNOWN for i in ids if i not in (0, 1)
+        )
 
     def backend(self) -> tokenizers.Tokenizer:
         """BPE without merges: every character is a token."""
@@ -158,12 +188,15 @@ class ByteTokenizer(_BuiltIn):
             return [2 + byte for byte in text.encode("utf-8")]
         except UnicodeEncodeError as error:
             raise UserError(
-                f"ByteTokenizer: not a valid text: got U+{ord(text[error.start]):04X} at position {error.start}, a lone surrogate."
+                f"ByteTokenizer: not a valid text: got U+{ord(text[error.start]):04X} at position "
+                f"{error.start}, a lone surrogate."
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; bytes that are no UTF-8 and ids beyond the vocabulary become U+FFFD."""
-        return b"".join(bytes((i - 2,)) if 2 <= i < 258 else _UNKNOWN.encode() for i in ids if i not in (0, 1)).decode("utf-8", "replace")
+        return b"".join(
+            bytes((i - 2,)) if 2 <= i < 258 else _UNKNOWN.encode() for i in ids if i not in (0, 1)
+        ).decode("utf-8", "replace")
 
     def backend(self) -> tokenizers.Tokenizer:
         """Byte-level BPE without merges."""
@@ -177,8 +210,9 @@ class ByteTokenizer(_BuiltIn):
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face checkpoint.
 
-    path: directory or tokenizer.json.  eos_ids: those of generation_config.json, else of config.json (beside the tokenizer,
-    else in ``model_path``), and the tokenizer's own EOS.  A template argument the template never reads is an error.
+    path: directory or tokenizer.json.  eos_ids: those of generation_config.json, else of config.json (beside
+    the tokenizer, else in ``model_path``), and the tokenizer's own EOS.  A template argument the template
+    never reads is an error.
     """
 
     def __init__(
@@ -191,21 +225,27 @@ class HuggingFaceTokenizer:
         system_prompt: str | None = None,
     ):
         self._path = user_path(path)
-        self._kwargs, self._system_prompt = dict(chat_template_kwargs or {}), system_prompt
+        self._kwargs = dict(chat_template_kwargs or {})
+        self._system_prompt = system_prompt
         self._template: str | None = None
         self._directory = self._path if self._path.is_dir() else self._path.parent
         if not self._path.exists():
             raise UserError(
-                f"HuggingFaceTokenizer: no such path: got {str(path)!r}, expected a directory with tokenizer files or a tokenizer.json."
+                f"HuggingFaceTokenizer: no such path: got {str(path)!r}, expected a directory with "
+                "tokenizer files or a tokenizer.json."
             )
         self._settings = _read_json(self._path / "tokenizer_config.json") if self._path.is_dir() else {}
         use_transformers = self._path.is_dir() and importlib.util.find_spec("transformers") is not None
         self._transformers: Any = None
         if use_transformers:
             self._transformers = self._open_transformers()
-        self._backend: tokenizers.Tokenizer = self._transformers.backend_tokenizer if use_transformers else self._open_tokenizers()
+        self._backend: tokenizers.Tokenizer = (
+            self._transformers.backend_tokenizer if use_transformers else self._open_tokenizers()
+        )
         added = self._backend.get_added_tokens_decoder().items()
-        self._silent_ids = frozenset(i for i, token in added if token.special and token.content not in (OPENS, CLOSES))
+        self._silent_ids = frozenset(
+            i for i, token in added if token.special and token.content not in (OPENS, CLOSES)
+        )
         self._bos_id = self._special_id("bos_token")
         self.eos_ids = self._find_eos(model_path)
         pad_id = self._special_id("pad_token")
@@ -223,8 +263,9 @@ class HuggingFaceTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt.
 
-        With a chat template the template writes every special token.  Without one the tokenizer adds its BOS, if it has the
-        habit, but an EOS that it would put after the prompt is taken off.  A second BOS is taken off in either case.
+        With a chat template the template writes every special token.  Without one the tokenizer adds its BOS,
+        if it has the habit, but an EOS that it would put after the prompt is taken off.  A second BOS is
+        taken off in either case.
         """
         if self._template is not None:
             ids = self.encode(self.render(text))
@@ -242,7 +283,9 @@ class HuggingFaceTokenizer:
         return ids
 
     def _check_end(self, text: str, ids: Sequence[int]) -> None:
-        """Raises `UserError` where a prompt's ids end in a stop token, of a template also with blanks after it: nothing would be asked."""
+        """Raises `UserError` where a prompt's ids end in a stop token,
+        of a template also with blanks after it: nothing would be asked.
+        """
         end = len(ids)
         while (
             self._template is not None
@@ -252,47 +295,81 @@ class HuggingFaceTokenizer:
         ):
             end -= 1
         if end and ids[end - 1] in self.eos_ids:
-            token, what = self._backend.id_to_token(ids[end - 1]), "the prompt" if self._template is None else "the chat template's prompt"
-            hint = "" if self._template is None else " The template must end it with the assistant's turn (add_generation_prompt)."
+            token, what = (
+                self._backend.id_to_token(ids[end - 1]),
+                "the prompt" if self._template is None else "the chat template's prompt",
+            )
+            hint = (
+                ""
+                if self._template is None
+                else " The template must end it with the assistant's turn (add_generation_prompt)."
+            )
             raise UserError(
-                f"HuggingFaceTokenizer: {what} ends in a stop token: got {token!r} (id {ids[end - 1]}) after {_short(text)}, in "
-                f"{str(self._path)!r}, expected none of the stop tokens {list(self.eos_ids)} at its end.{hint}"
+                f"HuggingFaceTokenizer: {what} ends in a stop token: got {token!r} (id {ids[end - 1]}) "
+                f"after {_short(text)}, in "
+                f"{str(self._path)!r}, expected none of the stop tokens {list(self.eos_ids)} at its "
+                f"end.{hint}"
             )
 
     def render(self, text: str) -> str:
-        """The prompt within the chat template, ready for the assistant's turn; only with ``chat_template``."""
+        """The prompt within the chat template, ready for the assistant's turn;
+        only with ``chat_template``.
+        """
         messages = [{"role": "user", "content": text}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         try:
-            rendered = str(self._transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
+            rendered = str(
+                self._transformers.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self._kwargs
+                )
+            )
         except Exception as error:
             raise UserError(
-                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: {type(error).__name__}: {error}"
+                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: "
+                f"{type(error).__name__}: {error}"
             ) from error
         rest = rendered
-        for message in messages:  # each in a place of its own: a text that stands in the other is none of its own
+        # each in a place of its own: a text that stands in the other is none of its own
+        for message in messages:
             role, content = message["role"], message["content"].strip()  # many templates trim
             if content not in rest:
                 field = "" if role == "user" else " (tokenizer.system_prompt)"
-                hint = "tokenizer.chat_template: false" if role == "user" else "put that text into task.prompt_template"
+                hint = (
+                    "tokenizer.chat_template: false"
+                    if role == "user"
+                    else "put that text into task.prompt_template"
+                )
                 raise UserError(
-                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the {role}'s text{field} as it is: got "
-                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another template, or {hint}."
+                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the "
+                    f"{role}'s text{field} as it is: got "
+                    f"{_short(rendered)} for {_short(content)}, expected the text in it. Take another "
+                    f"template, or {hint}."
                 )
             rest = rest.replace(content, "", 1)
         return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out but for the marks of a thought, blanks as they are."""
-        return str(self._backend.decode([int(i) for i in ids if int(i) not in self._silent_ids], skip_special_tokens=False))
+        return str(
+            self._backend.decode(
+                [int(i) for i in ids if int(i) not in self._silent_ids], skip_special_tokens=False
+            )
+        )
 
     def fingerprint(self) -> str:
         """Hash of the tokenizer's file, the template and its arguments, and the EOS ids."""
         file = self._path if self._path.is_file() else self._path / "tokenizer.json"
         content = file.read_text("utf-8") if file.is_file() else self._backend.to_str()
         return _digest(
-            [hashlib.sha256(content.encode()).hexdigest(), self._template, self._kwargs, self._system_prompt, self.eos_ids, self._bos_id]
+            [
+                hashlib.sha256(content.encode()).hexdigest(),
+                self._template,
+                self._kwargs,
+                self._system_prompt,
+                self.eos_ids,
+                self._bos_id,
+            ]
         )
 
     def save(self, directory: str | Path) -> None:
@@ -305,7 +382,9 @@ class HuggingFaceTokenizer:
             _write_config(directory, {"eos_token": eos, "pad_token": self._backend.id_to_token(self.pad_id)})
             return
         for name in _FILES:
-            if (self._path / name).is_file() and (self._path / name).resolve() != (directory / name).resolve():
+            if (self._path / name).is_file() and (self._path / name).resolve() != (
+                directory / name
+            ).resolve():
                 shutil.copyfile(self._path / name, directory / name)
 
     def _open_transformers(self) -> Any:
@@ -315,11 +394,13 @@ class HuggingFaceTokenizer:
             opened = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, use_fast=True)
         except Exception as error:
             raise UserError(
-                f"HuggingFaceTokenizer: transformers cannot load {str(self._path)!r}: {type(error).__name__}: {error}"
+                f"HuggingFaceTokenizer: transformers cannot load {str(self._path)!r}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if getattr(opened, "backend_tokenizer", None) is None:
             raise UserError(
-                f"HuggingFaceTokenizer: {str(self._path)!r} holds a {type(opened).__name__}, expected one with a tokenizer.json."
+                f"HuggingFaceTokenizer: {str(self._path)!r} holds a {type(opened).__name__}, expected "
+                "one with a tokenizer.json."
             )
         return opened
 
@@ -327,7 +408,8 @@ class HuggingFaceTokenizer:
         file = self._path if self._path.is_file() else self._path / "tokenizer.json"
         if not file.is_file():
             raise UserError(
-                f"HuggingFaceTokenizer: no tokenizer.json in {str(self._path)!r}. Its other formats need: pip install 'jetrl-jax[hf]'"
+                f"HuggingFaceTokenizer: no tokenizer.json in {str(self._path)!r}. Its other formats "
+                "need: pip install 'jetrl-jax[hf]'"
             )
         try:
             return tokenizers.Tokenizer.from_file(str(file))
@@ -335,7 +417,11 @@ class HuggingFaceTokenizer:
             raise UserError(f"HuggingFaceTokenizer: cannot read {str(file)!r}: {error}") from error
 
     def _special_id(self, name: str) -> int | None:
-        token = getattr(self._transformers, name, None) if self._transformers is not None else self._settings.get(name)
+        token = (
+            getattr(self._transformers, name, None)
+            if self._transformers is not None
+            else self._settings.get(name)
+        )
         text = token.get("content") if isinstance(token, dict) else token
         return None if text is None else self._backend.token_to_id(str(text))
 
@@ -350,7 +436,8 @@ class HuggingFaceTokenizer:
         ids = tuple(dict.fromkeys([*found, *([] if own is None else [own])]))
         if not ids:
             raise UserError(
-                f"HuggingFaceTokenizer: no end token: got {str(self._path)!r} whose generation_config.json, config.json "
+                f"HuggingFaceTokenizer: no end token: got {str(self._path)!r} whose "
+                "generation_config.json, config.json "
                 "and tokenizer_config.json name none, expected eos_token_id or eos_token in one of them."
             )
         return ids
@@ -359,7 +446,10 @@ class HuggingFaceTokenizer:
         """The chat template, after checking that it reads every configured argument."""
         if self._transformers is None:
             if self._path.is_file():
-                raise UserError(f"HuggingFaceTokenizer: a chat template needs the tokenizer's directory: got the file {str(self._path)!r}.")
+                raise UserError(
+                    "HuggingFaceTokenizer: a chat template needs the tokenizer's directory: got the "
+                    f"file {str(self._path)!r}."
+                )
             raise missing_extra("HuggingFaceTokenizer: chat_template", "transformers", "hf")
         if importlib.util.find_spec("jinja2") is None:
             raise missing_extra("HuggingFaceTokenizer: chat_template", "jinja2", "hf")
@@ -368,33 +458,44 @@ class HuggingFaceTokenizer:
 
         try:
             template = str(self._transformers.get_chat_template())
-            plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # tags of assistant masks, unknown to jinja2
+            # tags of assistant masks, unknown to jinja2
+            plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
             names = (
-                meta.find_undeclared_variables(jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)) - _TEMPLATE_NAMES
+                meta.find_undeclared_variables(
+                    jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+                )
+                - _TEMPLATE_NAMES
             )
         except Exception as error:
             raise UserError(
-                f"HuggingFaceTokenizer: no usable chat template in {str(self._path)!r}: {type(error).__name__}: {error}"
+                f"HuggingFaceTokenizer: no usable chat template in {str(self._path)!r}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         for key in sorted(set(self._kwargs) - names):
             close = difflib.get_close_matches(key, names, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise UserError(
-                f"HuggingFaceTokenizer: the chat template never reads an argument: got tokenizer.chat_template_kwargs.{key}, "
+                "HuggingFaceTokenizer: the chat template never reads an argument: got "
+                f"tokenizer.chat_template_kwargs.{key}, "
                 f"expected one of: {', '.join(sorted(names)) or 'none'}.{hint}"
             )
         return template
 
 
 def build_tokenizer(section: TokenizerSection, model_path: str | None = None) -> Tokenizer:
-    """The tokenizer of a config; ``model_path`` is where a huggingface tokenizer is looked for when it names no path."""
+    """The tokenizer of a config; ``model_path`` is where a huggingface tokenizer is looked for when it
+    names no path.
+    """
     if isinstance(section, CharacterSection):
         return CharacterTokenizer(section.characters)
     if isinstance(section, ByteSection):
         return ByteTokenizer()
     path = section.path or model_path
     if path is None:
-        raise UserError("build_tokenizer: no tokenizer files: got tokenizer.path=None and model.path=None, expected one of them.")
+        raise UserError(
+            "build_tokenizer: no tokenizer files: got tokenizer.path=None and model.path=None, "
+            "expected one of them."
+        )
     return HuggingFaceTokenizer(
         path,
         model_path=model_path,
@@ -405,19 +506,28 @@ def build_tokenizer(section: TokenizerSection, model_path: str | None = None) ->
 
 
 def _with_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    backend.add_special_tokens([tokenizers.AddedToken(PAD, special=True), tokenizers.AddedToken(EOS, special=True)])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(PAD, special=True), tokenizers.AddedToken(EOS, special=True)]
+    )
     return backend
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where printable, else one from U+0100 on (as in GPT-2)."""
+    """The character that stands for each byte in byte-level vocabularies: itself where printable,
+    else one from U+0100 on (as in GPT-2).
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _write_config(directory: Path, tokens: Mapping[str, str | None]) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": 10**9, **tokens}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+        **tokens,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

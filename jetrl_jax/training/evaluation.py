@@ -1,4 +1,6 @@
-"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy, by the run's verifier."""
+"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy,
+by the run's verifier.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Evaluator:
       prompts: most held-out prompts taken; samples: completions of one prompt at `temperature`.
       max_prompt_tokens, max_completion_tokens: longer prompts are left out, completions are cut.
       seed: of the sampling noise.
-      verifier: "task" (the task's own) or the name of one of `jetrl_jax.tasks.verify`; timeout_s: of its calls where it runs in a process.
+      verifier: "task" (the task's own) or the name of one of `jetrl_jax.tasks.verify`; timeout_s: of its
+        calls where it runs in a process.
 
     Raises:
       UserError: no held-out prompt fits.
@@ -68,16 +71,22 @@ class Evaluator:
         timeout_s: float = 10.0,
         verifier: str = "task",
     ) -> None:
-        self.tokenizer, self.samples, self.seed = tokenizer, samples, seed
-        self.temperature, self.max_completion_tokens = temperature, max_completion_tokens
+        self.tokenizer = tokenizer
+        self.samples = samples
+        self.seed = seed
+        self.temperature = temperature
+        self.max_completion_tokens = max_completion_tokens
         chosen = [task.eval[i] for i in range(min(prompts, len(task.eval)))]
         self.prompts: list[Prompt] = fitting_prompts(chosen, tokenizer, max_prompt_tokens)
         if not self.prompts:
             raise UserError(
-                f"task {task.name}: no held-out prompt fits: got {len(chosen)} of them, expected one of at most "
+                f"task {task.name}: no held-out prompt fits: got {len(chosen)} of them, expected one of "
+                "at most "
                 f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
             )
-        self.verifier = RewardFunctions.from_config((RewardSection(name=verifier, timeout_s=timeout_s),), task)
+        self.verifier = RewardFunctions.from_config(
+            (RewardSection(name=verifier, timeout_s=timeout_s),), task
+        )
 
     def __call__(self, engine: RolloutEngine) -> Evaluation:
         """Runs both passes with the engine's present weights."""
@@ -93,7 +102,13 @@ class Evaluator:
         ks = sorted({1 << power for power in range(self.samples.bit_length())} | {self.samples})
         metrics |= {f"eval/pass_at_{k}": pass_at_k(solved, k) for k in ks if 1 < k <= self.samples}
         samples = [
-            {"split": "eval", "prompt": p.example.prompt, "completion": text, "answer": p.example.answer, "reward": float(score)}
+            {
+                "split": "eval",
+                "prompt": p.example.prompt,
+                "completion": text,
+                "answer": p.example.answer,
+                "reward": float(score),
+            }
             for p, text, score in zip(self.prompts, texts, greedy[:, 0], strict=True)
         ]
         return Evaluation(metrics, samples)
@@ -102,12 +117,16 @@ class Evaluator:
         """Ends the verifier's worker, where it has one."""
         self.verifier.close()
 
-    def _run(self, engine: RolloutEngine, samples: int, *, greedy: bool) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    def _run(
+        self, engine: RolloutEngine, samples: int, *, greedy: bool
+    ) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """(scores [P, samples] with 0 for a failed verifier, lengths [P * samples], texts)."""
         count = len(self.prompts) * samples
         seeds = derived_seeds(count, self.seed, SEED_EVAL)
         requests = [Request(i, self.prompts[i // samples].ids, seed) for i, seed in enumerate(seeds)]
-        sampling = SamplingParams(self.temperature, self.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.seed, greedy)
+        sampling = SamplingParams(
+            self.temperature, self.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.seed, greedy
+        )
         trajectories = engine.generate(requests, sampling)
         ids = [t.completion_ids.tolist() for t in trajectories]
         texts = [self.tokenizer.decode(one) for one in ids]

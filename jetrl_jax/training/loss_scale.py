@@ -1,11 +1,12 @@
 """Dynamic loss scaling of the FP16 flow: a gradient of 1e-7 is no FP16 number, 2^15 times it is.
 
-The loss is multiplied by `factor` before the backward and the gradient divided by it after, in FP32.  A gradient that
-overflowed leaves the policy as it was and halves the factor; `growth_interval` good updates in a row double it.  The
-factor is a power of two wherever it starts from one: then scaling is exact where nothing underflows.
+The loss is multiplied by `factor` before the backward and the gradient divided by it after, in FP32.  A
+gradient that overflowed leaves the policy as it was and halves the factor; `growth_interval` good updates in
+a row double it.  The factor is a power of two wherever it starts from one: then scaling is exact where
+nothing underflows.
 
-Source: Micikevicius et al., "Mixed Precision Training"; interval 400 for RL: "Defeating the Training-Inference Mismatch
-via FP16".
+Source: Micikevicius et al., "Mixed Precision Training"; interval 400 for RL: "Defeating the
+Training-Inference Mismatch via FP16".
 """
 
 from __future__ import annotations
@@ -46,4 +47,8 @@ class LossScale:
         good = jnp.where(finite, self.good_updates + 1, 0)
         grow = good >= self.growth_interval
         value = jnp.where(finite, jnp.where(grow, self.factor * GROWTH, self.factor), self.factor * BACKOFF)
-        return LossScale(jnp.clip(value, SMALLEST, LARGEST), jnp.where(grow, 0, good).astype(jnp.int32), self.growth_interval)
+        return LossScale(
+            jnp.clip(value, SMALLEST, LARGEST),
+            jnp.where(grow, 0, good).astype(jnp.int32),
+            self.growth_interval,
+        )

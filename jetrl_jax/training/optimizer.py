@@ -10,7 +10,9 @@ from jetrl_jax.config.learning import OptimizerSection
 
 
 def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax.Schedule:
-    """Learning rate by optimiser step: linear warm-up from 0, then constant, or linear or cosine decay to 0 at `total_steps`."""
+    """Learning rate by optimiser step: linear warm-up from 0, then constant,
+    or linear or cosine decay to 0 at `total_steps`.
+    """
     peak, warmup = section.learning_rate, section.warmup_steps
     rest = max(total_steps - warmup, 1)
     after = {
@@ -19,7 +21,11 @@ def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[section.schedule]
     # The first step has rate peak / (warmup + 1), not 0: no step is wasted.
-    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]) if warmup else after
+    return (
+        optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
+        if warmup
+        else after
+    )
 
 
 def build_optimizer(section: OptimizerSection, total_steps: int) -> optax.GradientTransformation:

@@ -43,7 +43,9 @@ Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters, FP16's loss scale."""
+    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters,
+    FP16's loss scale.
+    """
 
     params: nnx.State
     opt_state: optax.OptState
@@ -55,7 +57,8 @@ class TrainState:
 class UpdateReport:
     """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed).
 
-    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it must be.
+    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it
+      must be.
     """
 
     grad_norm: float
@@ -75,9 +78,10 @@ class PolicyPrograms:
       loss_scale: that of the first update; None trains without.
       layout: the mesh that state and batches are split over; None is one device.
 
-    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and keeps its shards
-    of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits of one device.  Gradients are
-    those of one device on microbatches of a device's rows, but for the order of FP32 sums over devices.
+    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and
+    keeps its shards of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits
+    of one device.  Gradients are those of one device on microbatches of a device's rows, but for the order of
+    FP32 sums over devices.
     """
 
     def __init__(
@@ -93,8 +97,12 @@ class PolicyPrograms:
     ) -> None:
         self.graphdef, params = nnx.split(model)
         self.paths = [path for path, _ in named_params(params)]
-        self.plan, self.optimizer = plan, optimizer
-        self.temperature, self.chunk_tokens, self.loss_scale, self.layout = temperature, chunk_tokens, loss_scale, layout
+        self.plan = plan
+        self.optimizer = optimizer
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+        self.loss_scale = loss_scale
+        self.layout = layout
         weights = None if layout is None else layout.specs(params)
         self._publish_shards = self._mapped(plan.publish, (weights,), weights)
         self._publish = jit(self._publish_shards)
@@ -106,24 +114,33 @@ class PolicyPrograms:
         inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
 
         def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
-            return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(*arrays)
+            return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(
+                *arrays
+            )
 
         self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
         self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
 
     def init(self, params: nnx.State) -> TrainState:
         """The first state of a policy with these FP32 masters."""
-        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)  # copies: updates consume their buffers
+        # copies: updates consume their buffers
+        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)
         shardings, scale = None, self.loss_scale
         if self.layout is not None:
             params = place(params, self.layout.shardings(params))
             scale = place(scale, self.layout.replicated)
             shardings = self.layout.optimizer_shardings(self.optimizer, params)
-        return TrainState(params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale)
+        return TrainState(
+            params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale
+        )
 
     def abstract(self, params: nnx.State) -> TrainState:
-        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array; to compile ahead of time."""
-        state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params)
+        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array;
+        to compile ahead of time.
+        """
+        state = jax.eval_shape(
+            lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params
+        )
         layout = self.layout
         if layout is None:
             return state
@@ -137,9 +154,13 @@ class PolicyPrograms:
         shardings = None if self.layout is None else self.layout.shardings(state.params)
         return weights if shardings is None else placed(shardings, weights)
 
-    def trace_gradient(self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm) -> Any:
+    def trace_gradient(
+        self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
+    ) -> Any:
         """`policy_gradient` traced (`jax.stages.Traced`), not compiled; the arguments may be abstract."""
-        return self._policy_gradient.trace(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+        return self._policy_gradient.trace(
+            state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm
+        )
 
     def trace_logprobs(self, weights: nnx.State, batch: TrainBatch) -> Any:
         """`logprobs` traced; the arguments may be abstract."""
@@ -162,11 +183,17 @@ class PolicyPrograms:
         self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
     ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
         """One microbatch's share: (gradient, statistics with "loss", logprobs [R, T]); shares add up."""
-        return self._policy_gradient(state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm)
+        return self._policy_gradient(
+            state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm
+        )
 
-    def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> tuple[nnx.State, jax.Array]:
+    def supervised_gradient(
+        self, state: TrainState, batch: TrainBatch, tokens: float
+    ) -> tuple[nnx.State, jax.Array]:
         """Gradient and share of the mean cross-entropy over `tokens` loss tokens."""
-        return self._supervised_gradient(state.params, state.published, _factor(state), batch, jnp.float32(tokens))
+        return self._supervised_gradient(
+            state.params, state.published, _factor(state), batch, jnp.float32(tokens)
+        )
 
     def add(self, total: nnx.State | None, grads: nnx.State) -> nnx.State:
         """total + grads in FP32; None is zero."""
@@ -178,7 +205,12 @@ class PolicyPrograms:
         norm, finite = self._check(state, grads)
         state = self._update(state, grads, finite)
         flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
-        bad = [f"{kind} {path}" for kind, flag in flags.items() for path, ok in zip(self.paths, flag, strict=True) if not ok]
+        bad = [
+            f"{kind} {path}"
+            for kind, flag in flags.items()
+            for path, ok in zip(self.paths, flag, strict=True)
+            if not ok
+        ]
         return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -193,7 +225,9 @@ class PolicyPrograms:
         return tree if self.layout is None else jax.lax.psum(tree, ROW_AXES)
 
     def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return completion_logprobs(self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+        return completion_logprobs(
+            self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens
+        )
 
     def _logprobs_program(self, weights: nnx.State, *arrays: jax.Array) -> jax.Array:
         return self._completion_logprobs(weights, *arrays)[0]
@@ -209,7 +243,9 @@ class PolicyPrograms:
     ) -> Any:
         def loss(params: nnx.State) -> Any:
             weights = self.plan.training_weights(params, published)
-            logprobs, entropy = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
+            logprobs, entropy = self._completion_logprobs(
+                weights, batch.token_ids, batch.positions, batch.segment_ids
+            )
             value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
             return _scaled(value, factor), (stats | {"loss": value}, logprobs)
 
@@ -221,7 +257,9 @@ class PolicyPrograms:
     ) -> Any:
         def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
             weights = self.plan.training_weights(params, published)
-            logprobs, _ = self._completion_logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids)
+            logprobs, _ = self._completion_logprobs(
+                weights, batch.token_ids, batch.positions, batch.segment_ids
+            )
             value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
             return _scaled(value, factor), value
 
@@ -239,15 +277,23 @@ class PolicyPrograms:
         return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
 
     def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The gradient's norm, and for each parameter whether gradient, next master and next scales are finite.
+        """The gradient's norm, and for each parameter whether gradient, next master and next scales are
+        finite.
 
         A program of its own: one that also chose between the states would hold both of them whole.
         """
         grads, new, norm = self._step(state, grads)
-        squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)  # the clip divides by their root: it must not overflow
-        return norm, {"gradient": _finite(squares), "parameter": _finite(new.params), "scale": _finite(new.published)}
+        # the clip divides by their root: it must not overflow
+        squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)
+        return norm, {
+            "gradient": _finite(squares),
+            "parameter": _finite(new.params),
+            "scale": _finite(new.published),
+        }
 
-    def _update_program(self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]) -> TrainState:
+    def _update_program(
+        self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]
+    ) -> TrainState:
         """The next state, or, where something in it is not finite, the same."""
         ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
         new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
@@ -269,21 +315,31 @@ def _finite(state: nnx.State) -> jax.Array:
     """bool [number of parameters], in the state's order."""
 
     def one(value: Any) -> jax.Array:
-        return nonfinite_blocks(value) == 0 if isinstance(value, ScaledArray) else jnp.all(jnp.isfinite(value))
+        return (
+            nonfinite_blocks(value) == 0 if isinstance(value, ScaledArray) else jnp.all(jnp.isfinite(value))
+        )
 
     return jnp.stack([one(value) for _, value in named_params(state)])
 
 
 def build_programs(
-    config: RunConfig, model: Decoder, plan: PrecisionPlan, layout: Layout | None, optimizer: optax.GradientTransformation | None = None
+    config: RunConfig,
+    model: Decoder,
+    plan: PrecisionPlan,
+    layout: Layout | None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> PolicyPrograms:
-    """The training programs of a config; the model's parameters may be abstract.  `optimizer` None is that of the RL phase."""
+    """The training programs of a config; the model's parameters may be abstract.
+    `optimizer` None is that of the RL phase.
+    """
     return PolicyPrograms(
         model,
         plan,
         optimizer or build_optimizer(config.optimizer, config.total_updates),
         temperature=config.rollout.temperature if optimizer is None else 1.0,
         chunk_tokens=config.batch.logprob_chunk_tokens,
-        loss_scale=LossScale.start(config.precision.loss_scale) if isinstance(config.precision, Fp16Section) else None,
+        loss_scale=LossScale.start(config.precision.loss_scale)
+        if isinstance(config.precision, Fp16Section)
+        else None,
         layout=layout,
     )

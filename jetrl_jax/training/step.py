@@ -1,16 +1,17 @@
 """One step of RL: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
 
 One step of policy version v samples with the published weights of v, scores, packs, takes one or more
-optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived from
-(seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a resumed run
-equals an uninterrupted one.
+optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived
+from (seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a
+resumed run equals an uninterrupted one.
 
-A step in which no completion is better than another of its group (all rewards of each group are equal) teaches nothing: it is
-counted, a warning tells of it after ten in a row, and `run.max_steps_without_signal` in a row end the run.
+A step in which no completion is better than another of its group (all rewards of each group are equal)
+teaches nothing: it is counted, a warning tells of it after ten in a row, and `run.max_steps_without_signal`
+  in a row end the run.
 
 Where a step is not finite (rollout logprob, loss, gradient, master or scale), nothing changes: the tensor is
-named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as many in
-which no completion was left to train on.
+named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as
+many in which no completion was left to train on.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class RLStep:
         """One step; returns its metrics and what was sampled.
 
         Raises:
-          RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps were without a signal.
+          RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps
+            were without a signal.
         """
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.counters.policy_version, self.collector.prompts.skipped
@@ -115,7 +117,8 @@ class RLStep:
         if self.counters.skipped_in_a_row >= self.config.run.max_skipped_steps:
             last = problem or "see the warnings"
             raise RunStopped(
-                f"step {step}: {self.counters.skipped_in_a_row} updates in a row were not finite or had nothing to train on "
+                f"step {step}: {self.counters.skipped_in_a_row} updates in a row were not finite or had "
+                "nothing to train on "
                 f"(run.max_skipped_steps); the last: {last}"
             )
         row["count/steps_without_signal"] = self.counters.without_signal
@@ -123,9 +126,14 @@ class RLStep:
         return row, batch
 
     def _tell_of_no_signal(self, step: int) -> None:
-        """Warns after ten steps in a row without a signal, again whenever these have doubled; ends the run at its limit."""
+        """Warns after ten steps in a row without a signal, again whenever these have doubled;
+        ends the run at its limit.
+        """
         count, most = self.counters.without_signal, self.config.run.max_steps_without_signal
-        text = f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing is learned from them"
+        text = (
+            f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing "
+            "is learned from them"
+        )
         hint = "Do the rewards see what the policy writes (samples.jsonl)?"
         if most and count >= most:
             raise RunStopped(f"{text} (run.max_steps_without_signal). {hint}")
@@ -147,7 +155,9 @@ class RLStep:
             seed=(self.config.seed, step),
         )
         if assembly.trained.any():
-            self.counters.without_signal = 0 if assembly.advantages[assembly.trained].any() else self.counters.without_signal + 1
+            self.counters.without_signal = (
+                0 if assembly.advantages[assembly.trained].any() else self.counters.without_signal + 1
+            )
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
@@ -157,7 +167,8 @@ class RLStep:
             micro = minibatch.microbatches
             with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
                 loss, norm, logprobs = self._optimise(step, minibatch, batch, sums, progress)
-            if not assembly.scored and not norms:  # the first update's forward is that of the behaviour version
+            # the first update's forward is that of the behaviour version
+            if not assembly.scored and not norms:
                 pairs = list(zip(micro, logprobs, strict=True))
             losses.append(loss)
             norms.append(norm)
@@ -169,12 +180,17 @@ class RLStep:
         row = assembly.metrics | rl_metrics.loss_metrics(sums) | _mismatch(pairs)
         row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
         if self.state.loss_scale is not None:
-            row |= {"optimizer/loss_scale": float(self.state.loss_scale.factor), "count/loss_scale_overflows": self.counters.overflows}
+            row |= {
+                "optimizer/loss_scale": float(self.state.loss_scale.factor),
+                "count/loss_scale_overflows": self.counters.overflows,
+            }
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
 
-    def _score(self, clock: StepClock, micro: list[TrainBatch]) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
+    def _score(
+        self, clock: StepClock, micro: list[TrainBatch]
+    ) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
         """Log-probabilities under the trainer's policy and the reference, where the loss reads them."""
 
         def score(weights: nnx.State) -> list[np.ndarray]:
@@ -187,11 +203,15 @@ class RLStep:
     def _optimise(
         self, step: int, minibatch: Minibatch, batch: RolloutBatch, sums: dict[str, float], progress: Any
     ) -> tuple[float, float | None, list[np.ndarray]]:
-        """One optimiser step: (loss, gradient norm or None where it was skipped, logprobs of each microbatch)."""
+        """One optimiser step: (loss, gradient norm or None where it was skipped,
+        logprobs of each microbatch).
+        """
         micro, denominators = minibatch.microbatches, minibatch.denominators
         grads, loss, logprobs = None, 0.0, []
         for part in micro:
-            share, stats, values = self.programs.policy_gradient(self.state, part, denominators, self.algorithm)
+            share, stats, values = self.programs.policy_gradient(
+                self.state, part, denominators, self.algorithm
+            )
             grads = self.programs.add(grads, share)
             host_stats, host_values = fetch((stats, values))
             loss += float(host_stats.pop("loss"))
@@ -201,7 +221,10 @@ class RLStep:
             progress.advance(1)
         if grads is None or denominators.tokens == 0:
             self.counters.skipped_in_a_row += 1
-            self.console.warn(f"step {step}: no completion is trained (none has a reward, or all are masked or rejected); no update")
+            self.console.warn(
+                f"step {step}: no completion is trained (none has a reward, or all are masked or "
+                "rejected); no update"
+            )
             return 0.0, None, logprobs
         if not np.isfinite(loss):
             self._skip(step, "loss", batch, micro)
@@ -229,12 +252,19 @@ class RLStep:
             arrays |= {f"token_ids_{i}": t.token_ids for i, t in enumerate(batch.trajectories)}
             arrays |= {f"logprobs_{i}": t.logprobs for i, t in enumerate(batch.trajectories)}
         where = self.save_bad_batch(step, tensor, arrays)
-        self.console.warn(f"step {step}: {tensor} is not finite; the update is skipped" + (f", its batch is in {where}" if where else ""))
+        self.console.warn(
+            f"step {step}: {tensor} is not finite; the update is skipped"
+            + (f", its batch is in {where}" if where else "")
+        )
 
 
 def _mismatch(pairs: list[tuple[TrainBatch, np.ndarray]]) -> dict[str, float]:
     """Mismatch metrics of (microbatch, trainer's logprobs at the behaviour version) pairs."""
-    columns = [(np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index) for b, logprobs in pairs if np.any(b.loss_mask)]
+    columns = [
+        (np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index)
+        for b, logprobs in pairs
+        if np.any(b.loss_mask)
+    ]
     if not columns:
         return {}
     return rl_metrics.mismatch_metrics(*(np.concatenate(column) for column in zip(*columns, strict=True)))

@@ -1,9 +1,9 @@
 """Supervised steps on worked solutions, for a policy that begins from random weights.
 
 Each step draws examples of the training split and takes the gradient of the mean cross-entropy of the
-solution's tokens (stop token included), through the same precision flow as RL.  With `noise` each solution token
-is replaced with that chance by another token seen in solutions: the policy then knows the task but spreads its
-probability, which leaves GRPO something to sharpen.  Held-out prompts are never seen.
+solution's tokens (stop token included), through the same precision flow as RL.  With `noise` each solution
+token is replaced with that chance by another token seen in solutions: the policy then knows the task but
+spreads its probability, which leaves GRPO something to sharpen.  Held-out prompts are never seen.
 """
 
 from __future__ import annotations
@@ -37,9 +37,15 @@ class Solution:
 def build_warm_start_optimizer(section: WarmStartSection) -> optax.GradientTransformation:
     """AdamW, ten per cent warm-up and cosine decay to a tenth of the peak."""
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, section.learning_rate, max(section.steps // 10, 1), max(section.steps, 2), end_value=section.learning_rate / 10
+        0.0,
+        section.learning_rate,
+        max(section.steps // 10, 1),
+        max(section.steps, 2),
+        end_value=section.learning_rate / 10,
     )
-    return optax.chain(optax.clip_by_global_norm(GRAD_CLIP), optax.adamw(schedule, b2=0.99, weight_decay=WEIGHT_DECAY))
+    return optax.chain(
+        optax.clip_by_global_norm(GRAD_CLIP), optax.adamw(schedule, b2=0.99, weight_decay=WEIGHT_DECAY)
+    )
 
 
 class SolutionSampler:
@@ -50,16 +56,31 @@ class SolutionSampler:
     """
 
     def __init__(
-        self, task: Task, tokenizer: Tokenizer, section: WarmStartSection, *, row_tokens: int, max_prompt_tokens: int, seed: int
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        section: WarmStartSection,
+        *,
+        row_tokens: int,
+        max_prompt_tokens: int,
+        seed: int,
     ) -> None:
-        self.task, self.tokenizer, self.section = task, tokenizer, section
-        self.row_tokens, self.max_prompt_tokens, self.seed = row_tokens, max_prompt_tokens, seed
+        self.task = task
+        self.tokenizer = tokenizer
+        self.section = section
+        self.row_tokens = row_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+        self.seed = seed
         probe = [self._solution(index) for index in range(min(256, len(task.train)))]
-        self.alphabet = np.unique([token for s in probe if s for token in s.solution_ids if token not in tokenizer.eos_ids])
+        self.alphabet = np.unique(
+            [token for s in probe if s for token in s.solution_ids if token not in tokenizer.eos_ids]
+        )
         if not any(probe):
             raise UserError(
-                f"warm_start: no usable worked solution: got task {task.name} whose first {len(probe)} solutions are empty or exceed "
-                f"{row_tokens} tokens with their prompts. Set warm_start: null or raise rollout.max_completion_tokens."
+                f"warm_start: no usable worked solution: got task {task.name} whose first {len(probe)} "
+                "solutions are empty or exceed "
+                f"{row_tokens} tokens with their prompts. Set warm_start: null or raise "
+                "rollout.max_completion_tokens."
             )
 
     def batch(self, step: int) -> TrainBatch:
@@ -112,7 +133,8 @@ def warm_start(
         state, report = programs.update(state, grads)
         if report.nonfinite and not report.overflow:
             raise RunStopped(
-                f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower warm_start.learning_rate."
+                f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower "
+                "warm_start.learning_rate."
             )
         losses.append(float(loss))
         on_step(step + 1, losses[-1])
@@ -121,7 +143,11 @@ def warm_start(
 
 def _one_per_row(rows: list[Solution], row_tokens: int) -> TrainBatch:
     shape = (len(rows), row_tokens)
-    token_ids, segment_ids, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    token_ids, segment_ids, loss_mask = (
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, bool),
+    )
     for index, row in enumerate(rows):
         ids = row.prompt_ids + row.solution_ids
         token_ids[index, : len(ids)] = ids

@@ -1,7 +1,8 @@
 """The trainer's end of a reward worker: start, ask, time out, kill, start again.
 
-A call that passes its time limit is killed with everything it has started (the worker leads a process group of its own),
-a call that ends its process is noticed at once, and the next call gets a fresh worker.  Only the sample at fault is lost.
+A call that passes its time limit is killed with everything it has started (the worker leads a process group
+of its own), a call that ends its process is noticed at once, and the next call gets a fresh worker.  Only the
+sample at fault is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _FRAME_BYTES = 1 << 30
 
 @dataclass
 class Scores:
-    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none", "nan")."""
+    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none",
+    "nan").
+    """
 
     values: list[float | None]
     failed: dict[int, str] = field(default_factory=dict)
@@ -63,11 +66,21 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int
 class RewardProcess:
     """One reward function in a worker process that is started by the first call and lives until ``close``.
 
-    target: ``module:function``, or pickled: a pickled ``(completion, example) -> number``.  ``timeout_s`` limits one call.
+    target: ``module:function``, or pickled: a pickled ``(completion, example) -> number``.  ``timeout_s``
+      limits one call.
     """
 
-    def __init__(self, name: str, *, target: str | None, pickled: bytes | None, timeout_s: float, log_directory: str | Path | None = None):
-        self.name, self._timeout_s = name, timeout_s
+    def __init__(
+        self,
+        name: str,
+        *,
+        target: str | None,
+        pickled: bytes | None,
+        timeout_s: float,
+        log_directory: str | Path | None = None,
+    ):
+        self.name = name
+        self._timeout_s = timeout_s
         self._start_message = {"target": target, "pickled": pickled}
         self._log_directory = log_directory
         self._log: IO[bytes] | None = None
@@ -82,11 +95,17 @@ class RewardProcess:
             return
         ours, theirs = socket.socketpair()
         log = self._open_log()
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}  # the accelerator is the trainer's
+        # the accelerator is the trainer's
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
         theirs.close()
         self._connection = ours
         self._finalizer = weakref.finalize(self, _end, self._process, ours, os.getpid())
@@ -98,7 +117,9 @@ class RewardProcess:
             self._stop()
             raise UserError(f"reward {self.name}: not loaded within {START_TIMEOUT_S:.0f} s.") from None
         except _Crashed as error:
-            raise UserError(f"reward {self.name}: its process ended while the function was loaded: {error}") from None
+            raise UserError(
+                f"reward {self.name}: its process ended while the function was loaded: {error}"
+            ) from None
         if "bad" in self._ready:
             self._stop()
             raise UserError(f"reward {self.name}: {worker.BadReward(*self._ready['bad']).sentence()}")
@@ -111,7 +132,9 @@ class RewardProcess:
             self._log = None
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> Scores:
-        """Rewards of a batch: one call for all, and one by one where that fails (or where the function is per sample)."""
+        """Rewards of a batch: one call for all, and one by one where that fails (or where the function is
+        per sample).
+        """
         scores = Scores([None] * count)
         self._trim_log()
         if self._process is not None and self._process.poll() is not None:  # died between two batches
@@ -135,7 +158,10 @@ class RewardProcess:
             return self._checked(self._receive(self._timeout_s), columns, range(count))
         except _TimedOut:
             self._stop()
-            return {"failed": "timeout", "message": f"no answer for {count} completions within {self._timeout_s:g} s"}
+            return {
+                "failed": "timeout",
+                "message": f"no answer for {count} completions within {self._timeout_s:g} s",
+            }
         except _Crashed as error:
             return {"failed": "exception", "message": f"its process ended: {error}"}
 
@@ -145,7 +171,10 @@ class RewardProcess:
             if hangs >= MAX_HANGS or crashes >= MAX_CRASHES:
                 kind = "timeout" if hangs >= MAX_HANGS else "exception"
                 scores.failed.update(dict.fromkeys(pending, kind))
-                scores.messages.append(f"gave up on {len(pending)} completions after {hangs} time-outs and {crashes} crashes in one batch")
+                scores.messages.append(
+                    f"gave up on {len(pending)} completions after {hangs} time-outs and {crashes} "
+                    "crashes in one batch"
+                )
                 return
             done = 0
             try:
@@ -176,10 +205,14 @@ class RewardProcess:
         chosen = {key: [columns[key][i] for i in indices] for key in self._ready["columns"]}
         self._send({"columns": chosen, "count": len(indices), "step": step}, self._timeout_s)
 
-    def _checked(self, outcome: dict[str, Any], columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, Any]:
+    def _checked(
+        self, outcome: dict[str, Any], columns: Mapping[str, Sequence[Any]], indices: Sequence[int]
+    ) -> dict[str, Any]:
         if "bad" in outcome:
             self._stop()  # further replies to this request must not answer the next
-            raise UserError(f"reward {self.name}: {worker.BadReward(*outcome['bad']).sentence(columns, indices)}")
+            raise UserError(
+                f"reward {self.name}: {worker.BadReward(*outcome['bad']).sentence(columns, indices)}"
+            )
         return outcome
 
     def _send(self, message: dict[str, Any], timeout_s: float) -> None:
@@ -187,7 +220,8 @@ class RewardProcess:
             payload = pickle.dumps(message)
         except Exception as error:
             raise UserError(
-                f"reward {self.name}: its arguments cannot be sent to a worker process: {type(error).__name__}: {error}"
+                f"reward {self.name}: its arguments cannot be sent to a worker process: "
+                f"{type(error).__name__}: {error}"
             ) from error
         assert self._connection is not None
         self._connection.settimeout(timeout_s)
@@ -244,7 +278,13 @@ class RewardProcess:
         if log is not None:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 1200))
             tail = log.read().decode("utf-8", "replace").strip()
-        how = "it closed its connection" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        how = (
+            "it closed its connection"
+            if status is None
+            else f"signal {-status}"
+            if status < 0
+            else f"exit status {status}"
+        )
         return how + (f"; its last output: {tail!r}" if tail else "")
 
     def _stop(self) -> None:
@@ -257,7 +297,8 @@ class RewardProcess:
         if self._log is None:
             if self._log_directory is None:
                 self._log = tempfile.TemporaryFile("ab+")
-                fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)  # the worker writes at the end wherever we read
+                # the worker writes at the end wherever we read
+                fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
             else:
                 safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
                 self._log = (Path(self._log_directory) / f"reward-{safe}.log").open("ab+")

@@ -1,11 +1,12 @@
 """The worker process of a reward function, and the call both sides share.
 
-Run as a file, not as a module, so that it starts in tens of milliseconds: standard library only, no jax, nothing of
-this package unless the reward itself imports it.  It speaks over one socket (argument 1): frames of 8 bytes length and
-a payload, pickles in, JSON out.  Standard input, output and error are not the protocol's: a reward may print bytes.
+Run as a file, not as a module, so that it starts in tens of milliseconds: standard library only, no jax,
+nothing of this package unless the reward itself imports it.  It speaks over one socket (argument 1): frames
+of 8 bytes length and a payload, pickles in, JSON out.  Standard input, output and error are not the
+protocol's: a reward may print bytes.
 
-A fork made by a reward that returns into this file leaves at once.  When the trainer is gone, the worker ends itself
-and its children.
+A fork made by a reward that returns into this file leaves at once.  When the trainer is gone, the worker ends
+itself and its children.
 """
 
 from __future__ import annotations
@@ -36,21 +37,31 @@ NAMED_COLUMNS = (*COLUMNS, "thought_opened")  # the last is given only to functi
 
 
 class BadReward(Exception):
-    """A reward function that does not keep its contract: not a failure of one sample but an error of its author.
+    """A reward function that does not keep its contract: not a failure of one sample but an error of its
+    author.
 
     index: of the completion at fault within the call, where it is one.
     """
 
     def __init__(self, what: str, expected: str = "", index: int | None = None):
         super().__init__(what, expected, index)
-        self.what, self.expected, self.index = what, expected, index
+        self.what = what
+        self.expected = expected
+        self.index = index
 
-    def sentence(self, columns: Mapping[str, Sequence[Any]] | None = None, indices: Sequence[int] = ()) -> str:
-        """What was returned, for which completion of the batch that `columns` hold (`indices`: those of the call), what was expected."""
+    def sentence(
+        self, columns: Mapping[str, Sequence[Any]] | None = None, indices: Sequence[int] = ()
+    ) -> str:
+        """What was returned, for which completion of the batch that `columns` hold (`indices`:
+        those of the call), what was expected.
+        """
         place = ""
         if self.index is not None and columns is not None:
             i = indices[self.index]
-            place = f" for completion {i} ({_short(columns['completions'][i])} after the prompt {_short(columns['prompts'][i])})"
+            place = (
+                f" for completion {i} ({_short(columns['completions'][i])} after the prompt "
+                f"{_short(columns['prompts'][i])})"
+            )
         return f"{self.what}{place}{f', expected {self.expected}' if self.expected else ''}"
 
 
@@ -63,11 +74,16 @@ class PerSample:
         self._verifier = verifier
 
     def __call__(self, completions: list[str], examples: list[Any]) -> list[Any]:
-        return [self._verifier(completion, example) for completion, example in zip(completions, examples, strict=True)]
+        return [
+            self._verifier(completion, example)
+            for completion, example in zip(completions, examples, strict=True)
+        ]
 
 
 def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a user's function takes, by the names of its parameters; raises BadReward for one we have not."""
+    """The columns a user's function takes, by the names of its parameters;
+    raises BadReward for one we have not.
+    """
     if isinstance(function, PerSample):
         return ("completions", "examples")
     try:
@@ -76,10 +92,19 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
         return COLUMNS
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise BadReward(f"takes {parameter.name!r} by position only", "def reward(prompts, completions, answers, **kwargs)")
-        required = parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            raise BadReward(
+                f"takes {parameter.name!r} by position only",
+                "def reward(prompts, completions, answers, **kwargs)",
+            )
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
         if required and parameter.name not in NAMED_COLUMNS:
-            raise BadReward(f"needs an argument {parameter.name!r} that is not given; there are {', '.join(NAMED_COLUMNS)}")
+            raise BadReward(
+                f"needs an argument {parameter.name!r} that is not given; there are "
+                f"{', '.join(NAMED_COLUMNS)}"
+            )
     named = tuple(parameter.name for parameter in parameters if parameter.name in NAMED_COLUMNS)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return tuple(dict.fromkeys((*COLUMNS, *named)))
@@ -89,11 +114,14 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
 def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:
     """Rewards as floats.  None and NaN stay: they leave their sample out.
 
-    Booleans, numpy and zero-dimensional values count as numbers.  Raises BadReward for all that is no number, and for one that
-    is infinite or would be in FP32, in which the trainer computes.
+    Booleans, numpy and zero-dimensional values count as numbers.  Raises BadReward for all that is no number,
+    and for one that is infinite or would be in FP32, in which the trainer computes.
     """
     if len(values) != count:
-        raise BadReward(f"returned {'more than ' * (len(values) > count)}{min(len(values), count)} rewards for {count} completions")
+        raise BadReward(
+            f"returned {'more than ' * (len(values) > count)}{min(len(values), count)} rewards for "
+            f"{count} completions"
+        )
     return [_to_number(value, index) for index, value in enumerate(values)]
 
 
@@ -102,7 +130,9 @@ def _to_number(value: Any, index: int) -> float | None:
         try:
             value = value.item()
         except Exception:
-            raise BadReward(f"returned {type(value).__name__} of more than one value", A_NUMBER, index) from None
+            raise BadReward(
+                f"returned {type(value).__name__} of more than one value", A_NUMBER, index
+            ) from None
     if value is None:
         return None
     if not isinstance(value, Real | Decimal):
@@ -118,11 +148,15 @@ def _to_number(value: Any, index: int) -> float | None:
     return number
 
 
-def call(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int) -> list[float | None]:
+def call(
+    function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int
+) -> list[float | None]:
     """One call of a reward function; what it raises passes through, a broken contract raises BadReward."""
     returned = function(**columns)
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
-        raise BadReward(f"returned {type(returned).__name__} {_short(returned)}", f"a list of {count} numbers or None")
+        raise BadReward(
+            f"returned {type(returned).__name__} {_short(returned)}", f"a list of {count} numbers or None"
+        )
     return to_numbers(list(itertools.islice(returned, count + 1)), count)
 
 
@@ -168,7 +202,9 @@ def _receive_frame(connection: socket.socket) -> bytes | None:
 
 
 def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
-    """The reward function: ``module:function`` by import, or a pickled verifier, made ready by its ``prepare`` if it has one."""
+    """The reward function: ``module:function`` by import, or a pickled verifier,
+    made ready by its ``prepare`` if it has one.
+    """
     sys.path[:] = start["sys_path"]
     if start["pickled"] is not None:
         verifier = pickle.loads(start["pickled"])
@@ -183,7 +219,9 @@ def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
     return found
 
 
-def _outcome(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Any]:
+def _outcome(
+    function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int
+) -> dict[str, Any]:
     try:
         return {"values": call(function, columns, count)}
     except BadReward as error:
@@ -232,7 +270,9 @@ def main(descriptor: int) -> None:
         columns, count, step = request["columns"], request["count"], request["step"]
         for start in range(0, count, step):
             stop = min(start + step, count)
-            reply(_outcome(function, {key: values[start:stop] for key, values in columns.items()}, stop - start))
+            reply(
+                _outcome(function, {key: values[start:stop] for key, values in columns.items()}, stop - start)
+            )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""The product of a linear layer on unquantised operands: x Wᵀ in BF16 or FP16 with FP32 sums, batch-invariant.
+"""The product of a linear layer on unquantised operands: x Wᵀ in BF16 or FP16 with FP32 sums,
+batch-invariant.
 
     out[m, n] = sum over k of x[m, k] w[n, k]        products exact, sums FP32, rounded once to `out_dtype`
 
-cuBLAS takes another algorithm for one row than for thousands, and with it another order of sums: a token's logprob in
-decode and in training would differ in its last bits. Here one element's bits depend on its row of x and of W alone:
+cuBLAS takes another algorithm for one row than for thousands, and with it another order of sums: a token's
+logprob in decode and in training would differ in its last bits. Here one element's bits depend on its row of
+x and of W alone:
 
-    xla               the definition (`reference`): summed in float64, rounded once to FP32. Another order of the float64 sums
-                      changes an FP32 result only where it is within some 1e-15 of a tie
+    xla               the definition (`reference`): summed in float64, rounded once to FP32. Another order of
+                      the float64 sums changes an FP32 result only where it is within some 1e-15 of a tie
     xla_fast          XLA's own product with FP32 sums: their order may depend on every size
-    mosaic_gpu        one kernel with one tile and one order of K for every M, N and K (`mosaic`), on Hopper's tensor cores
+    mosaic_gpu        one kernel with one tile and one order of K for every M, N and K (`mosaic`), on Hopper's
+                      tensor cores
     mosaic_interpret  the same kernel on a CPU, with race detection, for tests
     auto              mosaic_gpu where it can run, else xla
 
-The kernel takes every size: K in multiples of 64, M of 8 and N of 16 need no copy, others are filled up with zeros, exactly.
+The kernel takes every size: K in multiples of 64, M of 8 and N of 16 need no copy, others are filled up with
+  zeros, exactly.
 Not meant to be differentiated: it is called from custom differentiation rules.
 """
 
@@ -32,7 +36,9 @@ OPERAND_DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.float32, *OPERAND_DTYPES)
 
 
-def dense_matmul(x: jax.Array, w: jax.Array, *, out_dtype: Any = jnp.float32, implementation: str = "xla") -> jax.Array:
+def dense_matmul(
+    x: jax.Array, w: jax.Array, *, out_dtype: Any = jnp.float32, implementation: str = "xla"
+) -> jax.Array:
     """x Wᵀ.
 
     Args:
@@ -41,8 +47,8 @@ def dense_matmul(x: jax.Array, w: jax.Array, *, out_dtype: Any = jnp.float32, im
       out_dtype: float32, bfloat16 or float16, rounded once from the FP32 sum.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [M, N] in `out_dtype`. Against float64 within the roundings of FP32 sums, and rows and columns the same bits whatever
-      stands beside them, `xla_fast` apart (tests/kernels/test_dense.py).
+      [M, N] in `out_dtype`. Against float64 within the roundings of FP32 sums, and rows and columns the same
+      bits whatever stands beside them, `xla_fast` apart (tests/kernels/test_dense.py).
     Raises:
       ValueError: shapes, dtypes or names do not fit; the message carries both shapes.
       NotImplementedError: a kernel asked for by name cannot run here; the message says why.
@@ -51,7 +57,8 @@ def dense_matmul(x: jax.Array, w: jax.Array, *, out_dtype: Any = jnp.float32, im
     problem = "an operand is empty" if 0 in x.shape + w.shape else None
     name = resolve("dense_matmul", implementation, IMPLEMENTATIONS, problem).name
     if name.startswith("mosaic"):
-        from pallas_kernels.dense import mosaic  # here, because Pallas for GPUs is not there on every platform
+        # here, because Pallas for GPUs is not there on every platform
+        from pallas_kernels.dense import mosaic
 
         return mosaic.dense_matmul(x, w, jnp.dtype(out_dtype), name == "mosaic_interpret")
     return (reference.matmul_exact if name == "xla" else reference.matmul_fast)(x, w, jnp.dtype(out_dtype))
@@ -61,9 +68,14 @@ def _check(x: jax.Array, w: jax.Array, out_dtype: Any, implementation: str) -> N
     """Raises one ValueError that lists everything wrong with a call."""
     problems = []
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        problems.append(f"shapes do not fit: got x.shape={x.shape} and w.shape={w.shape}, expected [M, K] and [N, K]")
+        problems.append(
+            f"shapes do not fit: got x.shape={x.shape} and w.shape={w.shape}, expected [M, K] and [N, K]"
+        )
     if x.dtype != w.dtype or x.dtype not in OPERAND_DTYPES:
-        problems.append(f"wrong dtypes: got x.dtype={x.dtype} and w.dtype={w.dtype}, expected bfloat16 or float16, the same of both")
+        problems.append(
+            f"wrong dtypes: got x.dtype={x.dtype} and w.dtype={w.dtype}, expected bfloat16 or float16, "
+            "the same of both"
+        )
     if out_dtype not in OUT_DTYPES:
         problems.append(f"wrong dtype: got out_dtype={out_dtype}, expected float32, bfloat16 or float16")
     if implementation not in IMPLEMENTATIONS:

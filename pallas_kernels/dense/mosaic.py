@@ -1,17 +1,20 @@
-"""The product x Wᵀ of BF16 or FP16 matrices on Hopper's tensor cores: one tile, one order of K, whatever the sizes.
+"""The product x Wᵀ of BF16 or FP16 matrices on Hopper's tensor cores: one tile, one order of K, whatever the
+sizes.
 
-A program is a producer warpgroup, which asks TMA for tiles of x and W into a ring of slots, and two consumers, which
-multiply 64 rows each by wgmma into FP32 registers. Programs come in clusters of two along N that share their tiles of x
-by multicast, and are persistent: each walks over tiles of the result, and its producer runs ahead into the next one.
-There is no split of K, and no size chooses another tile: an element is the sum of its K products in steps of 16, ascending,
-into one accumulator. A tile of 128 x 128 serves training and decode alike; one of 128 x 256 would load less for each product
-in training and leave half of the multiprocessors idle in decode.
+A program is a producer warpgroup, which asks TMA for tiles of x and W into a ring of slots, and two
+consumers, which multiply 64 rows each by wgmma into FP32 registers. Programs come in clusters of two along N
+that share their tiles of x
+by multicast, and are persistent: each walks over tiles of the result, and its producer runs ahead into the
+next one. There is no split of K, and no size chooses another tile: an element is the sum of its K products in
+steps of 16, ascending, into one accumulator. A tile of 128 x 128 serves training and decode alike; one of 128
+x 256 would load less for each product in training and leave half of the multiprocessors idle in decode.
 
-TMA wants M in multiples of 8, N of 8 (FP32 results) or 16, and K of 64. Zeros fill up what has other sizes (a copy of that
-operand), which add nothing, and the result is cut. Rows and columns past an array's end within a tile are zeros on the way in
-and dropped on the way out.
+TMA wants M in multiples of 8, N of 8 (FP32 results) or 16, and K of 64. Zeros fill up what has other sizes (a
+copy of that operand), which add nothing, and the result is cut. Rows and columns past an array's end within a
+tile are zeros on the way in and dropped on the way out.
 
-JAX's own `pallas.ops.gpu.hopper_matmul_mgpu` takes W as [K, N], sizes in multiples of its tiles and gives the operands'
+JAX's own `pallas.ops.gpu.hopper_matmul_mgpu` takes W as [K, N], sizes in multiples of its tiles and gives the
+operands'
 dtype: for a head's FP32 logits it would need a turned copy of W, and filled up ones of everything.
 """
 
@@ -44,14 +47,16 @@ _ROWS, _NARROWEST_BYTES = 8, 32
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def dense_matmul(x: jax.Array, w: jax.Array, out_dtype: Any, interpret: bool = False) -> jax.Array:
-    """x [M, K] times w [N, K] transposed, BF16 or FP16 both: [M, N] in `out_dtype`, rounded once from the FP32 sum.
+    """x [M, K] times w [N, K] transposed, BF16 or FP16 both: [M, N] in `out_dtype`, rounded once from the
+    FP32 sum.
 
     Args:
       interpret: run on the CPU with race detection instead of on a GPU.
     Raises:
       NotImplementedError: `interpret` without an interpreter.
     """
-    (m, _), n = x.shape, w.shape[0]
+    (m, _) = x.shape
+    n = w.shape[0]
     x, w = _fill(x, _ROWS), _fill(w, _NARROWEST_BYTES // jnp.dtype(out_dtype).itemsize)
     kernel = _Product(x.shape[0], w.shape[0], x.shape[1] // TILE_K, x.dtype, jnp.dtype(out_dtype))
     return kernel(x, w, interpret)[:m, :n]
@@ -100,13 +105,24 @@ class _Product:
                 "w_smem": tile(TILE_N, TILE_K, self.dtype, (STAGES,)),
                 "out_smem": tile(WGMMA_ROWS, out_columns, self.out_dtype, (WARPGROUPS,)),
                 "full_barrier": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-                "empty_barrier": plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=WARPGROUPS, num_barriers=STAGES),
+                "empty_barrier": plgpu.ClusterBarrier(
+                    collective_axes=("pair",), num_arrivals=WARPGROUPS, num_barriers=STAGES
+                ),
             },
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )(x, w)
 
     def _body(
-        self, x_gmem: Any, w_gmem: Any, out_gmem: Any, *, x_smem: Any, w_smem: Any, out_smem: Any, full_barrier: Any, empty_barrier: Any
+        self,
+        x_gmem: Any,
+        w_gmem: Any,
+        out_gmem: Any,
+        *,
+        x_smem: Any,
+        w_smem: Any,
+        out_smem: Any,
+        full_barrier: Any,
+        empty_barrier: Any,
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         registers = REGISTERS[WARPGROUPS]
@@ -124,7 +140,9 @@ class _Product:
             def copy(slot: jax.Array, step: jax.Array) -> None:
                 rows, columns, depth = pl.ds(row, TILE_M), pl.ds(column, TILE_N), pl.ds(step * TILE_K, TILE_K)
                 full = full_barrier.at[slot]
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows, depth], x_smem.at[slot], full, collective_axes=("pair",))
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[rows, depth], x_smem.at[slot], full, collective_axes=("pair",)
+                )
                 plgpu.copy_gmem_to_smem(w_gmem.at[columns, depth], w_smem.at[slot], full)
 
             return copy
@@ -165,11 +183,15 @@ class _Product:
 
             plgpu.wait_smem_to_gmem(0)
 
-    def _store(self, out_gmem: Any, out_smem: Any, sums: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    def _store(
+        self, out_gmem: Any, out_smem: Any, sums: jax.Array, row: jax.Array, column: jax.Array
+    ) -> None:
         """Rounds once and writes a warpgroup's rows, some columns at a time, through shared memory."""
         width = self._out_columns
         for start in range(0, TILE_N, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_smem[...] = sums[:, start : start + width].astype(self.out_dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(row, WGMMA_ROWS), pl.ds(column + start, width)])
+            plgpu.copy_smem_to_gmem(
+                out_smem, out_gmem.at[pl.ds(row, WGMMA_ROWS), pl.ds(column + start, width)]
+            )

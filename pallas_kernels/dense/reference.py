@@ -3,7 +3,8 @@
     exact   out = out_dtype(f32(sum over k of f64(x[m, k]) f64(w[n, k])))
     fast    out = out_dtype(sum over k of x[m, k] w[n, k]),   FP32 sums in an order that XLA chooses
 
-A product of two such numbers is exact in float64, and K float64 additions are off by K 2**-53 of the sum of magnitudes.
+A product of two such numbers is exact in float64, and K float64 additions are off by K 2**-53 of the sum of
+magnitudes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _jit = functools.partial(jax.jit, static_argnums=(2,), inline=True)
 
 @_jit
 def matmul_exact(x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
-    """x [M, K] times w [N, K] transposed: [M, N], no element of which depends on what stands beside it, but for ties."""
+    """x [M, K] times w [N, K] transposed: [M, N], no element of which depends on what stands beside it,
+    but for ties.
+    """
     with jax.enable_x64(True):
         total = round_to_float32(lax.dot_general(to_float64(x), to_float64(w), _CONTRACT_LAST))
     return round_output(total, out_dtype)

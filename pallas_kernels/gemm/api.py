@@ -6,22 +6,25 @@ with an FP32 accumulator. Two orders of the scale products exist in the field, `
   "deepgemm": acc = fma(dot, sa * sb, acc)      (DeepGEMM and cuBLASLt blockwise on Hopper)
   "triton":   acc = fma(dot * sa, sb, acc)      (vLLM's Triton kernel)
 `implementation` says how the inner dot of 128 is formed, and on what:
-  "xla":               exactly (float64), rounded once to FP32: the definition; a row of the result does not depend on
-                       the others
-  "xla_fast":          BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the last bits
-                       and between batch sizes
-  "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision, row-invariant
+  "xla":               exactly (float64), rounded once to FP32: the definition; a row of the result does not
+                       depend on the others
+  "xla_fast":          BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the
+                       last bits and between batch sizes
+  "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision,
+                       row-invariant
   "mosaic_interpret":  the same kernel interpreted on a CPU, with race detection
-  "triton":            vLLM's own kernel through jax_triton (`vllm_triton`), in its order alone: for comparison, by name only
+  "triton":            vLLM's own kernel through jax_triton (`vllm_triton`), in its order alone: for
+                       comparison, by name only
   "auto":              "mosaic_gpu" where it can run, else "xla"; ask `implementations.resolve` which
-The Pallas kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others are filled up with
-zeros and cut, exactly. They read both operands along the contraction. FProp's lie so; DGrad's W and
-both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds turned copies already (of
-weights that serve many microbatches, or from a quantiser that writes both ways) calls `matmul` with them instead.
-Weights keep the [out, in] layout; the (128, 128) block transposes exactly, so DGrad needs no second quantisation.
-With `accumulator` the finished product is added to it by one FP32 addition (as DeepGEMM's += does); the Pallas kernels do
-so on their way out, in the accumulator's buffer where XLA may take it.
-None of these functions is meant to be differentiated: they are called from custom differentiation rules.
+The Pallas kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others
+are filled up with zeros and cut, exactly. They read both operands along the contraction. FProp's lie so;
+DGrad's W and both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds
+turned copies already (of weights that serve many microbatches, or from a quantiser that writes both ways)
+calls `matmul` with them instead. Weights keep the [out, in] layout; the (128, 128) block transposes exactly,
+so DGrad needs no second quantisation. With `accumulator` the finished product is added to it by one FP32
+addition (as DeepGEMM's += does); the Pallas kernels do so on their way out, in the accumulator's buffer where
+XLA may take it. None of these functions is meant to be differentiated: they are called from custom
+differentiation rules.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def matmul(
     implementation: str = "xla",
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of 128 along it.
+    """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of
+    128 along it.
 
     Args:
       a: [M, K], block shape (1, 128).
@@ -57,14 +61,25 @@ def matmul(
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
       implementation: one of `IMPLEMENTATIONS`.
-      accumulator: float32 [M, N], to which the product is added; `out_dtype` must be float32 then. None: nothing is added.
+      accumulator: float32 [M, N], to which the product is added; `out_dtype` must be float32 then. None:
+        nothing is added.
     Returns:
-      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
+      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py
+      (tests/kernels/test_gemm.py).
     Raises:
       ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
       NotImplementedError: a kernel asked for by name cannot run here; the message says why.
     """
-    _check("matmul", ("a", a, ((1, BLOCK),)), ("b", b, ((BLOCK, BLOCK), (1, BLOCK))), 1, 1, out_dtype, promotion_order, implementation)
+    _check(
+        "matmul",
+        ("a", a, ((1, BLOCK),)),
+        ("b", b, ((BLOCK, BLOCK), (1, BLOCK))),
+        1,
+        1,
+        out_dtype,
+        promotion_order,
+        implementation,
+    )
     return _run("matmul", a, b, out_dtype, promotion_order, implementation, accumulator)
 
 
@@ -89,7 +104,16 @@ def fprop(
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """
-    _check("fprop", ("x", x, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 1, out_dtype, promotion_order, implementation)
+    _check(
+        "fprop",
+        ("x", x, ((1, BLOCK),)),
+        ("w", w, ((BLOCK, BLOCK),)),
+        1,
+        1,
+        out_dtype,
+        promotion_order,
+        implementation,
+    )
     return _run("fprop", x, w, out_dtype, promotion_order, implementation)
 
 
@@ -112,7 +136,16 @@ def dgrad(
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """
-    _check("dgrad", ("dy", dy, ((1, BLOCK),)), ("w", w, ((BLOCK, BLOCK),)), 1, 0, out_dtype, promotion_order, implementation)
+    _check(
+        "dgrad",
+        ("dy", dy, ((1, BLOCK),)),
+        ("w", w, ((BLOCK, BLOCK),)),
+        1,
+        0,
+        out_dtype,
+        promotion_order,
+        implementation,
+    )
     return _run("dgrad", dy, w.transpose(), out_dtype, promotion_order, implementation)
 
 
@@ -131,15 +164,20 @@ def wgrad(
       dy: [M, N], block shape (128, 1).
       x: [M, K], block shape (128, 1) or (128, 128).
       out_dtype, promotion_order, implementation: as in `fprop`; gradients of masters are float32.
-      accumulator: float32 [N, K], to which the product is added; `out_dtype` must be float32 then. None: nothing is added.
+      accumulator: float32 [N, K], to which the product is added; `out_dtype` must be float32 then. None:
+        nothing is added.
     Returns:
       [N, K] in `out_dtype`.
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """
     blocks = ((BLOCK, 1), (BLOCK, BLOCK))
-    _check("wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation)
-    return _run("wgrad", dy.transpose(), x.transpose(), out_dtype, promotion_order, implementation, accumulator)
+    _check(
+        "wgrad", ("dy", dy, blocks[:1]), ("x", x, blocks), 0, 0, out_dtype, promotion_order, implementation
+    )
+    return _run(
+        "wgrad", dy.transpose(), x.transpose(), out_dtype, promotion_order, implementation, accumulator
+    )
 
 
 def _run(
@@ -151,7 +189,9 @@ def _run(
     implementation: str,
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """A Bᵀ, added to the accumulator if there is one, by the implementation that was asked for, or an error that says why it cannot run."""
+    """A Bᵀ, added to the accumulator if there is one, by the implementation that was asked for,
+    or an error that says why it cannot run.
+    """
     problem = "an operand is empty" if 0 in a.shape + b.shape else None
     if implementation == "triton":
         problem = problem or vllm_triton.call_problem(a, b, promotion_order)
@@ -162,11 +202,15 @@ def _run(
     if name.startswith("mosaic"):
         from pallas_kernels.gemm import mosaic  # here, because Pallas for GPUs is not there on every platform
 
-        return mosaic.matmul(a, b, dtype, promotion_order, name == "mosaic_interpret", accumulator=accumulator)
+        return mosaic.matmul(
+            a, b, dtype, promotion_order, name == "mosaic_interpret", accumulator=accumulator
+        )
     if name == "triton":
         product = vllm_triton.matmul(a, b, dtype)
     else:
-        product = (reference.matmul_exact if name == "xla" else reference.matmul_fast)(a, b, dtype, promotion_order)
+        product = (reference.matmul_exact if name == "xla" else reference.matmul_fast)(
+            a, b, dtype, promotion_order
+        )
     return product if accumulator is None else add_finished(accumulator, product)
 
 
@@ -174,7 +218,9 @@ def _check_accumulator(function: str, accumulator: jax.Array, shape: tuple[int, 
     """Raises ValueError unless the accumulator and the result are both FP32, of this shape."""
     if (accumulator.shape, accumulator.dtype, out_dtype) != (shape, jnp.float32, jnp.float32):
         got = f"got accumulator {accumulator.dtype}{list(accumulator.shape)} and out_dtype={out_dtype}"
-        raise ValueError(f"{function}: wrong accumulator: {got}, expected float32 {list(shape)} and out_dtype=float32.")
+        raise ValueError(
+            f"{function}: wrong accumulator: {got}, expected float32 {list(shape)} and out_dtype=float32."
+        )
 
 
 _Operand = tuple[str, ScaledArray, tuple[tuple[int, int], ...]]
@@ -194,19 +240,27 @@ def _check(
     problems = []
     for name, array, block_shapes in (left, right):
         if not isinstance(array, ScaledArray):
-            raise ValueError(f"{function}: wrong type: got {name}={type(array).__name__}, expected ScaledArray.")
+            raise ValueError(
+                f"{function}: wrong type: got {name}={type(array).__name__}, expected ScaledArray."
+            )
         array.check()
         if array.block_shape not in block_shapes:
-            problems.append(f"wrong block shape: got {name}.block_shape={array.block_shape}, expected one of {block_shapes}")
+            problems.append(
+                f"wrong block shape: got {name}.block_shape={array.block_shape}, expected one of "
+                f"{block_shapes}"
+            )
     if left[1].shape[left_axis] != right[1].shape[right_axis]:
         problems.append(
-            f"contracted sizes differ: got {left[0]}.shape={left[1].shape} and {right[0]}.shape={right[1].shape}, "
+            f"contracted sizes differ: got {left[0]}.shape={left[1].shape} and "
+            f"{right[0]}.shape={right[1].shape}, "
             f"expected {left[0]}.shape[{left_axis}] == {right[0]}.shape[{right_axis}]"
         )
     if out_dtype not in OUT_DTYPES:
         problems.append(f"wrong dtype: got out_dtype={out_dtype}, expected bfloat16, float16 or float32")
     if promotion_order not in PROMOTION_ORDERS:
-        problems.append(f"unknown order: got promotion_order={promotion_order!r}, expected one of {PROMOTION_ORDERS}")
+        problems.append(
+            f"unknown order: got promotion_order={promotion_order!r}, expected one of {PROMOTION_ORDERS}"
+        )
     if implementation not in IMPLEMENTATIONS:
         problems.append(unknown_name(implementation, IMPLEMENTATIONS))
     if problems:

@@ -1,8 +1,9 @@
 """How a Pallas GEMM is cut into tiles: one frozen value, and the rule that picks it from the shape.
 
-A tile shape changes the speed and never the bits: every kernel adds the blocks of K in ascending order into one FP32
-accumulator, so a row of the result does not depend on the tile, nor on the number of rows. `choose` looks a shape up
-in `tuned_h100.json` (measured; it names its source) and follows plain rules where the table has no such shape.
+A tile shape changes the speed and never the bits: every kernel adds the blocks of K in ascending order into
+one FP32 accumulator, so a row of the result does not depend on the tile, nor on the number of rows. `choose`
+looks a shape up in `tuned_h100.json` (measured; it names its source) and follows plain rules where the table
+has no such shape.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pallas_kernels.hopper import REGISTERS, SMEM_BYTES, WGMMA_ROWS
 TABLE_FILE = Path(__file__).with_name("tuned_h100.json")
 """Measured configurations per shape, written by `python -m pallas_kernels.tune`."""
 LARGEST_SWAP_K = 256 * BLOCK
-"""The swapped kernel fetches the scales of all blocks of K by one copy, of which TMA limits every side to 256."""
+"""The swapped kernel fetches the scales of all blocks of K by one copy; TMA limits its sides to 256."""
 _BARRIER_BYTES = 1024
 
 
@@ -29,8 +30,8 @@ class TuningConfig:
     """Tiles of one launch: `persistent`, where rows are wgmma rows, or `swap`, where the weights' rows are.
 
     Attributes:
-      tile_m, tile_n: rows and columns of the result per program. In the swapped kernel tile_n is 64 (weight rows) and
-        tile_m the tokens, a multiple of 8.
+      tile_m, tile_n: rows and columns of the result per program. In the swapped kernel tile_n is 64 (weight
+        rows) and tile_m the tokens, a multiple of 8.
       warpgroups: consumers (1 to 3); tile_m is 64 or 128 rows for each.
       stages: blocks of K in shared memory at once.
       cluster: "n": two programs along N share their block of A by multicast; "m": along M, of B; "": none.
@@ -57,7 +58,10 @@ class TuningConfig:
         if self.stages < 2:
             problems.append(f"too few stages: got stages={self.stages}, expected 2 or more")
         if self.smem_bytes(4, True) > SMEM_BYTES:
-            problems.append(f"too large: got {self.smem_bytes(4, True)} bytes of shared memory, expected at most {SMEM_BYTES}")
+            problems.append(
+                f"too large: got {self.smem_bytes(4, True)} bytes of shared memory, expected at most "
+                f"{SMEM_BYTES}"
+            )
         if problems:
             raise ValueError("TuningConfig: " + "; ".join(problems) + ".")
 
@@ -66,23 +70,35 @@ class TuningConfig:
         if self.warpgroups not in REGISTERS:
             return [f"wrong number: got warpgroups={self.warpgroups}, expected one of {tuple(REGISTERS)}"]
         if self.tile_m not in (WGMMA_ROWS * self.warpgroups, 2 * WGMMA_ROWS * self.warpgroups):
-            problems.append(f"rows do not fit: got tile_m={self.tile_m}, expected 64 or 128 for each of {self.warpgroups} warpgroups")
+            problems.append(
+                f"rows do not fit: got tile_m={self.tile_m}, expected 64 or 128 for each of "
+                f"{self.warpgroups} warpgroups"
+            )
         if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
-            problems.append(f"columns do not fit: got tile_n={self.tile_n}, expected a multiple of 32 up to 256")
+            problems.append(
+                f"columns do not fit: got tile_n={self.tile_n}, expected a multiple of 32 up to 256"
+            )
         if self.cluster not in ("", "m", "n"):
             problems.append(f"unknown axis: got cluster={self.cluster!r}, expected 'm', 'n' or ''")
         if self.pair and self.subtiles != 1:
-            problems.append(f"no registers for it: got pair=True with tile_m={self.tile_m}, expected 64 rows for each warpgroup")
+            problems.append(
+                f"no registers for it: got pair=True with tile_m={self.tile_m}, expected 64 rows for "
+                "each warpgroup"
+            )
         if self.scale_columns % 32 or self.tile_n % self.scale_columns:
             problems.append(
-                f"does not divide: got scale_columns={self.scale_columns}, expected a multiple of 32 that divides {self.tile_n}"
+                f"does not divide: got scale_columns={self.scale_columns}, expected a multiple of 32 "
+                f"that divides {self.tile_n}"
             )
         return problems
 
     def _swap_problems(self) -> list[str]:
         problems = []
         if self.tile_m % 8 or not 8 <= self.tile_m <= 64:
-            problems.append(f"tokens do not fit: got tile_m={self.tile_m}, expected a multiple of 8 up to 64 with swap=True")
+            problems.append(
+                f"tokens do not fit: got tile_m={self.tile_m}, expected a multiple of 8 up to 64 with "
+                "swap=True"
+            )
         if (self.tile_n, self.warpgroups, self.cluster, self.pair) != (WGMMA_ROWS, 1, "", False):
             problems.append("swap=True takes tile_n=64, warpgroups=1, cluster='' and pair=False")
         return problems
@@ -93,7 +109,9 @@ class TuningConfig:
         return self.tile_m // (WGMMA_ROWS * self.warpgroups)
 
     def columns_per_scale(self, per_column: bool) -> int:
-        """Columns of a tile that are promoted together: those with one scale of B, or `scale_columns` of them."""
+        """Columns of a tile that are promoted together: those with one scale of B,
+        or `scale_columns` of them.
+        """
         return self.scale_columns if per_column else math.gcd(self.tile_n, BLOCK)
 
     def smem_bytes(self, out_bytes: int, per_column: bool) -> int:
@@ -101,7 +119,11 @@ class TuningConfig:
         codes = self.stages * (max(self.tile_m, 8) + self.tile_n) * BLOCK
         scales = self.stages * 4 * (self.tile_m + (self.tile_n if per_column else 0))
         width = self.columns_per_scale(per_column) if not self.swap else 64
-        out = WGMMA_ROWS * self.warpgroups * min(128, width * out_bytes) if not self.swap else self.tile_m * 64 * out_bytes
+        out = (
+            WGMMA_ROWS * self.warpgroups * min(128, width * out_bytes)
+            if not self.swap
+            else self.tile_m * 64 * out_bytes
+        )
         return codes + scales + out + _BARRIER_BYTES
 
 
@@ -113,7 +135,9 @@ def choose(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
       per_column: B has a scale per row (the result's column) instead of one per 128.
     """
     wanted = ([n, k, per_column], [n, None, per_column])
-    measured = {limit: config for (limit, *size), config in load_table().items() if size in wanted and m <= limit}
+    measured = {
+        limit: config for (limit, *size), config in load_table().items() if size in wanted and m <= limit
+    }
     return measured[min(measured)] if measured else _by_rule(m, n, k, per_column)
 
 
@@ -134,17 +158,24 @@ TRAINING = TuningConfig()
 """Thousands of rows: three warpgroups hide each other's promotion."""
 WGRAD_ROWS = TuningConfig(tile_m=256, warpgroups=2)
 """One scale per row on both sides."""
-SWAP = TuningConfig(tile_m=8, tile_n=64, warpgroups=1, stages=8, cluster="", swap=True, persistent=False, scale_columns=64)
+SWAP = TuningConfig(
+    tile_m=8, tile_n=64, warpgroups=1, stages=8, cluster="", swap=True, persistent=False, scale_columns=64
+)
 """Up to eight rows."""
-DECODE_64 = TuningConfig(tile_m=64, tile_n=64, warpgroups=1, stages=8, cluster="", pair=True, persistent=False, scale_columns=64)
+DECODE_64 = TuningConfig(
+    tile_m=64, tile_n=64, warpgroups=1, stages=8, cluster="", pair=True, persistent=False, scale_columns=64
+)
 """Up to 64 rows: the time is that of reading the weights."""
-DECODE_256 = TuningConfig(tile_m=64, tile_n=128, warpgroups=1, stages=6, cluster="", pair=True, persistent=False)
+DECODE_256 = TuningConfig(
+    tile_m=64, tile_n=128, warpgroups=1, stages=6, cluster="", pair=True, persistent=False
+)
 """Up to 256 rows."""
 
 
 @functools.cache
 def load_table(path: Path = TABLE_FILE) -> dict[tuple[Any, ...], TuningConfig]:
-    """{(largest m, n, k or None for any, per_column): configuration} of a file that `python -m pallas_kernels.tune` writes.
+    """{(largest m, n, k or None for any, per_column): configuration} of a file that `python -m
+    pallas_kernels.tune` writes.
 
     Raises:
       ValueError: a row has an unknown field or a configuration that cannot be.
@@ -155,5 +186,8 @@ def load_table(path: Path = TABLE_FILE) -> dict[tuple[Any, ...], TuningConfig]:
         try:
             table[(row["m"], row["n"], row["k"], row["per_column"])] = TuningConfig(**row["config"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"load_table: bad row: got {row} in {path.name}, expected m, n, k, per_column and config. {error}") from error
+            raise ValueError(
+                f"load_table: bad row: got {row} in {path.name}, expected m, n, k, per_column and "
+                f"config. {error}"
+            ) from error
     return table

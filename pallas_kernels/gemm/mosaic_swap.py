@@ -1,7 +1,8 @@
-"""The block-scaled product A Bᵀ for a few rows of A: the weights' rows take the tensor core's 64, the tokens its columns.
+"""The block-scaled product A Bᵀ for a few rows of A: the weights' rows take the tensor core's 64, the tokens
+its columns.
 
-One wgmma has 64 rows at least. With eight tokens as rows most of it would multiply zeros; as columns they cost eight.
-The result's tile is turned on its way out. Sums, orders and bits are those of `mosaic_tiles`.
+One wgmma has 64 rows at least. With eight tokens as rows most of it would multiply zeros; as columns they
+cost eight. The result's tile is turned on its way out. Sums, orders and bits are those of `mosaic_tiles`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class SwappedGemm:
     out_dtype: Any
     config: TuningConfig
 
-    def __call__(self, a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, *, interpret: bool = False) -> jax.Array:
+    def __call__(
+        self, a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, *, interpret: bool = False
+    ) -> jax.Array:
         """[m, n] in `out_dtype`, from the arguments of `TiledGemm`."""
         config = self.config
         tokens, stages = config.tile_m, config.stages
@@ -53,7 +56,9 @@ class SwappedGemm:
                 "a_smem": tile(tokens, BLOCK, E4M3, (stages,)),
                 "b_smem": tile(WGMMA_ROWS, BLOCK, E4M3, (stages,)),
                 "a_scale_smem": plgpu.SMEM((self.blocks, tokens), jnp.float32),
-                "out_smem": plgpu.SMEM((tokens, WGMMA_ROWS), self.out_dtype, transforms=self._out_transforms()),
+                "out_smem": plgpu.SMEM(
+                    (tokens, WGMMA_ROWS), self.out_dtype, transforms=self._out_transforms()
+                ),
                 "full_barrier": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 "empty_barrier": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
                 "scale_barrier": plgpu.Barrier(),
@@ -63,7 +68,9 @@ class SwappedGemm:
 
     def _out_transforms(self) -> tuple[Any, ...]:
         """Shared memory rows of 128 bytes."""
-        return plgpu.TilingTransform((8, 128 // jnp.dtype(self.out_dtype).itemsize)), plgpu.SwizzleTransform(128)
+        return plgpu.TilingTransform((8, 128 // jnp.dtype(self.out_dtype).itemsize)), plgpu.SwizzleTransform(
+            128
+        )
 
     def _body(
         self,
@@ -111,7 +118,9 @@ class SwappedGemm:
             def weight_scale(block: Any) -> jax.Array:
                 return b_scale_gmem[first_row // BLOCK, jnp.minimum(jnp.int32(block), self.blocks - 1)]
 
-            def add_block(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def add_block(
+                block: jax.Array, carry: tuple[jax.Array, jax.Array]
+            ) -> tuple[jax.Array, jax.Array]:
                 total, scale = carry
                 slot = lax.rem(block, jnp.int32(stages))
                 ahead = weight_scale(block + 1)
@@ -126,7 +135,9 @@ class SwappedGemm:
                 plgpu.barrier_arrive(empty_barrier.at[slot])
                 return self._promote(total, dot, token_scale, scale), ahead
 
-            zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, self.config.tile_m), jnp.float32), plgpu.Layout.WGMMA)
+            zero = plgpu.layout_cast(
+                jnp.zeros((WGMMA_ROWS, self.config.tile_m), jnp.float32), plgpu.Layout.WGMMA
+            )
             plgpu.barrier_wait(scale_barrier)
             total, _ = lax.fori_loop(0, self.blocks, add_block, (zero, weight_scale(0)))
             turned = plgpu.layout_cast(total.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
@@ -135,7 +146,9 @@ class SwappedGemm:
             plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[tokens, weights])
             plgpu.wait_smem_to_gmem(0)
 
-    def _promote(self, total: jax.Array, dot: jax.Array, token_scale: jax.Array, weight_scale: jax.Array) -> jax.Array:
+    def _promote(
+        self, total: jax.Array, dot: jax.Array, token_scale: jax.Array, weight_scale: jax.Array
+    ) -> jax.Array:
         """The sums after one more block of dots; the orders as in `mosaic_tiles`."""
         if self.promotion_order == "triton":
             return total + (dot * lax.broadcast_in_dim(token_scale, dot.shape, [1])) * weight_scale

@@ -1,18 +1,19 @@
 """The block-scaled product A Bᵀ on Hopper's tensor cores: warpgroups that load and warpgroups that multiply.
 
-    dot[m, n] = sum over one block of 128 of A[m, k] B[n, k]        wgmma, in FP32 registers that start at zero
+    dot[m, n] = sum over one block of 128 of A[m, k] B[n, k]    wgmma, in FP32 registers from zero
     "deepgemm":  sum = fma(dot, sa * sb, sum)                       promotion, once per block, K ascending
     "triton":    sum = fma(dot * sa, sb, sum)
 
-A program is one producer warpgroup, which asks TMA for blocks of A, B and their scales into a ring of `stages` slots,
-and one to three consumer warpgroups, which take 64 or 128 rows of the tile each. `full[slot]` says that the copies have
-landed, `empty[slot]` that every consumer is done with them. A persistent program walks over tiles of the result, and
-its producer runs ahead into the next tile. In a cluster two programs share their blocks of A or of B by multicast.
+A program is one producer warpgroup, which asks TMA for blocks of A, B and their scales into a ring of
+`stages` slots, and one to three consumer warpgroups, which take 64 or 128 rows of the tile each. `full[slot]`
+says that the copies have landed, `empty[slot]` that every consumer is done with them. A persistent program
+walks over tiles of the result, and its producer runs ahead into the next tile. In a cluster two programs
+share their blocks of A or of B by multicast.
 
 With `accumulator` the product is added to it in place, each element once and after its last block (`_store`).
 
-Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so tiles need not divide M
-and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
+Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so tiles need
+not divide M and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class TiledGemm:
           a, b: codes [m, k] and [n, k].
           a_scale: float32 [blocks, m].
           b_scale: float32 [ceil(n / 128), blocks], or [blocks, n] where `per_column`.
-          accumulator: float32 [m, n], whose buffer becomes the result's where XLA may take it, or None; float32 `out_dtype` alone.
+          accumulator: float32 [m, n], whose buffer becomes the result's where XLA may take it, or None;
+            float32 `out_dtype` alone.
           interpret: run on the CPU, slowly, with race detection.
         """
         config, pair_axes = self.config, {"cluster": (2,), "cluster_names": ("pair",)}
@@ -118,7 +120,7 @@ class TiledGemm:
         kernel(a, b, a_scale, b_scale, total)
         return jax.freeze(total)
 
-    # ------------------------------------------------------------------------------------------------------------ sizes
+    # ------------------------------------------------------------------------------------------------ sizes
 
     @property
     def _grid(self) -> tuple[int, int]:
@@ -147,13 +149,17 @@ class TiledGemm:
         config = self.config
         empty: Any = plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages)
         if config.cluster:
-            empty = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=config.warpgroups, num_barriers=config.stages)
+            empty = plgpu.ClusterBarrier(
+                collective_axes=("pair",), num_arrivals=config.warpgroups, num_barriers=config.stages
+            )
         scratch = {
             "a_smem": tile(config.tile_m, BLOCK, E4M3, (config.stages,)),
             "b_smem": tile(config.tile_n, BLOCK, E4M3, (config.stages,)),
             "a_scale_smem": plgpu.SMEM((config.stages, config.tile_m), jnp.float32),
             "out_smem": tile(WGMMA_ROWS, self._out_columns, self.out_dtype, (config.warpgroups,)),
-            "full_barrier": plgpu.Barrier(num_arrivals=4 if self.per_column else 3, num_barriers=config.stages),
+            "full_barrier": plgpu.Barrier(
+                num_arrivals=4 if self.per_column else 3, num_barriers=config.stages
+            ),
             "empty_barrier": empty,
         }
         if self.per_column:
@@ -162,7 +168,7 @@ class TiledGemm:
             scratch["accumulator_barrier"] = plgpu.Barrier(num_barriers=config.warpgroups)
         return scratch
 
-    # ----------------------------------------------------------------------------------------------------------- kernel
+    # ----------------------------------------------------------------------------------------------- kernel
 
     def _body(self, *arrays: Any, **scratch: Any) -> None:
         refs = _Refs(**dict(zip(_Refs._fields, arrays, strict=False)), **scratch)
@@ -174,7 +180,13 @@ class TiledGemm:
             if registers:
                 plgpu.set_max_registers(registers[1], action="decrease")
             tiles = self._grid[0] * self._grid[1]
-            fill_ring(tiles, self.blocks, self.config.stages, refs.empty_barrier, lambda index: self._copies(refs, index))
+            fill_ring(
+                tiles,
+                self.blocks,
+                self.config.stages,
+                refs.empty_barrier,
+                lambda index: self._copies(refs, index),
+            )
 
         @pl.when(warpgroup < self.config.warpgroups)
         def _() -> None:
@@ -201,11 +213,17 @@ class TiledGemm:
 
         def copy(slot: jax.Array, block: jax.Array) -> None:
             full, depth = refs.full_barrier.at[slot], pl.ds(block * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(refs.a_gmem.at[rows, depth], refs.a_smem.at[slot], full, collective_axes=share_a)
-            plgpu.copy_gmem_to_smem(refs.b_gmem.at[columns, depth], refs.b_smem.at[slot], full, collective_axes=share_b)
+            plgpu.copy_gmem_to_smem(
+                refs.a_gmem.at[rows, depth], refs.a_smem.at[slot], full, collective_axes=share_a
+            )
+            plgpu.copy_gmem_to_smem(
+                refs.b_gmem.at[columns, depth], refs.b_smem.at[slot], full, collective_axes=share_b
+            )
             plgpu.copy_gmem_to_smem(refs.a_scale_gmem.at[block, rows], refs.a_scale_smem.at[slot], full)
             if self.per_column:
-                plgpu.copy_gmem_to_smem(refs.b_scale_gmem.at[block, columns], refs.b_scale_smem.at[slot], full)
+                plgpu.copy_gmem_to_smem(
+                    refs.b_scale_gmem.at[block, columns], refs.b_scale_smem.at[slot], full
+                )
 
         return copy
 
@@ -220,7 +238,9 @@ class TiledGemm:
 
         plgpu.wait_smem_to_gmem(0)
 
-    def _sum_blocks(self, refs: _Refs, warpgroup: jax.Array, first_step: jax.Array, column: jax.Array) -> _Sums:
+    def _sum_blocks(
+        self, refs: _Refs, warpgroup: jax.Array, first_step: jax.Array, column: jax.Array
+    ) -> _Sums:
         """The sums over all blocks of K."""
 
         def scales(block: Any) -> tuple[jax.Array, ...]:
@@ -246,17 +266,24 @@ class TiledGemm:
         return sums
 
     def _block_scales(self, refs: _Refs, column: jax.Array, block: Any) -> tuple[jax.Array, ...]:
-        """B's scale for each group of columns from global memory; with one per column they come with the codes instead."""
+        """B's scale for each group of columns from global memory;
+        with one per column they come with the codes instead.
+        """
         if self.per_column:
             return ()
         block = jnp.minimum(jnp.int32(block), self.blocks - 1)
         last = pl.cdiv(self.n, BLOCK) - 1
-        return tuple(refs.b_scale_gmem[jnp.minimum((column + g * self._group) // BLOCK, last), block] for g in range(self._groups))
+        return tuple(
+            refs.b_scale_gmem[jnp.minimum((column + g * self._group) // BLOCK, last), block]
+            for g in range(self._groups)
+        )
 
     def _rows(self, warpgroup: jax.Array, subtile: int) -> Any:
         return pl.ds((warpgroup * self.config.subtiles + subtile) * WGMMA_ROWS, WGMMA_ROWS)
 
-    def _add_block(self, refs: _Refs, warpgroup: jax.Array, step: jax.Array, sums: _Sums, scale: tuple[jax.Array, ...]) -> _Sums:
+    def _add_block(
+        self, refs: _Refs, warpgroup: jax.Array, step: jax.Array, sums: _Sums, scale: tuple[jax.Array, ...]
+    ) -> _Sums:
         """The sums after one more block."""
         slot = ring_slot(step, self.config.stages)
         plgpu.barrier_wait(refs.full_barrier.at[slot])
@@ -275,7 +302,12 @@ class TiledGemm:
         return tuple(new_sums)
 
     def _add_two_blocks(
-        self, refs: _Refs, warpgroup: jax.Array, step: jax.Array, sums: _Sums, scales: tuple[tuple[jax.Array, ...], ...]
+        self,
+        refs: _Refs,
+        warpgroup: jax.Array,
+        step: jax.Array,
+        sums: _Sums,
+        scales: tuple[tuple[jax.Array, ...], ...],
     ) -> _Sums:
         """The sums after two more blocks; the second is multiplied while the first is promoted."""
         rows = self._rows(warpgroup, 0)
@@ -313,7 +345,9 @@ class TiledGemm:
         *,
         release: bool,
     ) -> tuple[jax.Array, ...]:
-        """The sums of 64 rows after their dots of one block. THE definition of the two orders in this kernel."""
+        """The sums of 64 rows after their dots of one block.
+        THE definition of the two orders in this kernel.
+        """
         if release and not self.per_column:
             plgpu.barrier_arrive(refs.empty_barrier.at[slot])
         shape = (WGMMA_ROWS, self._group)
@@ -322,7 +356,9 @@ class TiledGemm:
             columns = slice(group * self._group, (group + 1) * self._group)
             part = dot if self._groups == 1 else dot[:, columns]
             if self.per_column:
-                b_scale = plgpu.load(refs.b_scale_smem.at[slot, pl.ds(columns.start, self._group)], layout=_COLUMN_SCALES)
+                b_scale = plgpu.load(
+                    refs.b_scale_smem.at[slot, pl.ds(columns.start, self._group)], layout=_COLUMN_SCALES
+                )
                 right = lax.broadcast_in_dim(b_scale, shape, [1])
             else:
                 right = scale[group]
@@ -337,8 +373,12 @@ class TiledGemm:
             plgpu.barrier_arrive(refs.empty_barrier.at[slot])
         return tuple(new_sums)
 
-    def _store(self, refs: _Refs, warpgroup: jax.Array, sums: _Sums, row: jax.Array, column: jax.Array) -> None:
-        """Adds what the accumulator holds, rounds once and writes this warpgroup's rows, some columns at a time, through shared memory."""
+    def _store(
+        self, refs: _Refs, warpgroup: jax.Array, sums: _Sums, row: jax.Array, column: jax.Array
+    ) -> None:
+        """Adds what the accumulator holds, rounds once and writes this warpgroup's rows,
+        some columns at a time, through shared memory.
+        """
         width = self._out_columns
         for subtile, groups in enumerate(sums):
             first_row = row + (warpgroup * self.config.subtiles + subtile) * WGMMA_ROWS

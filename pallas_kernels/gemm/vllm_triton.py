@@ -1,14 +1,17 @@
-"""vLLM's own Triton kernel of the block-scaled product A Bᵀ, called from JAX: to compare with, bit for bit and in time.
+"""vLLM's own Triton kernel of the block-scaled product A Bᵀ, called from JAX: to compare with, bit for bit
+and in time.
 
     acc = fma(dot * sa, sb, acc)        the order "triton"; dot: the tensor core's FP32 sum of 128 products
 
 The kernel is the function `_w8a8_triton_block_scaled_mm` of the vLLM that is installed, read from its file
-(`pallas_kernels.vllm_source`): nothing of vLLM is imported, and nothing is copied. jax_triton hands outputs over
-last, vLLM's signature has them third: a wrapper of one call turns them. Sizes and strides are constants of the program,
-because run-time numbers would not tell the compiler what divides them. Tiles are vLLM's defaults.
+(`pallas_kernels.vllm_source`): nothing of vLLM is imported, and nothing is copied. jax_triton hands outputs
+over last, vLLM's signature has them third: a wrapper of one call turns them. Sizes and strides are constants
+of the program, because run-time numbers would not tell the compiler what divides them. Tiles are vLLM's
+defaults.
 
-Needs a Hopper GPU, triton, jax_triton 0.3 and vLLM (its source was read in 0.32); compiled ahead of time for compute
-capability 9.0 in tests/kernels/test_gemm_triton.py and interpreted on a CPU in test_gemm.py, never run on a GPU yet.
+Needs a Hopper GPU, triton, jax_triton 0.3 and vLLM (its source was read in 0.32); compiled ahead of time for
+compute capability 9.0 in tests/kernels/test_gemm_triton.py and interpreted on a CPU in test_gemm.py, never
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def call_problem(a: ScaledArray, b: ScaledArray, promotion_order: str) -> str | 
     """Why the kernel cannot multiply a [M, K] by b [N, K] transposed in this order, None where it can."""
     if promotion_order != "triton":
         return f"promotion_order={promotion_order!r}, expected 'triton', the only order of vLLM's kernel"
-    (m, k), n = a.shape, b.shape[0]
+    (m, k) = a.shape
+    n = b.shape[0]
     if max(m * k, n * k, m * n) > LARGEST:
         return f"M, N, K = {m}, {n}, {k}, expected at most {LARGEST} elements in each matrix"
     return None
@@ -53,7 +57,8 @@ def matmul(a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
     """
     import jax_triton
 
-    (m, k), n = a.shape, b.shape[0]
+    (m, k) = a.shape
+    n = b.shape[0]
     return jax_triton.triton_call(
         a.qvalue,
         b.qvalue,
@@ -77,7 +82,9 @@ def constants(m: int, n: int, k: int, group_n: int) -> dict[str, int]:
 
 @functools.cache
 def outputs_last() -> Any:
-    """vLLM's kernel behind the arguments (a, b, a's scales, b's scales, out) and `constants`; all arrays row-major."""
+    """vLLM's kernel behind the arguments (a, b, a's scales, b's scales, out) and `constants`;
+    all arrays row-major.
+    """
     import triton
 
     globals()["_vllm_kernel"] = load_kernel(vllm_source())  # where Triton looks the name up
@@ -94,7 +101,9 @@ def _outputs_last(a, b, a_scale, b_scale, out, m, n, k, blocks, group_n, tile_m,
 
 
 def load_kernel(path: Path) -> Any:
-    """vLLM's kernel as a `triton.JITFunction`, from the text of its file. Raises NotImplementedError as `find_kernel` does."""
+    """vLLM's kernel as a `triton.JITFunction`, from the text of its file.
+    Raises NotImplementedError as `find_kernel` does.
+    """
     function = find_kernel(path)
     import triton
     import triton.language

@@ -1,9 +1,17 @@
-"""Quantisation into FP8 codes with one scale per block, alone (`api`) and fused with what stands before it (`fused`).
+"""Quantisation into FP8 codes with one scale per block, alone (`api`) and fused with what stands before it
+(`fused`).
 
 `reference` is the definition, `mosaic`, `mosaic_norm` and `mosaic_requantize` are the kernels for Hopper.
 """
 
-from pallas_kernels.quantize.api import choose, nonfinite_blocks, quantize, quantize_dual, quantize_weight, requantize
+from pallas_kernels.quantize.api import (
+    choose,
+    nonfinite_blocks,
+    quantize,
+    quantize_dual,
+    quantize_weight,
+    requantize,
+)
 from pallas_kernels.quantize.fused import rms_norm_quantize, silu_multiply_quantize
 
 __all__ = [

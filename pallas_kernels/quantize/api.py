@@ -5,13 +5,14 @@
 Source of the formula and of every number: `pallas_kernels.formats`. Every implementation gives the same bits:
 
     xla                the definition (`reference`); every shape, float32, bfloat16 and float16
-    mosaic_gpu         one kernel that reads the matrix once (`mosaic`); bfloat16 and float16, second dimension a multiple of 128
+    mosaic_gpu         one kernel that reads the matrix once (`mosaic`); bfloat16 and float16, second
+                       dimension a multiple of 128
     mosaic_interpret   the same kernel on a CPU, for tests
     auto               mosaic_gpu where it can run, else xla; `choose` says which and why
 
-The kernels write what is contracted over last: the codes of blocks along tokens (128, 1) lie transposed in memory, scales
-of rows lie as [C / 128, R]. The arrays returned have the logical axes all the same, so that inside `jit` a GEMM that
-transposes them back reads the kernel's arrays as they are.
+The kernels write what is contracted over last: the codes of blocks along tokens (128, 1) lie transposed in
+memory, scales of rows lie as [C / 128, R]. The arrays returned have the logical axes all the same, so that
+inside `jit` a GEMM that transposes them back reads the kernel's arrays as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ INPUT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 ROW, SQUARE, COLUMN = (1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)
 
 
-def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla") -> ScaledArray:
+def quantize(
+    x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla"
+) -> ScaledArray:
     """Quantises `x` [R, C] in blocks of `block_shape`; edge blocks may be partial.
 
     Args:
@@ -42,16 +45,19 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = 
       scale_format: "float32" or "power_of_two".
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      ScaledArray: codes float8_e4m3fn [R, C], scales float32 [ceil(R / r), ceil(C / c)]. A block of zeros has codes 0
-      and a positive scale. A block with a NaN or an infinity has a non-finite scale (count: `nonfinite_blocks`) and
-      poisons every product that reads it. Bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py,
-      tests/kernels/test_quantize_kernels.py); the sign of a NaN code is not defined.
+      ScaledArray: codes float8_e4m3fn [R, C], scales float32 [ceil(R / r), ceil(C / c)]. A block of zeros has
+      codes 0 and a positive scale. A block with a NaN or an infinity has a non-finite scale (count:
+      `nonfinite_blocks`) and poisons every product that reads it. Bit-exact against
+      tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py, tests/kernels/test_quantize_kernels.py);
+      the sign of a NaN code is not defined.
     Raises:
       ValueError: shape, dtype, block shape, scale format or implementation is not one of the above.
       NotImplementedError: the implementation named cannot run here or cannot take `x`; the message says why.
     """
     block_shape = (block_shape[0], block_shape[1])
-    unknown = [] if block_shape in BLOCK_SHAPES else [_unknown_block("block_shape", block_shape, BLOCK_SHAPES)]
+    unknown = (
+        [] if block_shape in BLOCK_SHAPES else [_unknown_block("block_shape", block_shape, BLOCK_SHAPES)]
+    )
     _check("quantize", x, scale_format, implementation, unknown)
     name = _choose("quantize", x, implementation).name
     if name == "xla":
@@ -62,7 +68,11 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = 
 
 
 def quantize_dual(
-    x: jax.Array, token_block_shape: tuple[int, int] = COLUMN, *, scale_format: str = "float32", implementation: str = "xla"
+    x: jax.Array,
+    token_block_shape: tuple[int, int] = COLUMN,
+    *,
+    scale_format: str = "float32",
+    implementation: str = "xla",
 ) -> tuple[ScaledArray, ScaledArray]:
     """`x` [R, C] quantised for FProp or DGrad and for WGrad from one read.
 
@@ -71,21 +81,30 @@ def quantize_dual(
       token_block_shape: blocks of the second array, (128, 1) along tokens or (128, 128).
       scale_format, implementation: as in `quantize`.
     Returns:
-      Two ScaledArrays of shape [R, C]: the bits of quantize(x, (1, 128)) and of quantize(x, token_block_shape).
+      Two ScaledArrays of shape [R, C]: the bits of quantize(x, (1, 128)) and of quantize(x,
+        token_block_shape).
     Raises:
       ValueError, NotImplementedError: as `quantize`.
     """
     token_block_shape = (token_block_shape[0], token_block_shape[1])
     allowed = (COLUMN, SQUARE)
-    unknown = [] if token_block_shape in allowed else [_unknown_block("token_block_shape", token_block_shape, allowed)]
+    unknown = (
+        []
+        if token_block_shape in allowed
+        else [_unknown_block("token_block_shape", token_block_shape, allowed)]
+    )
     _check("quantize_dual", x, scale_format, implementation, unknown)
     name = _choose("quantize_dual", x, implementation).name
     if name == "xla":
-        return reference.quantize(x, ROW, scale_format), reference.quantize(x, token_block_shape, scale_format)
+        return reference.quantize(x, ROW, scale_format), reference.quantize(
+            x, token_block_shape, scale_format
+        )
     return _run_kernel(x, "row", "column" if token_block_shape == COLUMN else "block", scale_format, name)
 
 
-def quantize_weight(w: jax.Array, *, scale_format: str = "float32", implementation: str = "xla") -> tuple[ScaledArray, ScaledArray]:
+def quantize_weight(
+    w: jax.Array, *, scale_format: str = "float32", implementation: str = "xla"
+) -> tuple[ScaledArray, ScaledArray]:
     """A weight `w` [N, K] in (128, 128) blocks, and the same codes transposed in memory for DGrad.
 
     Args:
@@ -105,26 +124,41 @@ def quantize_weight(w: jax.Array, *, scale_format: str = "float32", implementati
     return weight, transposed.transpose()
 
 
-def requantize(array: ScaledArray, *, scale_format: str = "float32", implementation: str = "xla") -> ScaledArray:
-    """The values of an `array` [R, C] in blocks of (1, 128), quantised again in blocks of (128, 1) along tokens.
+def requantize(
+    array: ScaledArray, *, scale_format: str = "float32", implementation: str = "xla"
+) -> ScaledArray:
+    """The values of an `array` [R, C] in blocks of (1, 128), quantised again in blocks of (128, 1) along
+    tokens.
 
     Args:
       array: what the forward multiplied and saved.
-      scale_format, implementation: as in `quantize`; the kernel (`mosaic_requantize`) writes no value between.
+      scale_format, implementation: as in `quantize`; the kernel (`mosaic_requantize`) writes no value
+        between.
     Returns:
       quantize(array.dequantize(float32), (128, 1)): a second rounding to FP8, of values that have had one.
     Raises:
       ValueError: `array` has other blocks; and as `quantize`.
       NotImplementedError: as `quantize`.
     """
-    unknown = [] if array.block_shape == ROW else [_unknown_block("array.block_shape", array.block_shape, (ROW,))]
-    _check("requantize", jax.ShapeDtypeStruct(array.shape, jnp.float32), scale_format, implementation, unknown, "array")
+    unknown = (
+        [] if array.block_shape == ROW else [_unknown_block("array.block_shape", array.block_shape, (ROW,))]
+    )
+    _check(
+        "requantize",
+        jax.ShapeDtypeStruct(array.shape, jnp.float32),
+        scale_format,
+        implementation,
+        unknown,
+        "array",
+    )
     name = resolve("requantize", implementation, IMPLEMENTATIONS, requantize_problem(array)).name
     if name == "xla":
         return reference.quantize(array.dequantize(jnp.float32), COLUMN, scale_format)
     from pallas_kernels.quantize import mosaic_requantize  # not on every platform
 
-    codes, scales = mosaic_requantize.requantize(array.qvalue, array.scale.T, scale_format, name == "mosaic_interpret")
+    codes, scales = mosaic_requantize.requantize(
+        array.qvalue, array.scale.T, scale_format, name == "mosaic_interpret"
+    )
     return ScaledArray(codes.T, scales, COLUMN)
 
 
@@ -141,7 +175,9 @@ def nonfinite_blocks(array: ScaledArray) -> jax.Array:
 def _run_kernel(
     x: jax.Array, straight: str | None, transposed: str | None, scale_format: str, name: str
 ) -> tuple[ScaledArray, ScaledArray]:
-    """The kernel's arrays with logical axes [R, C]; of the two ScaledArrays those that the plan leaves out hold None."""
+    """The kernel's arrays with logical axes [R, C]; of the two ScaledArrays those that the plan leaves out
+    hold None.
+    """
     from pallas_kernels.quantize import mosaic  # not on every platform
 
     plan = mosaic.Plan(straight, transposed)
@@ -149,9 +185,13 @@ def _run_kernel(
 
 
 def kernel_problem(x: Any, argument: str = "x") -> str | None:
-    """Why the kernel cannot take `x` (an array or its shape and dtype), None where it can; the device is not asked."""
+    """Why the kernel cannot take `x` (an array or its shape and dtype), None where it can;
+    the device is not asked.
+    """
     if x.shape[1] % BLOCK:
-        return f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+        return (
+            f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+        )
     if x.dtype == jnp.float32:
         return f"{argument}.dtype is {x.dtype}, expected bfloat16 or float16"
     return None
@@ -160,7 +200,11 @@ def kernel_problem(x: Any, argument: str = "x") -> str | None:
 def requantize_problem(array: Any) -> str | None:
     """Why the kernel of `requantize` cannot take `array`, None where it can; the device is not asked."""
     columns = array.shape[1]
-    return f"array.shape is {tuple(array.shape)}, expected a second dimension that is a multiple of {BLOCK}" if columns % BLOCK else None
+    return (
+        f"array.shape is {tuple(array.shape)}, expected a second dimension that is a multiple of {BLOCK}"
+        if columns % BLOCK
+        else None
+    )
 
 
 def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:
@@ -173,15 +217,23 @@ def _unknown_block(argument: str, value: tuple[int, int], allowed: tuple[tuple[i
     return f"unknown block shape: got {argument}={value}, expected one of {allowed}"
 
 
-def _check(function: str, x: Any, scale_format: str, implementation: str, problems: list[str], argument: str = "x") -> None:
-    """Raises one ValueError that lists `problems` and everything wrong with the arguments that quantisers share."""
+def _check(
+    function: str, x: Any, scale_format: str, implementation: str, problems: list[str], argument: str = "x"
+) -> None:
+    """Raises one ValueError that lists `problems` and everything wrong with the arguments that quantisers
+    share.
+    """
     problems = list(problems)
     if x.ndim != 2 or 0 in x.shape:
-        problems.append(f"wrong shape: got {argument}.shape={tuple(x.shape)}, expected two non-zero dimensions")
+        problems.append(
+            f"wrong shape: got {argument}.shape={tuple(x.shape)}, expected two non-zero dimensions"
+        )
     if x.dtype not in INPUT_DTYPES:
         problems.append(f"wrong dtype: got {argument}.dtype={x.dtype}, expected float32, bfloat16 or float16")
     if scale_format not in SCALE_FORMATS:
-        problems.append(f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}")
+        problems.append(
+            f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}"
+        )
     if implementation not in IMPLEMENTATIONS:
         problems.append(unknown_name(implementation, IMPLEMENTATIONS))
     if problems:

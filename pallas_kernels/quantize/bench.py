@@ -1,8 +1,8 @@
 """The quantisers and fused producers on the GPU of this machine: a part of `python -m pallas_kernels.bench`.
 
-Figures are GB/s of the bytes that must move at least: inputs and outputs once, codes one byte a value, scales left out
-(1 to 3 % more). `copy` is a negation of BF16 by XLA, the ceiling. "xla" is the definition of the same operation; for the
-fused ones, "unfused" is the operation by XLA followed by the quantiser's kernel.
+Figures are GB/s of the bytes that must move at least: inputs and outputs once, codes one byte a value, scales
+left out (1 to 3 % more). `copy` is a negation of BF16 by XLA, the ceiling. "xla" is the definition of the
+same operation; for the fused ones, "unfused" is the operation by XLA followed by the quantiser's kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.measure import jax_contender, steady_state
-from pallas_kernels.quantize.api import COLUMN, ROW, SQUARE, quantize, quantize_dual, quantize_weight, requantize
+from pallas_kernels.quantize.api import (
+    COLUMN,
+    ROW,
+    SQUARE,
+    quantize,
+    quantize_dual,
+    quantize_weight,
+    requantize,
+)
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS, rms_norm_quantize, silu_multiply_quantize
 
 KERNEL = "mosaic_gpu"
@@ -32,7 +40,10 @@ def quantiser_cases(implementation: str) -> dict[str, tuple[int, Operation]]:
         "row 1x128": (3, lambda x: quantize(x, ROW, implementation=implementation)),
         "column 128x1": (3, lambda x: _stored(quantize(x, COLUMN, implementation=implementation))),
         "row + column": (4, lambda x: _stored(*quantize_dual(x, COLUMN, implementation=implementation))),
-        "row + column 128x128": (4, lambda x: _stored(*quantize_dual(x, SQUARE, implementation=implementation))),
+        "row + column 128x128": (
+            4,
+            lambda x: _stored(*quantize_dual(x, SQUARE, implementation=implementation)),
+        ),
         "weight 128x128 + transpose": (4, lambda x: quantize_weight(x, implementation=implementation)),
     }
 
@@ -40,8 +51,14 @@ def quantiser_cases(implementation: str) -> dict[str, tuple[int, Operation]]:
 def fused_cases(implementation: str) -> dict[str, tuple[int, Operation]]:
     """{name: (bytes per value, function of two BF16 matrices and a weight)} of the fused producers."""
     return {
-        "SiLU * up": (5, lambda gate, up, _: silu_multiply_quantize(gate, up, implementation=implementation)[0]),
-        "RMSNorm(x + residual)": (7, lambda x, residual, w: rms_norm_quantize(x, w, residual, eps=EPS, implementation=implementation)),
+        "SiLU * up": (
+            5,
+            lambda gate, up, _: silu_multiply_quantize(gate, up, implementation=implementation)[0],
+        ),
+        "RMSNorm(x + residual)": (
+            7,
+            lambda x, residual, w: rms_norm_quantize(x, w, residual, eps=EPS, implementation=implementation),
+        ),
         "RMSNorm(x)": (3, lambda x, _, w: rms_norm_quantize(x, w, eps=EPS, implementation=implementation)[0]),
     }
 
@@ -73,10 +90,16 @@ def bench_quantize(widths: Mapping[str, int], rows: list[int]) -> Iterator[dict[
             weight = jnp.ones((width,), jnp.bfloat16)
             yield from _rows("copy", layer, m, m * width * 4, {"copy": (jnp.negative, (x,))})
             for name, (size, kernel) in quantiser_cases(KERNEL).items():
-                contenders: dict[str, Call] = {"mosaic": (kernel, (x,)), "xla": (quantiser_cases("xla")[name][1], (x,))}
+                contenders: dict[str, Call] = {
+                    "mosaic": (kernel, (x,)),
+                    "xla": (quantiser_cases("xla")[name][1], (x,)),
+                }
                 yield from _rows(name, layer, m, m * width * size, contenders)
             saved, again = quantize(x, ROW, implementation=KERNEL), "codes of rows -> column"
-            contenders = {name: (_requantized(implementation), (saved,)) for name, implementation in (("mosaic", KERNEL), ("xla", "xla"))}
+            contenders = {
+                name: (_requantized(implementation), (saved,))
+                for name, implementation in (("mosaic", KERNEL), ("xla", "xla"))
+            }
             yield from _rows(again, layer, m, m * width * 2, contenders)
             for name, (size, kernel) in fused_cases(KERNEL).items():
                 if name.startswith("RMSNorm") and width not in KERNEL_WIDTHS:
@@ -95,14 +118,24 @@ def _requantized(implementation: str) -> Operation:
 
 
 def _stored(*arrays: Any) -> Any:
-    """ScaledArrays as the kernels store them: those along tokens transposed, so that nothing is turned to be returned."""
+    """ScaledArrays as the kernels store them: those along tokens transposed,
+    so that nothing is turned to be returned.
+    """
     return tuple(array if array.block_shape == ROW else array.transpose() for array in arrays)
 
 
-def _rows(name: str, layer: str, m: int, nbytes: int, contenders: Mapping[str, Call]) -> Iterator[dict[str, Any]]:
+def _rows(
+    name: str, layer: str, m: int, nbytes: int, contenders: Mapping[str, Call]
+) -> Iterator[dict[str, Any]]:
     """The figures of one operation."""
-    timings = steady_state({contender: jax_contender(function, *arrays) for contender, (function, arrays) in contenders.items()})
+    timings = steady_state(
+        {contender: jax_contender(function, *arrays) for contender, (function, arrays) in contenders.items()}
+    )
     for contender, timing in timings.items():
         rate = nbytes / timing.median / 1e9
         row = {"site": name, "layer": layer, "M": m, "contender": contender, "figure": f"{rate:.0f}"}
-        yield row | {"gbs": round(rate, 1), "us": round(timing.median * 1e6, 2), "spread": round(timing.spread, 4)}
+        yield row | {
+            "gbs": round(rate, 1),
+            "us": round(timing.median * 1e6, 2),
+            "spread": round(timing.spread, 4),
+        }

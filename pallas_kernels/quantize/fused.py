@@ -1,4 +1,5 @@
-"""A decoder's operations fused with the quantiser that follows them: the same bits as the two in turn, one trip to memory.
+"""A decoder's operations fused with the quantiser that follows them: the same bits as the two in turn, one
+trip to memory.
 
     silu_multiply_quantize   quantize(bf16(bf16(SiLU(gate)) * up))
     rms_norm_quantize        quantize(RMSNorm(x) or RMSNorm(x + residual))
@@ -8,17 +9,17 @@ The rounding points are those of the engine that is mirrored, by `engine_variant
     native   y = bf16(bf16(h * rsqrt(mean(h^2) + eps)) * w)     h = x + residual, not rounded
     cuda     y = bf16(h * rsqrt(mean(h^2) + eps) * w)           h = bf16(x + residual)
 
-Everything between two roundings is carried so far that the rounding does not depend on the order of a sum: the mean, the
-root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A sum of D float64 squares in
-another order differs by less than D 2**-53 of itself, at most 2**-40 for D = 8192. That shows only where a result lies
-within 2**-40 of the midpoint of two BF16 numbers, once in 2**31 values; and squares of BF16 numbers within a factor of
-2**12 of each other add up without any rounding. So the kernel's own order (the 128 values of a block, then the blocks in
-order) is not part of the contract. vLLM's CUDA kernel sums in FP32, in an order of its own: a few of a million values
-differ from either.
+Everything between two roundings is carried so far that the rounding does not depend on the order of a sum:
+the mean, the root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A sum
+of D float64 squares in another order differs by less than D 2**-53 of itself, at most 2**-40 for D = 8192.
+That shows only where a result lies within 2**-40 of the midpoint of two BF16 numbers, once in 2**31 values;
+and squares of BF16 numbers within a factor of 2**12 of each other add up without any rounding. So the
+kernel's own order (the 128 values of a block, then the blocks in order) is not part of the contract. vLLM's
+CUDA kernel sums in FP32, in an order of its own: a few of a million values differ from either.
 
-Attention is not here: its result leaves a library kernel (cuDNN, FlashAttention) that cannot be extended from outside, so
-it is rounded to BF16 and stored whatever follows. Its quantiser is `quantize` on [B T, N H], which is the layout that
-attention writes; with a head width of 128 each head is one block.
+Attention is not here: its result leaves a library kernel (cuDNN, FlashAttention) that cannot be extended from
+outside, so it is rounded to BF16 and stored whatever follows. Its quantiser is `quantize` on [B T, N H],
+which is the layout that attention writes; with a head width of 128 each head is one block.
 
 BF16 only. Source of the rounding points: vLLM's eager operations on CPU and its CUDA kernels.
 """
@@ -40,7 +41,9 @@ from pallas_kernels.scaled_array import ScaledArray
 
 ENGINE_VARIANTS = ("native", "cuda")
 KERNEL_WIDTHS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 8192)
-"""Widths D that the RMSNorm kernel takes (`mosaic_norm.tokens_per_half`): those of Qwen3, Qwen2 and Llama 3."""
+"""Widths D that the RMSNorm kernel takes (`mosaic_norm.tokens_per_half`): those of Qwen3, Qwen2 and Llama
+3.
+"""
 
 
 def silu_multiply_quantize(
@@ -59,26 +62,36 @@ def silu_multiply_quantize(
       scale_format: "float32" or "power_of_two".
       implementation: as in `quantize`; the kernel wants F to be a multiple of 128.
     Returns:
-      ScaledArray [M, F] in blocks (1, 128), and the second one or None. Bit for bit the two operations in turn, but for
-      values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
+      ScaledArray [M, F] in blocks (1, 128), and the second one or None. Bit for bit the two operations in
+      turn, but for values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
     Raises:
       ValueError: shapes, dtypes or names do not fit.
-      NotImplementedError: the implementation named cannot run here or cannot take these shapes; the message says why.
+      NotImplementedError: the implementation named cannot run here or cannot take these shapes; the message
+        says why.
     """
     function = "silu_multiply_quantize"
     problems = _matrix_problems({"gate": gate, "up": up}, scale_format, implementation)
     if token_block_shape not in (None, COLUMN, SQUARE):
-        problems.append(f"unknown block shape: got token_block_shape={token_block_shape}, expected None, {COLUMN} or {SQUARE}")
+        problems.append(
+            f"unknown block shape: got token_block_shape={token_block_shape}, expected None, {COLUMN} "
+            f"or {SQUARE}"
+        )
     _raise(function, problems)
     name = resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(gate, "gate")).name
     if name == "xla":
         product = _silu_multiply(gate, up)
-        second = None if token_block_shape is None else reference.quantize(product, token_block_shape, scale_format)
+        second = (
+            None
+            if token_block_shape is None
+            else reference.quantize(product, token_block_shape, scale_format)
+        )
         return reference.quantize(product, ROW, scale_format), second
     from pallas_kernels.quantize import mosaic  # not on every platform
 
     transposed = {None: None, COLUMN: "column", SQUARE: "block"}[token_block_shape]
-    outputs = mosaic.quantize((gate, up), mosaic.Plan("row", transposed), scale_format, name == "mosaic_interpret")
+    outputs = mosaic.quantize(
+        (gate, up), mosaic.Plan("row", transposed), scale_format, name == "mosaic_interpret"
+    )
     rows, second = mosaic.logical_arrays(outputs)
     return rows, None if transposed is None else second
 
@@ -105,7 +118,8 @@ def rms_norm_quantize(
       implementation: as in `quantize`; the kernel takes D of `KERNEL_WIDTHS`.
     Returns:
       (ScaledArray [M, D] in blocks (1, 128), new residual bfloat16 [M, D]: bf16(x + residual), or x itself).
-      Bit for bit the operations in turn (tests/kernels/test_fused.py; the module says how far a sum's order can show).
+      Bit for bit the operations in turn (tests/kernels/test_fused.py; the module says how far a sum's order
+      can show).
     Raises:
       ValueError: shapes, dtypes or names do not fit.
       NotImplementedError: as `silu_multiply_quantize`.
@@ -114,9 +128,14 @@ def rms_norm_quantize(
     matrices = {"x": x} if residual is None else {"x": x, "residual": residual}
     problems = _matrix_problems(matrices, scale_format, implementation)
     if weight.shape != x.shape[1:] or weight.dtype not in (jnp.float32, jnp.bfloat16):
-        problems.append(f"wrong weight: got weight {weight.dtype}{list(weight.shape)}, expected float32 or bfloat16 {list(x.shape[1:])}")
+        problems.append(
+            f"wrong weight: got weight {weight.dtype}{list(weight.shape)}, expected float32 or bfloat16 "
+            f"{list(x.shape[1:])}"
+        )
     if engine_variant not in ENGINE_VARIANTS:
-        problems.append(f"unknown variant: got engine_variant={engine_variant!r}, expected one of {ENGINE_VARIANTS}")
+        problems.append(
+            f"unknown variant: got engine_variant={engine_variant!r}, expected one of {ENGINE_VARIANTS}"
+        )
     _raise(function, problems)
     name = resolve(function, implementation, IMPLEMENTATIONS, norm_kernel_problem(x)).name
     weight = _round_to_bfloat16(weight)
@@ -125,12 +144,20 @@ def rms_norm_quantize(
         return reference.quantize(normed, ROW, scale_format), total
     from pallas_kernels.quantize import mosaic_norm  # not on every platform
 
-    return mosaic_norm.rms_norm_quantize(x, weight, residual, eps, engine_variant, scale_format, name == "mosaic_interpret")
+    return mosaic_norm.rms_norm_quantize(
+        x, weight, residual, eps, engine_variant, scale_format, name == "mosaic_interpret"
+    )
 
 
 def norm_kernel_problem(x: Any) -> str | None:
-    """Why RMSNorm's kernel cannot take `x` (an array or its shape and dtype), None where it can; the device is not asked."""
-    return None if x.shape[1] in KERNEL_WIDTHS else f"x.shape is {tuple(x.shape)}, expected a width of {KERNEL_WIDTHS}"
+    """Why RMSNorm's kernel cannot take `x` (an array or its shape and dtype), None where it can;
+    the device is not asked.
+    """
+    return (
+        None
+        if x.shape[1] in KERNEL_WIDTHS
+        else f"x.shape is {tuple(x.shape)}, expected a width of {KERNEL_WIDTHS}"
+    )
 
 
 @functools.partial(jax.jit, inline=True)
@@ -145,7 +172,9 @@ def _silu_multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _rms_norm(x: jax.Array, weight: jax.Array, residual: jax.Array | None, eps: float, variant: str) -> tuple[jax.Array, jax.Array]:
+def _rms_norm(
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, eps: float, variant: str
+) -> tuple[jax.Array, jax.Array]:
     """The definition: (RMSNorm, new residual), mean, root and product in float64."""
     h, total = x.astype(jnp.float32), x
     if residual is not None:
@@ -177,7 +206,9 @@ def _matrix_problems(matrices: dict[str, jax.Array], scale_format: str, implemen
         if x.dtype != jnp.bfloat16:
             problems.append(f"wrong dtype: got {name}.dtype={x.dtype}, expected bfloat16")
     if scale_format not in SCALE_FORMATS:
-        problems.append(f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}")
+        problems.append(
+            f"unknown scale format: got scale_format={scale_format!r}, expected one of {SCALE_FORMATS}"
+        )
     if implementation not in IMPLEMENTATIONS:
         problems.append(unknown_name(implementation, IMPLEMENTATIONS))
     return problems

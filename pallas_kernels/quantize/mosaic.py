@@ -5,19 +5,23 @@ A plan says what is written, from the one read:
     straight     codes [M, K] with scales along rows (1, 128), or one scale a block (128, 128)
     transposed   codes of the transposed matrix [K, M], M contiguous, with scales along tokens, or the block's
 
-One program quantises one tile: TMA brings it into shared memory, each of two warpgroups takes 64 rows (straight) and 64
-columns (transposed, read through the transposing load of shared memory), and TMA writes codes and scales. The largest
-magnitudes of a 128 x 128 block meet in shared memory. The arithmetic is `rounding`: the bits of `reference`.
+One program quantises one tile: TMA brings it into shared memory, each of two warpgroups takes 64 rows
+(straight) and 64 columns (transposed, read through the transposing load of shared memory), and TMA writes
+codes and scales. The largest magnitudes of a 128 x 128 block meet in shared memory. The arithmetic is
+`rounding`: the bits of `reference`.
 
-Scales of rows are written as [K / 128, M] and of columns as [M / 128, K], the contiguous axis last: what the GEMM's TMA
-reads. M may be any size: TMA reads zeros past the edge of the last tile, which raise no maximum, and writes nothing there.
-Tiles of shared memory have 8 rows and 64 columns, and TMA wants whole ones: where M is no multiple of 8 the matrix is
-padded with zeros, where it is no multiple of 64 the transposed codes are written wider, and the results are cut.
+Scales of rows are written as [K / 128, M] and of columns as [M / 128, K], the contiguous axis last: what the
+GEMM's TMA
+reads. M may be any size: TMA reads zeros past the edge of the last tile, which raise no maximum, and writes
+nothing there. Tiles of shared memory have 8 rows and 64 columns, and TMA wants whole ones: where M is no
+multiple of 8 the matrix is padded with zeros, where it is no multiple of 64 the transposed codes are written
+wider, and the results are cut.
 
-With two matrices, gate and up, the values are SiLU(gate) * up: the product is formed in shared memory, where gate was.
+With two matrices, gate and up, the values are SiLU(gate) * up: the product is formed in shared memory, where
+gate was.
 
-Takes BF16 and FP16 [M, K] with K a multiple of 128. Speed on a GPU: not measured yet, `python -m pallas_kernels.bench
-quantize` does.
+Takes BF16 and FP16 [M, K] with K a multiple of 128. Speed on a GPU: not measured yet, `python -m
+pallas_kernels.bench quantize` does.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ from pallas_kernels.scaled_array import ScaledArray
 HALF = BLOCK // 2
 """Rows or columns of a tile that one warpgroup takes."""
 CHUNK = 64
-"""Values of a row that are encoded at once: in a loop, so that a thread needs about 70 registers and not 190, and three
-programs fit on a multiprocessor and hide each other's loads."""
+"""Values of a row that are encoded at once: in a loop, so that a thread needs about 70 registers and not 190,
+and three programs fit on a multiprocessor and hide each other's loads."""
 ROW_ALIGNMENT = 8
 """Tokens of the matrix are padded to a multiple of this."""
 
@@ -54,7 +58,8 @@ class Plan:
     """What one read of a matrix [M, K] is turned into.
 
     straight: None, "row" or "block": scales of the codes [M, K].
-    transposed: None, "column" or "block": scales of the transposed codes [K, M]. At least one of the two is not None.
+    transposed: None, "column" or "block": scales of the transposed codes [K, M]. At least one of the two is
+      not None.
     """
 
     straight: str | None
@@ -67,7 +72,9 @@ class Plan:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def quantize(inputs: tuple[jax.Array, ...], plan: Plan, scale_format: str, interpret: bool) -> dict[str, jax.Array]:
+def quantize(
+    inputs: tuple[jax.Array, ...], plan: Plan, scale_format: str, interpret: bool
+) -> dict[str, jax.Array]:
     """Codes and scales of x [M, K], or of SiLU(gate) * up; arguments are checked by the caller.
 
     Args:
@@ -75,8 +82,9 @@ def quantize(inputs: tuple[jax.Array, ...], plan: Plan, scale_format: str, inter
       plan, scale_format: what is written.
       interpret: on a CPU.
     Returns:
-      What the plan asks for, by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M], "transposed"
-      float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128), K / 128].
+      What the plan asks for, by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M],
+      "transposed" float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128),
+      K / 128].
     """
     rows, columns = inputs[0].shape
     padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
@@ -104,17 +112,22 @@ def quantize(inputs: tuple[jax.Array, ...], plan: Plan, scale_format: str, inter
     outputs = dict(zip(names, kernel(*inputs), strict=True))
     token_axes = {"straight": 0, "row": 1, "transposed": 1}
     return {
-        name: lax.slice_in_dim(value, 0, rows, axis=token_axes[name]) if name in token_axes else value for name, value in outputs.items()
+        name: lax.slice_in_dim(value, 0, rows, axis=token_axes[name]) if name in token_axes else value
+        for name, value in outputs.items()
     }
 
 
 def logical_arrays(outputs: dict[str, jax.Array]) -> tuple[ScaledArray, ScaledArray]:
-    """The arrays of `quantize` with logical axes [M, K], straight and transposed; what the plan leaves out is None."""
+    """The arrays of `quantize` with logical axes [M, K], straight and transposed;
+    what the plan leaves out is None.
+    """
     row, column, block = outputs.get("row"), outputs.get("column"), outputs.get("block")
     codes, square = outputs.get("transposed"), (BLOCK, BLOCK)
     return (
         ScaledArray(outputs.get("straight"), *((block, square) if row is None else (row.T, (1, BLOCK)))),
-        ScaledArray(None if codes is None else codes.T, *((block, square) if column is None else (column, (BLOCK, 1)))),
+        ScaledArray(
+            None if codes is None else codes.T, *((block, square) if column is None else (column, (BLOCK, 1)))
+        ),
     )
 
 
@@ -132,7 +145,10 @@ def _outputs(plan: Plan) -> tuple[str, ...]:
 
 def _scratch(plan: Plan, inputs: int, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one program."""
-    scratch: dict[str, Any] = {"x_smem": wide_tile(BLOCK, dtype), "loaded": plgpu.Barrier(num_arrivals=inputs)}
+    scratch: dict[str, Any] = {
+        "x_smem": wide_tile(BLOCK, dtype),
+        "loaded": plgpu.Barrier(num_arrivals=inputs),
+    }
     if inputs == 2:
         scratch |= {"up_smem": wide_tile(BLOCK, dtype), "multiplied": plgpu.Barrier(num_arrivals=2)}
     if plan.straight:
@@ -148,12 +164,25 @@ def _scratch(plan: Plan, inputs: int, dtype: Any) -> dict[str, Any]:
 
 
 def wide_tile(rows: int, dtype: Any) -> Any:
-    """A shared memory buffer [rows, 128] of `dtype`, which may be wider than the 128 bytes of a swizzled row."""
-    transforms = (plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    """A shared memory buffer [rows, 128] of `dtype`, which may be wider than the 128 bytes of a swizzled
+    row.
+    """
+    transforms = (
+        plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),
+    )
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
-def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_smem: Any, loaded: Any, **scratch: Any) -> None:
+def _body(
+    *refs: Any,
+    plan: Plan,
+    names: tuple[str, ...],
+    scale_format: str,
+    x_smem: Any,
+    loaded: Any,
+    **scratch: Any,
+) -> None:
     """One tile: load, quantise 64 rows and 64 columns in each warpgroup, store."""
     inputs, gmem = refs[: -len(names)], dict(zip(names, refs[-len(names) :], strict=True))
     warpgroup = lax.axis_index("warpgroup")
@@ -163,7 +192,9 @@ def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_s
     @pl.when(warpgroup == 0)
     def _load() -> None:
         for x_gmem, smem in zip(inputs, (x_smem, scratch.get("up_smem")), strict=False):
-            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)], smem, loaded)
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)], smem, loaded
+            )
 
     plgpu.barrier_wait(loaded)
     if "up_smem" in scratch:
@@ -172,7 +203,9 @@ def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_s
             wait_for_both(scratch["multiplied"])
     block_scale = None
     if plan.has_blocks:
-        block_scale = _block_scale(x_smem.at[half], half, scale_format, scratch["block_smem"], scratch["exchanged"])
+        block_scale = _block_scale(
+            x_smem.at[half], half, scale_format, scratch["block_smem"], scratch["exchanged"]
+        )
     if plan.straight:
         scale = quantize_half(
             lambda columns: x_smem.at[half, columns],
@@ -199,7 +232,8 @@ def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_s
     for name, scale_row, block in (("row", column, row), ("column", row, column)):
         if name in gmem:
             plgpu.copy_smem_to_gmem(
-                scratch[f"{name}_smem"].at[half], gmem[name].at[scale_row, pl.ds(block * BLOCK + warpgroup * HALF, HALF)]
+                scratch[f"{name}_smem"].at[half],
+                gmem[name].at[scale_row, pl.ds(block * BLOCK + warpgroup * HALF, HALF)],
             )
     if block_scale is not None:
 
@@ -210,7 +244,9 @@ def _body(*refs: Any, plan: Plan, names: tuple[str, ...], scale_format: str, x_s
     plgpu.wait_smem_to_gmem(0)
 
 
-def quantize_half(read: Callable[[Any], Any], codes_smem: Any, scale_format: str, scale: jax.Array | None = None) -> jax.Array:
+def quantize_half(
+    read: Callable[[Any], Any], codes_smem: Any, scale_format: str, scale: jax.Array | None = None
+) -> jax.Array:
     """Quantises 64 rows of 128 values that one warpgroup holds in shared memory.
 
     Args:
@@ -238,13 +274,18 @@ def _multiply_half(gate_smem: Any, up_smem: Any) -> None:
 
     def step(chunk: jax.Array, _: None) -> None:
         columns = pl.ds(chunk * CHUNK, CHUNK)
-        gate, up = (plgpu.load(smem.at[:, columns], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for smem in (gate_smem, up_smem))
+        gate, up = (
+            plgpu.load(smem.at[:, columns], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            for smem in (gate_smem, up_smem)
+        )
         gate_smem[:, columns] = silu_multiply(gate, up).astype(gate_smem.dtype)
 
     lax.fori_loop(0, BLOCK // CHUNK, step, None)
 
 
-def store_half(codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block: jax.Array, column_block: jax.Array) -> None:
+def store_half(
+    codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block: jax.Array, column_block: jax.Array
+) -> None:
     """Starts the copies of a warpgroup's codes [2, 64, 64] of a block to where they belong in [R, C]."""
     half = pl.ds(warpgroup * HALF, HALF)
     rows = pl.ds(row_block * BLOCK + warpgroup * HALF, HALF)
@@ -266,7 +307,9 @@ def _row_maxima(x_smem: Any) -> jax.Array:
 
 
 def _block_scale(x_smem: Any, half: Any, scale_format: str, maxima_smem: Any, exchanged: Any) -> jax.Array:
-    """The scale of the whole tile, once per row of a half [64]: every warpgroup sees the maxima of all rows."""
+    """The scale of the whole tile, once per row of a half [64]:
+    every warpgroup sees the maxima of all rows.
+    """
     maxima_smem[half] = _row_maxima(x_smem)
     wait_for_both(exchanged)
     maxima = plgpu.load(maxima_smem, layout=plgpu.Layout.WG_STRIDED((BLOCK,), 1))

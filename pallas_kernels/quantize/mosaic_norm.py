@@ -1,15 +1,17 @@
-"""RMSNorm and the quantiser behind it as one Pallas Mosaic GPU kernel: each value is read once and written as FP8.
+"""RMSNorm and the quantiser behind it as one Pallas Mosaic GPU kernel: each value is read once and written as
+FP8.
 
-A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A warpgroup takes up to 64 of these rows, as
-many whole tokens as fit and make a multiple of eight rows: all 64 where D / 128 is a power of two, 40 for D = 2560 and
-5120, 56 for 3584. Rows behind them are computed, too, and go nowhere. Two warpgroups make a program. It goes over its
-rows twice, in shared memory:
+A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A warpgroup takes up to 64 of
+these rows, as many whole tokens as fit and make a multiple of eight rows: all 64 where D / 128 is a power of
+two, 40 for D = 2560 and 5120, 56 for 3584. Rows behind them are computed, too, and go nowhere. Two warpgroups
+make a program. It goes over its rows twice, in shared memory:
 
-    1. h = x (+ residual); the float64 sum of h^2 of each row, then of the D / 128 rows of each token, in order
+    1. h = x (+ residual); the float64 sum of h^2 of each row, then of the D / 128 rows of each token, in
+      order
     2. the new residual over the old one, the normalised value over x; then scales and codes as in `mosaic`
 
-The float64 sums of rows pass through shared memory as pairs of FP32 numbers (48 bits). The scales come out as [M, D / 128].
-Arithmetic and rounding points are those of `fused`.
+The float64 sums of rows pass through shared memory as pairs of FP32 numbers (48 bits). The scales come out as
+[M, D / 128]. Arithmetic and rounding points are those of `fused`.
 """
 
 from __future__ import annotations
@@ -36,24 +38,37 @@ _ALIGNED = 8
 
 
 def tokens_per_half(blocks: int) -> int:
-    """Tokens of `blocks` rows each that a warpgroup takes: the most whose rows fit into 64 and are a multiple of eight.
+    """Tokens of `blocks` rows each that a warpgroup takes: the most whose rows fit into 64 and are a multiple
+    of eight.
 
     Raises ValueError where one token does not fit, or no number of them is such a multiple.
     """
     fitting = [tokens for tokens in range(1, HALF // blocks + 1) if tokens * blocks % _ALIGNED == 0]
     if not fitting:
-        raise ValueError(f"tokens_per_half: no tile: got {blocks} blocks a token, expected some of them to make 8, 16, ... or {HALF}.")
+        raise ValueError(
+            f"tokens_per_half: no tile: got {blocks} blocks a token, expected some of them to make 8, "
+            f"16, ... or {HALF}."
+        )
     return fitting[-1]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=True)
 def rms_norm_quantize(
-    x: jax.Array, weight: jax.Array, residual: jax.Array | None, eps: float, variant: str, scale_format: str, interpret: bool
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None,
+    eps: float,
+    variant: str,
+    scale_format: str,
+    interpret: bool,
 ) -> tuple[ScaledArray, jax.Array]:
-    """(quantised RMSNorm, new residual) of bfloat16 x, residual [M, D] and weight [D]; D of `fused.KERNEL_WIDTHS`."""
+    """(quantised RMSNorm, new residual) of bfloat16 x, residual [M, D] and weight [D];
+    D of `fused.KERNEL_WIDTHS`.
+    """
     tokens, width = x.shape
     blocks = width // BLOCK
-    missing = -tokens % (_ALIGNED // math.gcd(blocks, _ALIGNED))  # tokens that make the rows a multiple of eight
+    # tokens that make the rows a multiple of eight
+    missing = -tokens % (_ALIGNED // math.gcd(blocks, _ALIGNED))
     used = tokens_per_half(blocks) * blocks
     rows = (tokens + missing) * blocks
     weight = weight.reshape(blocks, BLOCK)
@@ -72,7 +87,9 @@ def rms_norm_quantize(
         scratch["residual_smem"] = wide_tile(BLOCK, jnp.bfloat16)
     scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * (len(inputs) - 1) + used // inputs[1].shape[0])
     kernel = launch(
-        functools.partial(_body, blocks=blocks, used=used, eps=eps, variant=variant, scale_format=scale_format),
+        functools.partial(
+            _body, blocks=blocks, used=used, eps=eps, variant=variant, scale_format=scale_format
+        ),
         interpret=interpret,
         out_type=tuple(out_type),
         grid=(-(-rows // (2 * used)),),
@@ -90,7 +107,9 @@ def _rows(x: jax.Array, missing: int) -> jax.Array:
     return (jnp.pad(x, ((0, missing), (0, 0))) if missing else x).reshape(-1, BLOCK)
 
 
-def _body(*refs: Any, blocks: int, used: int, eps: float, variant: str, scale_format: str, **scratch: Any) -> None:
+def _body(
+    *refs: Any, blocks: int, used: int, eps: float, variant: str, scale_format: str, **scratch: Any
+) -> None:
     """`used` rows of blocks in each warpgroup: load, sum squares, normalise, quantise, store."""
     has_residual = "residual_smem" in scratch
     x_gmem, weight_gmem, *rest = refs
@@ -117,10 +136,14 @@ def _body(*refs: Any, blocks: int, used: int, eps: float, variant: str, scale_fo
     sums = _sums_of_squares(x_smem, residual_smem, variant)
     factors = _token_factors(sums, scratch["sums_smem"], warpgroup, blocks, used // blocks, eps)
     _normalize(x_smem, residual_smem, weight_smem, factors, variant)
-    scratch["scale_smem"][half] = quantize_half(lambda columns: x_smem.at[:, columns], codes_smem.at[:, half], scale_format)
+    scratch["scale_smem"][half] = quantize_half(
+        lambda columns: x_smem.at[:, columns], codes_smem.at[:, half], scale_format
+    )
     plgpu.commit_smem()
     for chunk in range(BLOCK // CHUNK):
-        plgpu.copy_smem_to_gmem(codes_smem.at[chunk, used_half], codes_gmem.at[rows, pl.ds(chunk * CHUNK, CHUNK)])
+        plgpu.copy_smem_to_gmem(
+            codes_smem.at[chunk, used_half], codes_gmem.at[rows, pl.ds(chunk * CHUNK, CHUNK)]
+        )
     plgpu.copy_smem_to_gmem(scratch["scale_smem"].at[used_half], scale_gmem.at[rows])
     if has_residual:
         plgpu.copy_smem_to_gmem(scratch["residual_smem"].at[used_half], total_gmem[0].at[rows])
@@ -151,8 +174,12 @@ def _sums_of_squares(x_smem: Any, residual_smem: Any, variant: str) -> jax.Array
         return lax.fori_loop(jnp.int32(0), jnp.int32(BLOCK // CHUNK), step, zeros)
 
 
-def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, tokens: int, eps: float) -> jax.Array:
-    """rsqrt(mean(h^2) + eps) of the token that each row belongs to, of the last one for rows behind it: float64 [64]."""
+def _token_factors(
+    sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, tokens: int, eps: float
+) -> jax.Array:
+    """rsqrt(mean(h^2) + eps) of the token that each row belongs to, of the last one for rows behind it:
+    float64 [64].
+    """
     with jax.enable_x64(True):
         _write_sums(sums, sums_smem, pl.ds(warpgroup * HALF, HALF))
         row = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=_PER_ROW)
@@ -170,7 +197,9 @@ def _token_factors(sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks
 
 
 def _write_sums(sums: jax.Array, sums_smem: Any, rows: Any) -> None:
-    """Writes non-negative float64 sums [64] as pairs of FP32; those beyond FP32's range scaled down and negative."""
+    """Writes non-negative float64 sums [64] as pairs of FP32;
+    those beyond FP32's range scaled down and negative.
+    """
     scaled = jnp.where(sums > jnp.float64(2.0**100), sums * jnp.float64(-(2.0**-160)), sums)
     upper = lax.convert_element_type(scaled, jnp.float32)
     lower = lax.convert_element_type(scaled - lax.convert_element_type(upper, jnp.float64), jnp.float32)

@@ -1,12 +1,15 @@
-"""Codes of rows to codes along tokens as one Pallas Mosaic GPU kernel: WGrad's second operand from what the forward has saved.
+"""Codes of rows to codes along tokens as one Pallas Mosaic GPU kernel: WGrad's second operand from what the
+forward has saved.
 
     X^ = code * scale, rounded to FP32          from codes [M, K] with scales along rows (1, 128)
-    codes, scales of X^ in blocks (128, 1)      written transposed [K, M], M contiguous, as `mosaic` writes them
+    codes, scales of X^ in blocks (128, 1)      written transposed [K, M], M contiguous, as `mosaic` writes
+                                                them
 
-One program turns one tile of 128 x 128 codes. Shared memory transposes 16-bit values as it reads them and has no such read
-for 8 bits, so the codes go through it as FP16, which holds each of them exactly; the scale of a token, now along the columns,
-is multiplied in FP32 behind it. Reads and writes one byte a value where the same in XLA writes and reads X^ in FP32 between.
-The largest magnitude of a feature over 128 tokens is taken over |code| * scale, the very values that are encoded.
+One program turns one tile of 128 x 128 codes. Shared memory transposes 16-bit values as it reads them and has
+no such read for 8 bits, so the codes go through it as FP16, which holds each of them exactly; the scale of a
+token, now along the columns, is multiplied in FP32 behind it. Reads and writes one byte a value where the
+same in XLA writes and reads X^ in FP32 between. The largest magnitude of a feature over 128 tokens is taken
+over |code| * scale, the very values that are encoded.
 
 Speed on a GPU: not measured yet, `python -m pallas_kernels.bench quantize` does.
 """
@@ -25,14 +28,25 @@ from jax import lax
 from pallas_kernels.formats import BLOCK, E4M3
 from pallas_kernels.mosaic_common import launch, tile
 from pallas_kernels.quantize.mosaic import CHUNK, HALF, ROW_ALIGNMENT, store_half, wait_for_both, wide_tile
-from pallas_kernels.quantize.rounding import Divisor, encode, float_bits, float_of_bits, magnitude_bits, magnitude_of_bits, scale_of
+from pallas_kernels.quantize.rounding import (
+    Divisor,
+    encode,
+    float_bits,
+    float_of_bits,
+    magnitude_bits,
+    magnitude_of_bits,
+    scale_of,
+)
 
 _PER_TOKEN, _PER_FEATURE = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
-def requantize(codes: jax.Array, scales: jax.Array, scale_format: str, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """(codes float8_e4m3fn [K, M], scales float32 [ceil(M / 128), K]) along tokens; arguments are checked by the caller.
+def requantize(
+    codes: jax.Array, scales: jax.Array, scale_format: str, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(codes float8_e4m3fn [K, M], scales float32 [ceil(M / 128), K]) along tokens; arguments are checked by
+    the caller.
 
     Args:
       codes: float8_e4m3fn [M, K]; scales: float32 [K / 128, M].
@@ -41,12 +55,18 @@ def requantize(codes: jax.Array, scales: jax.Array, scale_format: str, interpret
     rows, columns = codes.shape
     padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
     if padded != rows:
-        codes, scales = jnp.pad(codes, ((0, padded - rows), (0, 0))), jnp.pad(scales, ((0, 0), (0, padded - rows)))
+        codes, scales = (
+            jnp.pad(codes, ((0, padded - rows), (0, 0))),
+            jnp.pad(scales, ((0, 0), (0, padded - rows))),
+        )
     row_blocks = -(-rows // BLOCK)
     kernel = launch(
         functools.partial(_body, scale_format=scale_format),
         interpret=interpret,
-        out_type=(jax.ShapeDtypeStruct((columns, wide), E4M3), jax.ShapeDtypeStruct((row_blocks, columns), jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct((columns, wide), E4M3),
+            jax.ShapeDtypeStruct((row_blocks, columns), jnp.float32),
+        ),
         grid=(row_blocks, columns // BLOCK),
         grid_names=("row", "column"),
         num_threads=2,
@@ -95,7 +115,9 @@ def _body(
     plgpu.barrier_wait(loaded)
     _widen_half(codes_smem.at[:, half], wide_smem.at[half])
     wait_for_both(widened)
-    scale = _encode_half(wide_smem.at[:, half].transpose((1, 0)), scales_smem, out_smem.at[:, half], scale_format)
+    scale = _encode_half(
+        wide_smem.at[:, half].transpose((1, 0)), scales_smem, out_smem.at[:, half], scale_format
+    )
     out_scales_smem[half] = scale
     plgpu.commit_smem()
     store_half(out_smem, out_gmem, warpgroup, column, row)
@@ -115,18 +137,24 @@ def _widen_half(codes_smem: Any, wide_smem: Any) -> None:
 
 
 def _encode_half(turned: Any, scales_smem: Any, out_smem: Any, scale_format: str) -> jax.Array:
-    """Encodes 64 features [64, 128 tokens] of FP16 codes times their tokens' scales into [2, 64, 64]; the new scales [64]."""
+    """Encodes 64 features [64, 128 tokens] of FP16 codes times their tokens' scales into [2, 64, 64];
+    the new scales [64].
+    """
 
     def values(chunk: Any) -> jax.Array:
         tokens = pl.ds(chunk * CHUNK, CHUNK)
         codes = plgpu.load(turned.at[:, tokens], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        scales = lax.broadcast_in_dim(plgpu.load(scales_smem.at[tokens], layout=_PER_TOKEN), (HALF, CHUNK), (1,))
+        scales = lax.broadcast_in_dim(
+            plgpu.load(scales_smem.at[tokens], layout=_PER_TOKEN), (HALF, CHUNK), (1,)
+        )
         return _pinned(codes * scales, scales)
 
     def largest(chunk: jax.Array, bits: jax.Array) -> jax.Array:
         return jnp.maximum(bits, jnp.max(magnitude_bits(values(chunk)), axis=1))
 
-    bits = lax.fori_loop(0, BLOCK // CHUNK, largest, plgpu.layout_cast(jnp.zeros((HALF,), jnp.int32), _PER_FEATURE))
+    bits = lax.fori_loop(
+        0, BLOCK // CHUNK, largest, plgpu.layout_cast(jnp.zeros((HALF,), jnp.int32), _PER_FEATURE)
+    )
     scale = scale_of(magnitude_of_bits(bits, jnp.float32), scale_format)
     divisor = Divisor.of(scale).along(0, (HALF, CHUNK))
 
@@ -138,8 +166,10 @@ def _encode_half(turned: Any, scales_smem: Any, out_smem: Any, scale_format: str
 
 
 def _pinned(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """The product as it is rounded to FP32: `encode` subtracts from it, and a fused multiply-add would not round it first.
+    """The product as it is rounded to FP32: `encode` subtracts from it, and a fused multiply-add would not
+    round it first.
 
-    A scale's sign, which is zero, is added to the bits: an operation on integers that no compiler can take away.
+    A scale's sign, which is zero, is added to the bits: an operation on integers that no compiler can take
+    away.
     """
     return float_of_bits(float_bits(product) | lax.shift_right_logical(float_bits(scale), jnp.int32(31)))

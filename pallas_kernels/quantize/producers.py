@@ -1,12 +1,13 @@
-"""What stands before a quantiser in a decoder, element by element, with the engine's rounding points; for kernels.
+"""What stands before a quantiser in a decoder, element by element, with the engine's rounding points; for
+kernels.
 
-Every function takes and gives float32 arrays that hold BF16 values and has one defined result for every input, so a
-kernel agrees with the definition (`fused`) bit for bit without sharing its arithmetic:
+Every function takes and gives float32 arrays that hold BF16 values and has one defined result for every
+input, so a kernel agrees with the definition (`fused`) bit for bit without sharing its arithmetic:
 
-  * SiLU in FP32 has a relative error below 2.5 * 2**-22 (two units in the last place each for `exp` and the division, half
-    a unit for each other operation). The true value lies further from every midpoint of two BF16 numbers than the error at
-    that gate for all but four gates, whose results are written down. A result below 2**-119 may become zero.
-    (tests/kernels/test_producers.py: all 65,536 gates.)
+  * SiLU in FP32 has a relative error below 2.5 * 2**-22 (two units in the last place each for `exp` and the
+    division, half a unit for each other operation). The true value lies further from every midpoint of two
+    BF16 numbers than the error at that gate for all but four gates, whose results are written down. A result
+    below 2**-119 may become zero. (tests/kernels/test_producers.py: all 65,536 gates.)
   * The product of two BF16 numbers and the float64 square of one number are exact.
 """
 
@@ -17,11 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 SILU_NEAR_MIDPOINTS = {-(2.0**-8): -(2.0**-9), 2.0**-7: 2.0**-8, 5.9375: 5.90625, -3.046875: -0.138671875}
-"""SiLU, rounded to FP32 and then to BF16, of the gates for which FP32 arithmetic could round to the other side."""
+"""SiLU, rounded to FP32 and then to BF16, of the gates for which FP32 arithmetic could round to the other
+side.
+"""
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 rounded to BF16 values, to nearest even, as float32; through the bits, so that no compiler keeps more."""
+    """float32 rounded to BF16 values, to nearest even, as float32; through the bits,
+    so that no compiler keeps more.
+    """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
     return lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -41,9 +41,9 @@ def _widen(x: jax.Array) -> jax.Array:
 def _max_magnitude(blocks: jax.Array) -> jax.Array:
     """Largest magnitude per block, float32 [I, J] of float32 [I, r, J, c]; NaN and infinity propagate.
 
-    The maximum is taken over the bits: without the sign they order like the magnitudes, with NaN above infinity, whereas
-    XLA's own maximum over a float axis loses NaN on CPU (seen in jax 0.10.2 and 0.12.0). Halving the last axis first
-    gives vector instructions something to do.
+    The maximum is taken over the bits: without the sign they order like the magnitudes, with NaN above
+    infinity, whereas XLA's own maximum over a float axis loses NaN on CPU (seen in jax 0.10.2 and 0.12.0).
+    Halving the last axis first gives vector instructions something to do.
     """
     bits = lax.bitcast_convert_type(blocks, jnp.int32) & jnp.int32(0x7FFFFFFF)
     while bits.shape[-1] > 16:

@@ -1,15 +1,17 @@
 """SHA-256 of what the program computes, so that a change that should move code and nothing else can show it.
 
     python tests/benchmarks/fingerprint.py --out before.json      # on the old tree
-    python tests/benchmarks/fingerprint.py --against before.json  # on the new one: exit status 1 names each difference
+    python tests/benchmarks/fingerprint.py --against before.json  # on the new one: exit status 1 names each
+    difference
 
-    program/...   the lowered StableHLO text of every program of every preset, on a small model of each architecture, exact
-                  and not; with the operations of a policy that vLLM samples; on a mesh of eight devices.  Names of modules
-                  and functions, source locations and names of arguments and results are left out: they say nothing.
+    program/...   the lowered StableHLO text of every program of every preset, on a small model of each
+                  architecture, exact and not; with the operations of a policy that vLLM samples; on a mesh of
+                  eight devices. Names of modules and functions, source locations and names of arguments and
+                  results are left out: they say nothing.
     config/...    what --print-config prints for each file of configs/, and docs/config.md as it is generated
     precision/... precision.txt of a run of each preset
-    run/...       config.yaml, precision.txt and metrics.jsonl (without times) of three steps of configs/tiny_cpu.yaml, and
-                  the bytes of the weights that its last policy publishes
+    run/...       config.yaml, precision.txt and metrics.jsonl (without times) of three steps of
+                  configs/tiny_cpu.yaml, and the bytes of the weights that its last policy publishes
 
 The run is compared on one machine only: without `exact`, sums of a CPU differ from another's.
 """
@@ -70,7 +72,9 @@ STEPS = (
 DEVICES = "--xla_force_host_platform_device_count=8"
 _SYMBOL = re.compile(r"(custom_call\s+)?@(\"[^\"]*\"|[\w.$-]+)")
 _LABEL = re.compile(r'(,\s*)?jax\.(result_info|arg_info)\s*=\s*"[^"]*"(\s*,\s*)?')
-_LOCATION = re.compile(r"^#loc.*$|\s*loc\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\)", re.MULTILINE)
+_LOCATION = re.compile(
+    r"^#loc.*$|\s*loc\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\")*\))*\)", re.MULTILINE
+)
 
 
 def home(name: str) -> Any:
@@ -93,18 +97,25 @@ def normalized(text: str) -> str:
     def number(match: re.Match[str]) -> str:
         return match.group() if match.group(1) else f"@s{numbers.setdefault(match.group(2), len(numbers))}"
 
-    text = _LABEL.sub(lambda match: ", " if match.group(1) and match.group(3) else "", _LOCATION.sub("", text))
+    text = _LABEL.sub(
+        lambda match: ", " if match.group(1) and match.group(3) else "", _LOCATION.sub("", text)
+    )
     return _SYMBOL.sub(number, re.sub(r" \{\}", "", text))
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
     """One line for each entry that is not the same in both."""
-    names = {name: ("gone" if name not in after else "new" if name not in before else "differs") for name in before | after}
+    names = {
+        name: ("gone" if name not in after else "new" if name not in before else "differs")
+        for name in before | after
+    }
     return [f"{name}: {what}" for name, what in names.items() if before.get(name) != after.get(name)]
 
 
 def sizes(architecture: str) -> Any:
-    """A model whose matrices have partial FP8 blocks, except on its heads' side, where a mesh needs whole ones."""
+    """A model whose matrices have partial FP8 blocks, except on its heads' side,
+    where a mesh needs whole ones.
+    """
     return home("ModelConfig")(
         architecture=architecture,
         vocab_size=40,
@@ -126,7 +137,9 @@ def sizes(architecture: str) -> Any:
 
 
 def settings() -> Iterator[tuple[str, str, list[str], bool]]:
-    """(name, architecture, overrides of the config, whether it has an embedded engine) of each family of programs."""
+    """(name, architecture, overrides of the config, whether it has an embedded engine)
+    of each family of programs.
+    """
     for preset in PRESETS:
         for architecture in ARCHITECTURES:
             for exact in ("true", "false"):
@@ -137,8 +150,19 @@ def settings() -> Iterator[tuple[str, str, list[str], bool]]:
                     True,
                 )
     for preset in ("bf16", "fp8_unified"):
-        yield f"{preset}/qwen3/exact vllm", "qwen3", [f"precision.preset={preset}", "rollout.engine=vllm"], False
-        mesh = ["model={path: sizes}", "sharding.data=2", "sharding.fsdp=2", "sharding.tensor=2", "batch.microbatch_tokens=152"]
+        yield (
+            f"{preset}/qwen3/exact vllm",
+            "qwen3",
+            [f"precision.preset={preset}", "rollout.engine=vllm"],
+            False,
+        )
+        mesh = [
+            "model={path: sizes}",
+            "sharding.data=2",
+            "sharding.fsdp=2",
+            "sharding.tensor=2",
+            "batch.microbatch_tokens=152",
+        ]
         yield f"{preset}/qwen3/exact mesh", "qwen3", [f"precision.preset={preset}", *mesh], True
     more = [
         "algorithm.kl_coef=0.01",
@@ -166,7 +190,10 @@ def lowered(run: Any, engine: bool) -> Iterator[tuple[str, Any]]:
     start = warm.abstract(state.params)
     factor = None if start.loss_scale is None else start.loss_scale.factor
     tokens = jax.ShapeDtypeStruct((), jnp.float32)
-    yield "warm start gradient", warm._supervised_gradient.trace(start.params, start.published, factor, run.batch(), tokens).lower()
+    yield (
+        "warm start gradient",
+        warm._supervised_gradient.trace(start.params, start.published, factor, run.batch(), tokens).lower(),
+    )
     yield "warm start step", warm.trace_update(start)[1].lower()
     if engine:
         rows = run.engine.shapes.prefill_rows
@@ -183,14 +210,19 @@ def lowered(run: Any, engine: bool) -> Iterator[tuple[str, Any]]:
             jax.ShapeDtypeStruct((run.sizes.vocab_size,), jnp.bool_),
         )
         source, seeds = (jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.uint32))
-        yield "insert", jax.jit(kept._insert_program).trace(slots, prefilled, source, seeds, scalar, controls).lower()
+        yield (
+            "insert",
+            jax.jit(kept._insert_program).trace(slots, prefilled, source, seeds, scalar, controls).lower(),
+        )
 
 
 def program_prints() -> Iterator[tuple[str, str]]:
     """Of the programs and of precision.txt."""
     load_config, abstract_run = home("load_config"), home("AbstractRun")
     for name, architecture, overrides, engine in settings():
-        config = load_config(ROOT / "configs" / "tiny_cpu.yaml", [*SMALL_RUN, *(EMBEDDED if engine else ()), *overrides])
+        config = load_config(
+            ROOT / "configs" / "tiny_cpu.yaml", [*SMALL_RUN, *(EMBEDDED if engine else ()), *overrides]
+        )
         run = abstract_run(config, sizes(architecture), on_gpu=False)
         yield f"precision/{name}", digest(run.plan.table())
         for program, stage in lowered(run, engine and config.sharding.devices == 1):
@@ -202,7 +234,8 @@ def config_prints() -> Iterator[tuple[str, str]]:
     load_config, dump_config = home("load_config"), home("dump_config")
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         yield f"config/{file.name}", digest(dump_config(load_config(file)))
-    page = re.sub(r"^Written by .*$", "", home("reference")(), flags=re.MULTILINE)  # how to write it, which names a module
+    # how to write it, which names a module
+    page = re.sub(r"^Written by .*$", "", home("reference")(), flags=re.MULTILINE)
     yield "config/reference", digest(page)
 
 
@@ -212,7 +245,14 @@ def run_prints(directory: Path) -> Iterator[tuple[str, str]]:
 
     run = directory / "run"
     overrides = [f"--set={override}" for override in (*STEPS, f"run.directory={run}")]
-    command = [sys.executable, "-m", "jetrl_jax.train", "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "jetrl_jax.train",
+        "--config",
+        str(ROOT / "configs" / "tiny_cpu.yaml"),
+        *overrides,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
     config = (run / "config.yaml").read_text(encoding="utf-8").replace(str(run), "RUN")
@@ -238,7 +278,9 @@ def prints() -> dict[str, str]:
 
 def main() -> int:
     """Prints the fingerprint; exit status 1 where it is not the given one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it as JSON")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with one that was written")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
 """How far rollout and training are apart in each precision flow, on the same tokens: ``make bench-flows``.
 
-Reads a run (its latest checkpoint and config), samples completions of held-out prompts once with its engine, and
-scores exactly these tokens twice in every flow, from the same masters: with the engine's program (cached decode over
-published weights, token by token) and with the trainer's (one packed forward).  Prints |Δlogprob| and k3 of both, with
-`numerics.exact` on and off.
+Reads a run (its latest checkpoint and config), samples completions of held-out prompts once with its engine,
+and scores exactly these tokens twice in every flow, from the same masters: with the engine's program (cached
+decode over published weights, token by token) and with the trainer's (one packed forward).  Prints |Δlogprob|
+and k3 of both, with `numerics.exact` on and off.
 
     python tests/benchmarks/flows.py runs/tiny_cpu
 """
@@ -53,7 +53,9 @@ def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[
         def one(cache, position):
             places = jnp.full((ids.shape[0], 1), position, jnp.int32)
             hidden, cache = decoder.extend(jax.lax.dynamic_index_in_dim(ids, position, 1), places, cache)
-            logits = vocabulary.scale_logits(decoder.logits(hidden[:, 0]), temperature, exact=decoder.numerics.exact)
+            logits = vocabulary.scale_logits(
+                decoder.logits(hidden[:, 0]), temperature, exact=decoder.numerics.exact
+            )
             following = jax.lax.dynamic_index_in_dim(ids, position + 1, 1, keepdims=False)
             return cache, vocabulary.token_logprobs(logits, following, exact=decoder.numerics.exact)
 
@@ -62,7 +64,10 @@ def engine_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[
 
     values = np.asarray(jit(program)(published_weights(policy), ids))
     starts = [len(t.prompt_ids) - 1 for t in trajectories]
-    return [values[row, start : start + len(t.completion_ids)] for row, (t, start) in enumerate(zip(trajectories, starts, strict=True))]
+    return [
+        values[row, start : start + len(t.completion_ids)]
+        for row, (t, start) in enumerate(zip(trajectories, starts, strict=True))
+    ]
 
 
 def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
@@ -76,7 +81,9 @@ def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list
         chunk_tokens=config.batch.logprob_chunk_tokens,
     )
     count = len(trajectories)
-    batches = batching.pack(trajectories, np.zeros(count), np.ones(count, bool), config.row_tokens, config.batch.microbatch_tokens)
+    batches = batching.pack(
+        trajectories, np.zeros(count), np.ones(count, bool), config.row_tokens, config.batch.microbatch_tokens
+    )
     weights = programs.frozen(programs.init(policy.params))
     return batching.unpack(batches, [programs.logprobs(weights, batch) for batch in batches], count)
 
@@ -89,12 +96,19 @@ def measure(run: Path, completions: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for exact in (True, False):
         for preset in PRESETS:
-            config = override_config(base, [f"precision.preset={preset}", f"numerics.exact={str(exact).lower()}"])
+            config = override_config(
+                base, [f"precision.preset={preset}", f"numerics.exact={str(exact).lower()}"]
+            )
             policy = build_policy(config, model=trained.model, tokenizer=trained.tokenizer)
             rollout, trainer = engine_logprobs(policy, trajectories), trainer_logprobs(policy, trajectories)
             index = np.repeat(np.arange(len(rollout)), [len(values) for values in rollout])
-            metrics = mismatch_metrics(np.concatenate(trainer), np.concatenate(rollout), np.ones(len(index), bool), index)
-            rows.append({"preset": preset, "exact": exact, "tokens": len(index)} | {name: metrics[name] for name in SHOWN})
+            metrics = mismatch_metrics(
+                np.concatenate(trainer), np.concatenate(rollout), np.ones(len(index), bool), index
+            )
+            rows.append(
+                {"preset": preset, "exact": exact, "tokens": len(index)}
+                | {name: metrics[name] for name in SHOWN}
+            )
     return rows
 
 

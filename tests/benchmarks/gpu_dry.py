@@ -1,14 +1,17 @@
-"""One stage of ``make gpu`` as far as a CPU can take it: ``python -m tests.benchmarks.gpu_dry -m pallas_kernels.bench layer ...``.
+"""One stage of ``make gpu`` as far as a CPU can take it: ``python -m tests.benchmarks.gpu_dry -m
+pallas_kernels.bench layer ...``.
 
     pytest           collects the tests, which loads every file
-    bench            the whole command on the shapes of its arrays; every program that it would time is compiled for an H100 that is
-                     not there, by JAX's CUDA plugin; figures are NaN; rivals that need torch are read only
-    check_engine     with vLLM the whole command; without it everything up to vLLM, then the trainer's half of the contract
+    bench            the whole command on the shapes of its arrays; every program that it would time is
+                     compiled for an H100 that is not there, by JAX's CUDA plugin; figures are NaN; rivals
+                     that need torch are read only
+    check_engine     with vLLM the whole command; without it everything up to vLLM, then the trainer's half of
+                     the contract
     vllm_gap         with vLLM the whole command; without it the policies of both sides, and no engine
     train_flows      the config with all its overrides, then the same runs narrow and short (`Stage.dry`)
 
-Ends with status 0 only where all of this was done: an unknown option, a config that does not load, a file that is missing, an
-import or a kernel that fails end it otherwise.
+Ends with status 0 only where all of this was done: an unknown option, a config that does not load, a file
+that is missing, an import or a kernel that fails end it otherwise.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def bench(arguments: list[str]) -> int:
     programs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def contender(function: Callable[..., Any], *operands: Any) -> measure.Contender:
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), operands)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), operands
+        )
         programs.append((function, shapes))
         return lambda calls: math.nan
 
@@ -72,10 +77,12 @@ def bench(arguments: list[str]) -> int:
     fused_attention_stablehlo.check_cudnn_version = lambda: 91000
     flash_attention._device_problem = lambda dtype, head_dim: flash_attention._version_problem()
     for module in (measure, benchmark, quantizers):  # each has its own name of them
-        module.jax_contender, module.steady_state = contender, steady_state
+        module.jax_contender = contender
+        module.steady_state = steady_state
     benchmark.cold_kernels = cold_kernels
     benchmark.load_rivals = lambda path, what, load=benchmark.load_rivals: rivals(path, what, load)
-    jax.eval_shape(lambda: benchmark.main(arguments))  # arrays of the full size, of which only shapes are there
+    # arrays of the full size, of which only shapes are there
+    jax.eval_shape(lambda: benchmark.main(arguments))
     for function, shapes in programs:
         jax.jit(function, compiler_options=measure.COMPILER_OPTIONS).lower(*shapes).compile()
     print(f"{len(programs)} programs compiled for an H100")
@@ -83,7 +90,9 @@ def bench(arguments: list[str]) -> int:
 
 
 def rivals(path: Path, what: str, load: Callable[[Path, str], ModuleType]) -> ModuleType | None:
-    """The file of rivals where it can be loaded; of one that needs torch with a GPU only that it is Python and has `what`."""
+    """The file of rivals where it can be loaded; of one that needs torch with a GPU only that it is Python
+    and has `what`.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     if not any(isinstance(node, ast.Import) and node.names[0].name == "torch" for node in tree.body):
         return load(path, what)

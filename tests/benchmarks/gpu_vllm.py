@@ -1,9 +1,11 @@
 """vLLM's CUDA build, small enough to be copied to a GPU machine without network: a part of ``make gpu-call``.
 
-For Python 3.12, torch 2.11+cu130, triton 3.6, transformers 5 and a Hopper GPU (sm_90).  Pinned wheels are installed without their
-dependencies; files that a dense decoder in block FP8 or BF16 does not load are left out; in the CUDA libraries every image that is
-not for sm_90 is overwritten with zeros, which compress away (the driver reads only the images that fit).  FlashAttention 3 keeps
-its BF16 kernels.  Not in it: mixtures of experts, FP16 attention, an FP8 cache, FlashInfer; xgrammar is a stub.
+For Python 3.12, torch 2.11+cu130, triton 3.6, transformers 5 and a Hopper GPU (sm_90).  Pinned wheels are
+installed without their dependencies; files that a dense decoder in block FP8 or BF16 does not load are left
+out; in the CUDA libraries every image that is not for sm_90 is overwritten with zeros, which compress away
+(the driver reads only the images that fit).  FlashAttention 3 keeps
+its BF16 kernels.  Not in it: mixtures of experts, FP16 attention, an FP8 cache, FlashInfer; xgrammar is a
+  stub.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ depyf==0.20.0 dill==0.4.1 diskcache==5.6.3 fastapi==0.136.3 httpcore2==2.16.2 ht
 llguidance==1.9.1 loguru==0.7.3 msgspec==0.22.0 openai==3.57.0 openai-harmony==0.0.8 partial-json-parser==0.2.1.1.post7
 pybase64==1.5.1 pydantic==2.14.4 pydantic_core==2.50.5 python-json-logger==4.2.0 pyzmq==27.3.0 setproctitle==1.3.8
 sniffio==1.3.1 starlette==1.10.0 truststore==0.10.5 typing-inspection==0.4.5 vllm==0.24.0 watchfiles==1.3.0""".split()
-LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/_flashmla", "vllm/_qutlass", "vllm/_rust_tool")
+LEFT_OUT = (
+    "vllm/vllm-rs",
+    "vllm/third_party/fmha_sm100",
+    "vllm/_flashmla",
+    "vllm/_qutlass",
+    "vllm/_rust_tool",
+)
 LEFT_OUT += ("vllm/vllm_flash_attn/_vllm_fa2", "vllm/model_executor/layers/fused_moe/configs")
 LEFT_OUT += ("vllm/entrypoints/serve/instrumentator/static", "bin/")
 XGRAMMAR = '''"""A stub: vLLM touches xgrammar when it is imported; structured output is not in this bundle."""
@@ -64,10 +72,11 @@ def fatbin_section(path: Path) -> tuple[int, int] | None:
 
 
 def zeroed_images(data: bytes, section: tuple[int, int], keep: Keep) -> tuple[bytes, int]:
-    """`data` with every GPU image of its section that is not kept overwritten with zeros, and how many bytes that were.
+    """`data` with every GPU image of its section that is not kept overwritten with zeros, and how many bytes
+    that were.
 
-    Headers and offsets stay.  A fat binary is a header (magic, version, its own size, bytes that follow) and images, each a header
-    (kind, version, its own size, bytes that follow, ..., architecture) and a payload.
+    Headers and offsets stay.  A fat binary is a header (magic, version, its own size, bytes that follow) and
+    images, each a header (kind, version, its own size, bytes that follow, ..., architecture) and a payload.
     """
     out, zeroed = bytearray(data), 0
     position, end = section[0], sum(section)

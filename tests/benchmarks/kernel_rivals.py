@@ -1,7 +1,9 @@
-"""Rivals of the Pallas GEMMs through torch, for ``python -m pallas_kernels.bench --rivals``: cuBLASLt, and DeepGEMM if installed.
+"""Rivals of the Pallas GEMMs through torch, for ``python -m pallas_kernels.bench --rivals``: cuBLASLt, and
+DeepGEMM if installed.
 
-Needs torch with CUDA and a Hopper GPU. Times of training sizes are CUDA events around back to back calls, those of decode
-a captured CUDA graph of calls with weights of their own, so that neither counts launches from Python.
+Needs torch with CUDA and a Hopper GPU. Times of training sizes are CUDA events around back to back calls,
+those of decode a captured CUDA graph of calls with weights of their own, so that neither counts launches from
+Python.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ def gemm(m: int, n: int, k: int) -> dict[str, Contender]:
     """Contenders for [m, k] times [n, k] transposed."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    return {name: timed(call, prepare(x), prepare_weight(w)) for name, (prepare, prepare_weight, call) in products().items()}
+    return {
+        name: timed(call, prepare(x), prepare_weight(w))
+        for name, (prepare, prepare_weight, call) in products().items()
+    }
 
 
 def decode(m: int, n: int, k: int) -> dict[str, Timing]:
@@ -31,7 +36,10 @@ def decode(m: int, n: int, k: int) -> dict[str, Timing]:
     timings = {}
     for name, (prepare, prepare_weight, call) in products().items():
         nbytes = n * k * (2 if "bf16" in name else 1)
-        weights = [prepare_weight(torch.randn(n, k, device="cuda", dtype=torch.bfloat16)) for _ in range(copies_beyond_cache(nbytes))]
+        weights = [
+            prepare_weight(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
+            for _ in range(copies_beyond_cache(nbytes))
+        ]
         timings[name] = graphed(call, prepare(x), weights)
     return timings
 
@@ -56,7 +64,9 @@ def products() -> dict[str, tuple[Callable, Callable, Callable]]:
 
 
 def deepgemm_product() -> Callable | None:
-    """DeepGEMM's product, of a package of its own or of the copy in vLLM; None, and a line of why, where there is neither."""
+    """DeepGEMM's product, of a package of its own or of the copy in vLLM; None, and a line of why,
+    where there is neither.
+    """
     problems = []
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
         try:
@@ -74,7 +84,9 @@ def whole(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and a scale [R, K / 128] for each 128 of a row, the scales contiguous along R as cuBLASLt wants them."""
+    """Codes and a scale [R, K / 128] for each 128 of a row,
+    the scales contiguous along R as cuBLASLt wants them.
+    """
     blocks = x.float().unflatten(1, (-1, BLOCK))
     scale = blocks.abs().amax(2).clamp(min=1e-10) / 448
     return (blocks / scale[..., None]).flatten(1).to(FP8), scale.T.contiguous().T
@@ -89,7 +101,9 @@ def squares(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def scaled_mm_whole(x: Any, w: Any) -> torch.Tensor:
     """FP8 product with one scale for each operand."""
-    return torch._scaled_mm(x[0], w[0].T, scale_a=x[1], scale_b=w[1], out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(
+        x[0], w[0].T, scale_a=x[1], scale_b=w[1], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def scaled_mm_blocks(x: Any, w: Any) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """What each device holds and what a training step sends, by number of devices: ``make bench-scaling``.
 
-Compiles the gradient and update programs of a model on meshes of fake CPU devices, without weights, and prints Markdown
-tables: bytes of masters, moments and published codes on one device, XLA's own memory analysis of both programs, and the
-collectives of one microbatch with their bytes.  Times come only from real devices; none is printed.
+Compiles the gradient and update programs of a model on meshes of fake CPU devices, without weights, and
+prints Markdown
+tables: bytes of masters, moments and published codes on one device, XLA's own memory analysis of both
+programs, and the collectives of one microbatch with their bytes.  Times come only from real devices; none is
+printed.
 """
 
 from __future__ import annotations
@@ -45,12 +47,31 @@ def model_config(hidden: int, intermediate: int, layers: int, vocabulary: int) -
     """A Qwen3 with heads of 128 channels."""
     heads = hidden // 128
     return ModelConfig(
-        "qwen3", vocabulary, hidden, intermediate, layers, heads, heads, 128, 4096, 1e6, None, 1e-6, True, False, True, eos_token_ids=(1,)
+        "qwen3",
+        vocabulary,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        heads,
+        128,
+        4096,
+        1e6,
+        None,
+        1e-6,
+        True,
+        False,
+        True,
+        eos_token_ids=(1,),
     )
 
 
-def run_on(sharding: dict[str, int], sizes: ModelConfig, preset: str, shape: tuple[int, int], remat: str) -> AbstractRun:
-    """A run with a microbatch of `shape` [rows, tokens] on each device; devices that split a layer share their rows."""
+def run_on(
+    sharding: dict[str, int], sizes: ModelConfig, preset: str, shape: tuple[int, int], remat: str
+) -> AbstractRun:
+    """A run with a microbatch of `shape` [rows, tokens] on each device;
+    devices that split a layer share their rows.
+    """
     rows, tokens = shape
     fields = {
         "model": {"path": "--sizes"},  # read by nobody; a path says that the sizes are not the config's
@@ -64,7 +85,9 @@ def run_on(sharding: dict[str, int], sizes: ModelConfig, preset: str, shape: tup
 
 
 def collectives(lowered: Any) -> dict[str, tuple[int, int]]:
-    """Kind -> (count, bytes of the results on one device), as the program is written; a backend may widen types."""
+    """Kind -> (count, bytes of the results on one device), as the program is written;
+    a backend may widen types.
+    """
     found = dict.fromkeys((*COLLECTIVES, *OTHERS), (0, 0))
 
     def visit(operation: Any) -> Any:
@@ -81,12 +104,17 @@ def collectives(lowered: Any) -> dict[str, tuple[int, int]]:
 
 def report(run: AbstractRun) -> list[str]:
     """Cells of one row."""
-    state, gradient, *update = run.state, *(run.trace(program).lower() for program in ("gradient", "check", "step"))
+    state, gradient, *update = (
+        run.state,
+        *(run.trace(program).lower() for program in ("gradient", "check", "step")),
+    )
     held = [on_one_device(part) for part in (state.params, state.opt_state, state.published)]
     held += [program.compile().memory_analysis().temp_size_in_bytes for program in (gradient, *update)]
     sent = collectives(gradient)
     cells = [f"{size / MIB:.1f}" for size in held]
-    cells += [f"{count}: {size / MIB:.1f}" if count else "0" for count, size in (sent[kind] for kind in COLLECTIVES)]
+    cells += [
+        f"{count}: {size / MIB:.1f}" if count else "0" for count, size in (sent[kind] for kind in COLLECTIVES)
+    ]
     return [*cells, str(sum(sent[kind][0] for kind in OTHERS))]
 
 
@@ -94,19 +122,46 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="fp8_unified")
-    parser.add_argument("--sizes", type=int, nargs=4, default=[1024, 3072, 2, 8192], metavar=("HIDDEN", "MLP", "LAYERS", "VOCAB"))
-    parser.add_argument("--shape", type=int, nargs=2, default=[1, 256], metavar=("ROWS", "TOKENS"), help="of a microbatch on each device")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs=4,
+        default=[1024, 3072, 2, 8192],
+        metavar=("HIDDEN", "MLP", "LAYERS", "VOCAB"),
+    )
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=2,
+        default=[1, 256],
+        metavar=("ROWS", "TOKENS"),
+        help="of a microbatch on each device",
+    )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    print(f"jax {jax.__version__}, {options.preset}, sizes {options.sizes}, microbatch {options.shape} on each device; MiB on one device\n")
-    heads = ["data × fsdp × tensor", "remat", "masters", "moments", "published", "gradient temp", "check temp", "step temp"]
+    print(
+        f"jax {jax.__version__}, {options.preset}, sizes {options.sizes}, microbatch {options.shape} on "
+        "each device; MiB on one device\n"
+    )
+    heads = [
+        "data × fsdp × tensor",
+        "remat",
+        "masters",
+        "moments",
+        "published",
+        "gradient temp",
+        "check temp",
+        "step temp",
+    ]
     heads += ["all-gather", "reduce-scatter", "all-reduce", "others"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for data, fsdp, tensor in MESHES:
         for remat in ("none", "layer"):
             sharding = {"data": data, "fsdp": fsdp, "tensor": tensor}
-            cells = report(run_on(sharding, model_config(*options.sizes), options.preset, options.shape, remat))
+            cells = report(
+                run_on(sharding, model_config(*options.sizes), options.preset, options.shape, remat)
+            )
             print(f"| {data} × {fsdp} × {tensor} | {remat} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,10 +1,13 @@
-"""The precision study: every flow from the same warm start and data order, several seeds each, one page: ``make study``.
+"""The precision study: every flow from the same warm start and data order, several seeds each, one page:
+``make study``.
 
-    python tests/benchmarks/study.py --config configs/tiny_cpu.yaml --out runs/study [--seeds 0 1 2] [--rows bf16 fp8_unified ...]
+    python tests/benchmarks/study.py --config configs/tiny_cpu.yaml --out runs/study [--seeds 0 1 2] [--rows
+    bf16 fp8_unified ...]
 
-Each run is a directory ``OUT/ROW/seedS`` of `jetrl_jax.train`.  A finished run is not run again and an unfinished one is
-resumed, so a study can be made in short stretches.  Writes ``OUT/study.html`` (one chart a metric: the median over the
-seeds as a line, smallest to largest as a band), ``OUT/study.md`` (the table) and ``OUT/study.json`` (its numbers).
+Each run is a directory ``OUT/ROW/seedS`` of `jetrl_jax.train`.  A finished run is not run again and an
+unfinished one is resumed, so a study can be made in short stretches.  Writes ``OUT/study.html`` (one chart a
+metric: the median over the seeds as a line, smallest to largest as a band), ``OUT/study.md`` (the table) and
+  ``OUT/study.json`` (its numbers).
 """
 
 from __future__ import annotations
@@ -49,7 +52,18 @@ CHARTS = (
     "optimizer/grad_norm",
 )
 LOGARITHMIC = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/k3", "mismatch/chi2_token")
-COLOURS = ("#2f7ed8", "#8a8d93", "#2f9e63", "#2aa0b3", "#c29a1b", "#b04fb5", "#d1495b", "#e0732d", "#5b4b8a", "#7a5c3e")
+COLOURS = (
+    "#2f7ed8",
+    "#8a8d93",
+    "#2f9e63",
+    "#2aa0b3",
+    "#c29a1b",
+    "#b04fb5",
+    "#d1495b",
+    "#e0732d",
+    "#5b4b8a",
+    "#7a5c3e",
+)
 COARSE = Path(__file__).with_name("coarse_rollout.py")
 THRESHOLD = 0.8  # of the mean reward over WINDOW steps
 WINDOW = 5
@@ -71,9 +85,17 @@ def run(config: Path, out: Path, row: str, seed: int, steps: int, overrides: Seq
         sets = (*ROWS[row], *overrides, f"seed={seed}", f"run.directory={path}")
         bits = MANTISSA_BITS.get(row)
         program = ["-m", "jetrl_jax.train"] if bits is None else [str(COARSE), "--mantissa-bits", str(bits)]
-        command = [sys.executable, *program, "--config", str(config), *(word for s in sets for word in ("--set", s))]
+        command = [
+            sys.executable,
+            *program,
+            "--config",
+            str(config),
+            *(word for s in sets for word in ("--set", s)),
+        ]
         print(f"{row}, seed {seed}", flush=True)
-        subprocess.run([*command, *(["--resume"] if path.exists() else [])], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, *(["--resume"] if path.exists() else [])], check=True, stdout=subprocess.DEVNULL
+        )
     return read_metrics(metrics)
 
 
@@ -120,11 +142,13 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row, runs in found.items():
         column = {name: [one[name] for one in runs] for name in runs[0]}
-        digits = {"accuracy before": ".3f", "accuracy": ".3f", "greedy": ".3f", "steps to threshold": ".0f", "mean |Δ|": ".1e",
+        digits = {"accuracy before": ".3f", "accuracy": ".3f", "greedy": ".3f", "steps to threshold": ".0f", "mean " "|Δ|": ".1e",
                   "max |Δ|": ".1e", "k3": ".1e", "smallest ESS": ".4f", "entropy": ".3f"}  # fmt: skip
         cells = {name: spread(column[name], form) for name, form in digits.items()}
         collapsed = f"{int(sum(column['collapsed']))} of {len(runs)}"
-        order = [cells[n] for n in ("accuracy before", "accuracy", "greedy", "steps to threshold")] + [collapsed]
+        order = [cells[n] for n in ("accuracy before", "accuracy", "greedy", "steps to threshold")] + [
+            collapsed
+        ]
         order += [cells[n] for n in ("mean |Δ|", "max |Δ|", "k3", "smallest ESS", "entropy")]
         lines.append("| " + " | ".join([f"`{row}`", *order]) + " |")
     return "\n".join(lines)
@@ -143,20 +167,34 @@ def page(found: dict[str, list[Rows]], text: str) -> str:
             steps = sorted(set.intersection(*(set(c) for c in columns)))
             values = np.array([[c[step] for step in steps] for c in columns])
             if metric in LOGARITHMIC:
-                values = np.where(values > 0, values, np.nan)  # an exact zero has no place on a logarithmic axis
+                # an exact zero has no place on a logarithmic axis
+                values = np.where(values > 0, values, np.nan)
             if values.size == 0 or np.isnan(values).all():
                 continue
             place = {"row": index // 2 + 1, "col": index % 2 + 1}
             low, middle, high = np.min(values, 0), np.median(values, 0), np.max(values, 0)
-            band = go.Scatter(x=[*steps, *steps[::-1]], y=[*high, *low[::-1]], fill="toself", opacity=0.15, line_width=0,
-                              fillcolor=colour, legendgroup=row, showlegend=False, hoverinfo="skip")  # fmt: skip
-            line = go.Scatter(x=steps, y=middle, name=row, line_color=colour, legendgroup=row, showlegend=index == 0)
+            band = go.Scatter(
+                x=[*steps, *steps[::-1]],
+                y=[*high, *low[::-1]],
+                fill="toself",
+                opacity=0.15,
+                line_width=0,
+                fillcolor=colour,
+                legendgroup=row,
+                showlegend=False,
+                hoverinfo="skip",
+            )
+            line = go.Scatter(
+                x=steps, y=middle, name=row, line_color=colour, legendgroup=row, showlegend=index == 0
+            )
             figure.add_trace(band, **place)
             figure.add_trace(line, **place)
             if metric in LOGARITHMIC:
                 figure.update_yaxes(type="log", exponentformat="power", **place)
     figure.update_layout(
-        height=420 * ((len(CHARTS) + 1) // 2), template="plotly_white", title="Precision flows: median and range over the seeds"
+        height=420 * ((len(CHARTS) + 1) // 2),
+        template="plotly_white",
+        title="Precision flows: median and range over the seeds",
     )
     body = str(figure.to_html(include_plotlyjs=True, full_html=False))
     return f"<!doctype html><meta charset=utf-8><title>Precision study</title>\n{body}\n<pre>{text}</pre>\n"
@@ -169,15 +207,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="for every run")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="for every run"
+    )
     options = parser.parse_args()
     steps = load_config(options.config, options.overrides).run.steps
-    found = {row: [run(options.config, options.out, row, seed, steps, options.overrides) for seed in options.seeds] for row in options.rows}
+    found = {
+        row: [run(options.config, options.out, row, seed, steps, options.overrides) for seed in options.seeds]
+        for row in options.rows
+    }
     summaries = {row: [summary(rows) for rows in runs] for row, runs in found.items()}
     text = table(summaries)
     (options.out / "study.md").write_text(text + "\n", encoding="utf-8")
-    about = {"config": str(options.config), "seeds": options.seeds, "steps": steps, "system": platform.platform()}
-    (options.out / "study.json").write_text(json.dumps(about | {"rows": summaries}, indent=1), encoding="utf-8")
+    about = {
+        "config": str(options.config),
+        "seeds": options.seeds,
+        "steps": steps,
+        "system": platform.platform(),
+    }
+    (options.out / "study.json").write_text(
+        json.dumps(about | {"rows": summaries}, indent=1), encoding="utf-8"
+    )
     (options.out / "study.html").write_text(page(found, text), encoding="utf-8")
     print(text)
     print(f"\nwritten to {options.out / 'study.html'}")

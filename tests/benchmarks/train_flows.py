@@ -1,15 +1,17 @@
 """Whole training runs of several precision flows, in turns on one machine: ``make bench-train``.
 
-    python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--flows fp8_unified bf16] [--stretches 3] [--steps 8]
+    python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--flows fp8_unified bf16]
+    [--stretches 3] [--steps 8]
 
-A flow is a preset of `precision`, with "-exact" or "-fast" behind it one with `numerics.exact` true or false.  Each is one run
-of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint, the next flow has its turn, and the
-run is resumed; every second round goes through the flows backward, so that a machine that drifts drifts for all.  The first rows
-of a stretch, which compile, are left out of the times.  Printed, and written as JSON, for each flow: which implementation served
-which operation (the run's own record); tokens a second of rollout and of training and seconds a step, as the median over the
-steps with quartiles, and the smallest and largest median of a stretch; the largest difference between engine and trainer in the
-logprob of a sampled token, over all steps.  Against the last flow named: the ratios of the medians of each turn, so that what
-slows a whole turn down counts in neither.
+A flow is a preset of `precision`, with "-exact" or "-fast" behind it one with `numerics.exact` true or false.
+Each is one run of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint,
+the next flow has its turn, and the run is resumed; every second round goes through the flows backward, so
+that a machine that drifts drifts for all.  The first rows of a stretch, which compile, are left out of the
+times.  Printed, and written as JSON, for each flow: which implementation served which operation (the run's
+own record); tokens a second of rollout and of training and seconds a step, as the median over the steps with
+quartiles, and the smallest and largest median of a stretch; the largest difference between engine and trainer
+in the logprob of a sampled token, over all steps.  Against the last flow named: the ratios of the medians of
+each turn, so that what slows a whole turn down counts in neither.
 
 The learning rate is constant here, since a run whose rate follows its length cannot be made longer.
 """
@@ -46,7 +48,9 @@ Stretches = list[list[float]]
 
 def turns(flows: Sequence[str], stretches: int) -> list[tuple[int, str]]:
     """(number of the stretch, flow) in the order they are run."""
-    return [(index, flow) for index in range(stretches) for flow in (flows if index % 2 == 0 else flows[::-1])]
+    return [
+        (index, flow) for index in range(stretches) for flow in (flows if index % 2 == 0 else flows[::-1])
+    ]
 
 
 def measured(rows: Rows, metric: str, steps: int, stretches: int, left_out: int) -> Stretches:
@@ -61,7 +65,10 @@ def measured(rows: Rows, metric: str, steps: int, stretches: int, left_out: int)
         numbers = range(index * steps + left_out + 1, (index + 1) * steps + 1)
         missing = [number for number in numbers if number not in by_step]
         if missing:
-            raise ValueError(f"measured: steps without {metric}: got none for {missing}, expected every step of stretch {index}")
+            raise ValueError(
+                f"measured: steps without {metric}: got none for {missing}, expected every step of "
+                f"stretch {index}"
+            )
         found.append([float(by_step[number][metric]) for number in numbers])
     return found
 
@@ -70,11 +77,19 @@ def summary(values: Stretches) -> dict[str, float]:
     """Median and quartiles over all steps, smallest and largest median of a stretch."""
     low, middle, high = np.percentile([one for stretch in values for one in stretch], [25, 50, 75])
     medians = [float(np.median(stretch)) for stretch in values]
-    return {"median": middle, "quartile_low": low, "quartile_high": high, "stretch_low": min(medians), "stretch_high": max(medians)}
+    return {
+        "median": middle,
+        "quartile_low": low,
+        "quartile_high": high,
+        "stretch_low": min(medians),
+        "stretch_high": max(medians),
+    }
 
 
 def ratios(values: Stretches, base: Stretches) -> dict[str, float]:
-    """values / base, each stretch's median against that of its turn: the median of these ratios, the smallest and the largest."""
+    """values / base, each stretch's median against that of its turn: the median of these ratios,
+    the smallest and the largest.
+    """
     each = [float(np.median(a) / np.median(b)) for a, b in zip(values, base, strict=True)]
     return {"ratio": float(np.median(each)), "low": min(each), "high": max(each)}
 
@@ -105,14 +120,28 @@ def settings(directory: Path, flow: str, steps: int, overrides: Sequence[str]) -
     """The overrides of a flow's run."""
     suffix = next((suffix for suffix in EXACT if flow.endswith(suffix)), "")
     exact = [f"numerics.exact={EXACT[suffix]}"] if suffix else []
-    length = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", f"run.directory={directory}", f"run.steps={steps}"]
+    length = [
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+        f"run.directory={directory}",
+        f"run.steps={steps}",
+    ]
     return [*overrides, f"precision.preset={flow.removesuffix(suffix)}", *exact, *length]
 
 
 def train(config: Path, sets: Sequence[str], directory: Path) -> None:
     """Runs a flow, or goes on with it. Raises RunStopped where it fails; it has said why."""
-    command = [sys.executable, "-m", "jetrl_jax.train", "--config", str(config), *(word for one in sets for word in ("--set", one))]
-    done = subprocess.run([*command, *(["--resume"] if directory.exists() else [])], stdout=subprocess.DEVNULL, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "jetrl_jax.train",
+        "--config",
+        str(config),
+        *(word for one in sets for word in ("--set", one)),
+    ]
+    done = subprocess.run(
+        [*command, *(["--resume"] if directory.exists() else [])], stdout=subprocess.DEVNULL, cwd=ROOT
+    )
     if done.returncode:
         raise RunStopped(f"train_flows: the run in {directory} ended with status {done.returncode}.")
 
@@ -126,7 +155,9 @@ def report(out: Path, flows: Sequence[str], steps: int, stretches: int, left_out
         starts = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))["starts"]
         fp8 = " fp8 " in (directory / PRECISION_FILE).read_text(encoding="utf-8")
         rows = read_metrics(directory / METRICS_FILE)
-        values[flow] = {name: measured(rows, metric, steps, stretches, left_out) for name, metric in METRICS.items()}
+        values[flow] = {
+            name: measured(rows, metric, steps, stretches, left_out) for name, metric in METRICS.items()
+        }
         found[flow] = {
             "implementations": implementations(starts[-1], fp8),
             "device": starts[-1]["device_kind"],
@@ -137,16 +168,33 @@ def report(out: Path, flows: Sequence[str], steps: int, stretches: int, left_out
             "largest_difference": max(row[MISMATCH] for row in rows if MISMATCH in row),
         }
     base = flows[-1]
-    against = {flow: {name: ratios(values[flow][name], values[base][name]) for name in METRICS} for flow in flows[:-1]}
-    return {"steps": steps, "stretches": stretches, "left_out": left_out, "base": base, "flows": found, "against_base": against}
+    against = {
+        flow: {name: ratios(values[flow][name], values[base][name]) for name in METRICS}
+        for flow in flows[:-1]
+    }
+    return {
+        "steps": steps,
+        "stretches": stretches,
+        "left_out": left_out,
+        "base": base,
+        "flows": found,
+        "against_base": against,
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:
     """Markdown: implementations of each flow, then figures, then ratios."""
     lines = []
     for name, flow in record["flows"].items():
-        lines += [f"{name} on {flow['device']}:", *(f"    {what}: {text}" for what, text in flow["implementations"].items())]
-    lines += ["", "| flow | " + " | ".join(METRICS) + " | largest abs Δ logprob |", "|---|" + "---|" * (len(METRICS) + 1)]
+        lines += [
+            f"{name} on {flow['device']}:",
+            *(f"    {what}: {text}" for what, text in flow["implementations"].items()),
+        ]
+    lines += [
+        "",
+        "| flow | " + " | ".join(METRICS) + " | largest abs Δ logprob |",
+        "|---|" + "---|" * (len(METRICS) + 1),
+    ]
     for name, flow in record["flows"].items():
         cells = [
             f"{f['median']:.4g} ({f['quartile_low']:.4g} to {f['quartile_high']:.4g}; "
@@ -155,7 +203,9 @@ def table(record: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {flow['largest_difference']:.2g} |")
     for flow, figures in record["against_base"].items():
-        cells = [f"{name} x {r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for name, r in figures.items()]
+        cells = [
+            f"{name} x {r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for name, r in figures.items()
+        ]
         lines += ["", f"{flow} against {record['base']}, stretch by stretch: " + "; ".join(cells)]
     return "\n".join(lines)
 
@@ -164,18 +214,34 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; the config of every flow is read, so that a mistake is found before the first run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "qwen3_100m_gpu.yaml")
-    parser.add_argument("--flows", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios")
+    parser.add_argument(
+        "--flows", nargs="+", default=["fp8_unified", "bf16"], help="the last one is the base of the ratios"
+    )
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="RL steps of a stretch")
-    parser.add_argument("--left-out", type=int, default=2, help="first steps of a stretch that are not counted")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="as in jetrl_jax.train, for every flow")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train_flows"), help="directory, new or empty")
+    parser.add_argument(
+        "--left-out", type=int, default=2, help="first steps of a stretch that are not counted"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="as in jetrl_jax.train, for every flow"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks/train_flows"), help="directory, new or empty"
+    )
     arguments = parser.parse_args(argv)
-    if len(set(arguments.flows)) != len(arguments.flows) or not 0 <= arguments.left_out < arguments.steps or arguments.stretches < 1:
-        parser.error("expected different flows, --stretches of at least 1 and --left-out from 0 to below --steps")
+    if (
+        len(set(arguments.flows)) != len(arguments.flows)
+        or not 0 <= arguments.left_out < arguments.steps
+        or arguments.stretches < 1
+    ):
+        parser.error(
+            "expected different flows, --stretches of at least 1 and --left-out from 0 to below --steps"
+        )
     arguments.out = arguments.out.resolve()
     if arguments.out.exists() and any(arguments.out.iterdir()):
-        parser.error(f"--out is not empty: got {arguments.out}, and runs of another measurement would be resumed")
+        parser.error(
+            f"--out is not empty: got {arguments.out}, and runs of another measurement would be resumed"
+        )
     for flow in arguments.flows:
         load_config(arguments.config, settings(arguments.out / flow, flow, arguments.steps, arguments.set))
     return arguments

@@ -2,14 +2,17 @@
 
 Two layers, hidden size 256; every token is sampled by vLLM and scored again by the trainer:
 
-    ours           vLLM on the trainer's FP8 codes                        trainer: the same codes, the engine's rounding points
-    formula only   the same                                               the same codes, other roundings (in the norms, FP32 sums)
+    ours           vLLM on the trainer's FP8 codes                        trainer: the same codes, the
+                   engine's rounding points
+    formula only   the same                                               the same codes, other roundings (in
+                   the norms, FP32 sums)
     mixed          the same                                               BF16
     BF16 floor     vLLM on the same policy in BF16                        BF16
     both           vLLM with attention in BF16 and the MLP in FP8         the same codes and BF16 weights
 
-vLLM runs with the trainer's exact operations and, where asked to, with its own, eager or compiled.  Prints of each the share
-of tokens within 1e-5, mean and largest |Δ logprob| and k3, below the card or the processor and the instruction set that torch takes.
+vLLM runs with the trainer's exact operations and, where asked to, with its own, eager or compiled.  Prints of
+each the share of tokens within 1e-5, mean and largest |Δ logprob| and k3, below the card or the processor and
+the instruction set that torch takes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,17 @@ from bridge.vllm.settings import EngineSettings, set_environment
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.types import Request
 from tests.parity.small_policy import SmallPolicy
-from tests.parity.vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
+from tests.parity.vllm_policy import (
+    QWEN2,
+    QWEN3,
+    SAMPLING,
+    SETTINGS,
+    Gap,
+    Scorer,
+    fp8_paths,
+    requests,
+    sampled_policy,
+)
 from tests.sections import changed
 
 ARCHITECTURES = {"qwen3": QWEN3, "qwen2": QWEN2}
@@ -50,7 +63,9 @@ def asked(config: ModelConfig, seed: int, count: int, context: int | None) -> tu
     return config, (settings, [Request(i, prompt, i) for i, prompt in enumerate(ids)])
 
 
-def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how: dict[str, bool]) -> dict[str, Gap]:
+def gaps(
+    policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how: dict[str, bool]
+) -> dict[str, Gap]:
     """The gap of each trainer to vLLM, which samples `policy`; how: exact, enforce_eager."""
     from bridge.vllm.in_process import InProcessEngine
 
@@ -63,15 +78,26 @@ def gaps(policy: SmallPolicy, trainers: dict[str, SmallPolicy], what: Asked, how
     del engine
     gc.collect()  # what it held of a GPU is there for the next
     rollout = np.concatenate([t.sampled_logprobs for t in trajectories])
-    return {name: Gap.of(Scorer(side, settings)(side.published, trajectories), rollout) for name, side in trainers.items()}
+    return {
+        name: Gap.of(Scorer(side, settings)(side.published, trajectories), rollout)
+        for name, side in trainers.items()
+    }
 
 
-def rows(architecture: ModelConfig, seed: int, count: int, context: int | None, how: dict[str, bool]) -> dict[str, Gap]:
-    """All pairs of one random policy and one way to run vLLM; rounding points are those of vLLM's platform."""
+def rows(
+    architecture: ModelConfig, seed: int, count: int, context: int | None, how: dict[str, bool]
+) -> dict[str, Gap]:
+    """All pairs of one random policy and one way to run vLLM;
+    rounding points are those of vLLM's platform.
+    """
     config, what = asked(architecture, seed, count, context)
     here, elsewhere = ("native", "cuda") if jax.default_backend() == "cpu" else ("cuda", "native")
-    fp8, bf16 = (sampled_policy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16"))
-    both = sampled_policy("fp8_unified", config, seed=seed, engine_variant=here, overrides=[("*.self_attn.*", "bf16")])
+    fp8, bf16 = (
+        sampled_policy(preset, config, seed=seed, engine_variant=here) for preset in ("fp8_unified", "bf16")
+    )
+    both = sampled_policy(
+        "fp8_unified", config, seed=seed, engine_variant=here, overrides=[("*.self_attn.*", "bf16")]
+    )
     formula = sampled_policy("fp8_unified", config, seed=seed, exact=False, engine_variant=elsewhere)
     found = gaps(fp8, {"ours": fp8, "formula only": formula, "mixed": bf16}, what, how)
     return found | gaps(bf16, {"BF16 floor": bf16}, what, how) | gaps(both, {"both": both}, what, how)
@@ -82,7 +108,9 @@ def processor() -> str:
     import torch  # here, so that the command line can be read without it
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -90,11 +118,27 @@ def main() -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the random weights")
-    parser.add_argument("--architectures", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES), help="default: all")
+    parser.add_argument(
+        "--architectures",
+        nargs="+",
+        choices=list(ARCHITECTURES),
+        default=list(ARCHITECTURES),
+        help="default: all",
+    )
     parser.add_argument("--requests", type=int, default=48, help="completions of each policy")
-    parser.add_argument("--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them")
-    parser.add_argument("--vllm-operations", action="store_true", help="also with vLLM's own operations (numerics.exact: false)")
-    parser.add_argument("--compiled", action="store_true", help="also compiled and, on a GPU, in CUDA graphs (enforce_eager: false)")
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="prompts of so many tokens, four of them"
+    )
+    parser.add_argument(
+        "--vllm-operations",
+        action="store_true",
+        help="also with vLLM's own operations (numerics.exact: false)",
+    )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="also compiled and, on a GPU, in CUDA graphs (enforce_eager: false)",
+    )
     options = parser.parse_args()
     on_cpu = jax.default_backend() == "cpu"
     set_environment(on_cpu, eager=not options.compiled)
@@ -108,8 +152,12 @@ def main() -> None:
         for seed in options.seeds:
             for way, how in ways.items():
                 for name, gap in rows(architecture, seed, options.requests, options.context, how).items():
-                    figures = f"{gap.tokens} | {gap.equal:.1%} | {gap.mean:.1e} | {gap.largest:.1e} | {gap.k3:.1e}"
-                    print(f"| {architecture.architecture} | {seed} | {way} | {name} | {figures} |", flush=True)
+                    figures = (
+                        f"{gap.tokens} | {gap.equal:.1%} | {gap.mean:.1e} | {gap.largest:.1e} | {gap.k3:.1e}"
+                    )
+                    print(
+                        f"| {architecture.architecture} | {seed} | {way} | {name} | {figures} |", flush=True
+                    )
 
 
 if __name__ == "__main__":

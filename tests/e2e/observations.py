@@ -1,6 +1,8 @@
-"""Observations of a config: functions that build the parts of a run and return what they do, as values to compare.
+"""Observations of a config: functions that build the parts of a run and return what they do, as values to
+compare.
 
-None returns the config itself or `config.yaml`.  Those of steps and runs need `scripted` in place of the engine.
+None returns the config itself or `config.yaml`.  Those of steps and runs need `scripted` in place of the
+engine.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def shared_gpu(config: RunConfig) -> Any:
 
 
 def vllm_engine(config: RunConfig) -> Any:
-    """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe; nothing is started."""
+    """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe;
+    nothing is started.
+    """
 
     class InProcess:
         """In place of vLLM itself, which is started when it is made."""
@@ -88,7 +92,8 @@ def vllm_engine(config: RunConfig) -> Any:
         owned, url = None, None
 
         def __init__(self, model: Any, fp8_paths: Any, settings: Any) -> None:
-            self.settings, self.after_load = settings, []
+            self.settings = settings
+            self.after_load = []
 
         def close(self) -> None:
             """Nothing runs."""
@@ -128,7 +133,10 @@ def placement(config: RunConfig) -> Any:
     parts = GRPOTrainer(config).parts
     state = parts.programs.init(parts.policy.params)
     values = [value for value in jax.tree.leaves(state.params) if value.ndim == 2]
-    return [[(shard.device.id, shard.data.shape) for shard in value.addressable_shards] for value in (values[0], values[-1])]
+    return [
+        [(shard.device.id, shard.data.shape) for shard in value.addressable_shards]
+        for value in (values[0], values[-1])
+    ]
 
 
 def joining(config: RunConfig) -> Any:
@@ -174,7 +182,9 @@ def warm_start(config: RunConfig) -> Any:
     owner = ScriptedTrainer(config)
     run(config, owner)
     programs = owner.parts.warm_programs or owner.parts.programs
-    return [batch.tolist() for batch in programs.supervised], jax.tree.map(lambda value: np.asarray(value).tolist(), programs.weights)
+    return [batch.tolist() for batch in programs.supervised], jax.tree.map(
+        lambda value: np.asarray(value).tolist(), programs.weights
+    )
 
 
 def evaluation(config: RunConfig) -> Any:
@@ -244,10 +254,14 @@ def plan(config: RunConfig) -> Any:
 
 
 def fp8_layer(config: RunConfig) -> Any:
-    """Output and gradients of one linear layer of the policy, bound to its published weight as in training."""
+    """Output and gradients of one linear layer of the policy,
+    bound to its published weight as in training.
+    """
     policy = build_policy(config)
     layer = policy.model.layers[0].mlp.up_proj
-    bound = dict(named_params(policy.plan.training_weights(policy.params, policy.plan.publish(policy.params))))
+    bound = dict(
+        named_params(policy.plan.training_weights(policy.params, policy.plan.publish(policy.params)))
+    )
     weight = bound["layers.0.mlp.up_proj.weight"]
     rng = np.random.default_rng(0)
     scale = np.exp(rng.normal(size=(160, 1)))
@@ -270,7 +284,9 @@ def rebind(weight: TrainableFp8Weight, master: jax.Array) -> TrainableFp8Weight:
 
 
 def logprobs(config: RunConfig) -> Any:
-    """The trainer's log-probabilities of fixed tokens, bit for bit, and the shapes of the logits that it makes."""
+    """The trainer's log-probabilities of fixed tokens, bit for bit,
+    and the shapes of the logits that it makes.
+    """
     owner = GRPOTrainer(config)
     params, plan = owner.policy.params, owner.policy.plan
     ids = (np.arange(24, dtype=np.int32) % 17 + 2).reshape(2, 12)
@@ -279,7 +295,11 @@ def logprobs(config: RunConfig) -> Any:
     batch = TrainBatch(ids, positions, np.ones_like(ids), zeros, zeros, zeros, ids, zeros)
     seen, original = [], Decoder.logits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "logits", lambda self, hidden, head=None: seen.append(hidden.shape) or original(self, hidden, head))
+        patch.setattr(
+            Decoder,
+            "logits",
+            lambda self, hidden, head=None: seen.append(hidden.shape) or original(self, hidden, head),
+        )
         values = owner.parts.programs.logprobs(plan.frozen_weights(params, plan.publish(params)), batch)
     return values.tobytes(), seen
 
@@ -289,7 +309,9 @@ def engine(config: RunConfig) -> Any:
     policy = build_policy(config)
     made = build_engine(policy, config.rollout)
     made.load(published_weights(policy), 0)
-    made.generate([Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0))
+    made.generate(
+        [Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0)
+    )
     return made.statistics, made.shapes
 
 

@@ -1,4 +1,6 @@
-"""Two steps of a config in this process, one of several or alone: prints as JSON what it was asked to sample, and the metrics."""
+"""Two steps of a config in this process, one of several or alone:
+prints as JSON what it was asked to sample, and the metrics.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def main(words: list[str]) -> None:
         take = parts.new_step(engines, rewards, state, None)
         for engine in engines.engines:
             submit = engine.submit
-            engine.submit = lambda requests, sampling, submit=submit: asked.append([r.id for r in requests]) or submit(requests, sampling)
+            engine.submit = lambda requests, sampling, submit=submit: (
+                asked.append([r.id for r in requests]) or submit(requests, sampling)
+            )
         rows = [without_clocks(take(step)[0]) for step in (1, 2)]
     engines.close()
     print("PROBE " + json.dumps({"asked": asked, "rows": rows} | exchanged()), flush=True)

@@ -18,11 +18,14 @@ from jetrl_jax.training.programs import TrainState, UpdateReport
 
 
 class ScriptedEngine(RolloutEngine):
-    """Answers sums, less and less well from version to version, the last one first; remembers what it was asked."""
+    """Answers sums, less and less well from version to version, the last one first;
+    remembers what it was asked.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
-        self.tokenizer, self.asked = tokenizer, []
+        self.tokenizer = tokenizer
+        self.asked = []
 
     def check(self, requests: Any, sampling: SamplingParams) -> None:
         """Takes everything."""
@@ -45,11 +48,22 @@ class ScriptedEngine(RolloutEngine):
         rng = np.random.default_rng((request.seed, sampling.seed))
         prompt = self.tokenizer.decode(request.prompt_ids).strip("=")
         right = rng.random() < 0.9 - 0.2 * self.policy_version
-        text = str(sum(map(int, prompt.split("+")))) if right else "".join(map(str, rng.integers(0, 10, rng.integers(1, 8))))
-        ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]][: sampling.max_tokens], np.int32)
+        text = (
+            str(sum(map(int, prompt.split("+"))))
+            if right
+            else "".join(map(str, rng.integers(0, 10, rng.integers(1, 8))))
+        )
+        ids = np.array(
+            [*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]][: sampling.max_tokens], np.int32
+        )
         reason = "stop" if ids[-1] == self.tokenizer.eos_ids[0] else "length"
         return Trajectory.of_completion(
-            request.id, np.array(request.prompt_ids, np.int32), ids, scripted_logprobs(ids, 0) - 0.01, reason, self.policy_version
+            request.id,
+            np.array(request.prompt_ids, np.int32),
+            ids,
+            scripted_logprobs(ids, 0) - 0.01,
+            reason,
+            self.policy_version,
         )
 
 
@@ -59,10 +73,13 @@ def scripted_logprobs(ids: np.ndarray, updates: int) -> np.ndarray:
 
 
 class ScriptedPrograms:
-    """`PolicyPrograms` without a device: scripted logprobs, the real objective, the real optimiser on two small arrays."""
+    """`PolicyPrograms` without a device: scripted logprobs, the real objective,
+    the real optimiser on two small arrays.
+    """
 
     def __init__(self, real: Any) -> None:
-        self.optimizer, self.updates = real.optimizer, 0
+        self.optimizer = real.optimizer
+        self.updates = 0
         self.shapes: list[tuple[int, ...]] = []
         self.losses: list[float] = []
         self.supervised: list[np.ndarray] = []
@@ -95,7 +112,9 @@ class ScriptedPrograms:
     def update(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateReport]:
         rng = np.random.default_rng(self.updates)
         scale = 0.3 if self.updates % 2 == 0 else 3.0  # below and above the clip
-        raw = {name: jnp.asarray(scale * rng.normal(size=value.shape)) for name, value in self.weights.items()}
+        raw = {
+            name: jnp.asarray(scale * rng.normal(size=value.shape)) for name, value in self.weights.items()
+        }
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             change, self.moments = self.optimizer.update(raw, self.moments, self.weights)
         self.weights = {name: value + change[name] for name, value in self.weights.items()}
@@ -110,4 +129,6 @@ class ScriptedTrainer(GRPOTrainer):
         super().__init__(*arguments, **options)
         parts = self.parts
         warm = None if parts.warm_programs is None else ScriptedPrograms(parts.warm_programs)
-        self.parts: Any = dataclasses.replace(parts, programs=ScriptedPrograms(parts.programs), warm_programs=warm)
+        self.parts: Any = dataclasses.replace(
+            parts, programs=ScriptedPrograms(parts.programs), warm_programs=warm
+        )

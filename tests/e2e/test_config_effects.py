@@ -1,11 +1,12 @@
-"""Every field of the config does something: each is changed alone, and what the program does or writes must differ.
+"""Every field of the config does something: each is changed alone, and what the program does or writes must
+differ.
 
-`CHANGES` names for every field another valid value, the config it stands in, and an observation (`observations.py`).
-A field without an entry fails.  Each observation is made twice of the unchanged config: one that is not repeatable
-proves nothing.
+`CHANGES` names for every field another valid value, the config it stands in, and an observation
+(`observations.py`). A field without an entry fails.  Each observation is made twice of the unchanged config:
+one that is not repeatable proves nothing.
 
-Most observations are whole steps or runs of the real trainer on an engine and on device programs that follow a script
-(`scripted.py`), so nothing is compiled; what the numerics do is seen on the compiled model.
+Most observations are whole steps or runs of the real trainer on an engine and on device programs that follow
+a script (`scripted.py`), so nothing is compiled; what the numerics do is seen on the compiled model.
 """
 
 from __future__ import annotations
@@ -65,10 +66,23 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SLOTS = {"kind": "jax", "slots": 8, "prefill_rows": 2}
 BASE: dict[str, Any] = {
-    "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16},
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    },
     "task": {"name": "sum", "options": {"digits": 1, "train_size": 64, "eval_size": 4}},
     "rewards": [{"name": "exact_match"}],
-    "rollout": {"engine": SLOTS, "prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8, "max_completion_tokens": 6},
+    "rollout": {
+        "engine": SLOTS,
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "max_prompt_tokens": 8,
+        "max_completion_tokens": 6,
+    },
     "batch": {"microbatch_tokens": 56},
     "eval": {"prompts": 4, "samples": 2},
     "checkpoint": {"every_steps": 2},
@@ -106,7 +120,9 @@ def not_finite(completions, **kwargs):
 def equal(completions, **kwargs):
     return [1.0] * len(completions)
 """
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if enable_thinking %}abc{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if enable_thinking %}abc{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +131,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("files")
     (root / "effects_probe.py").write_text(PROBE)
     for name, start in (("a", 0), ("b", 100), ("held", 200)):
-        rows = [{"prompt": f"p{i}", "question": f"q{i}", "answer": f"{i}", "label": f"l{i}"} for i in range(start, start + 10)]
+        rows = [
+            {"prompt": f"p{i}", "question": f"q{i}", "answer": f"{i}", "label": f"l{i}"}
+            for i in range(start, start + 10)
+        ]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for folder, shift in (("gsm8k", 0), ("gsm8k_other", 50)):
         (root / folder).mkdir()
         for split, start in (("train", shift), ("test", shift + 10)):
-            rows = [{"question": f"how much is {i}?", "answer": f"it is #### {i}"} for i in range(start, start + 4)]
+            rows = [
+                {"question": f"how much is {i}?", "answer": f"it is #### {i}"}
+                for i in range(start, start + 4)
+            ]
             (root / folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_policy(build(seed=5)).save(root / "checkpoint")
     for name, characters in (("one", "0123456789+= "), ("two", "abcdef0123456789+= ")):
@@ -145,7 +167,15 @@ def build(base: dict[str, Any] | None = None, files: Path = Path("/"), **changes
     return config_from_dict(json.loads(json.dumps(data).replace("FILES", str(files))))
 
 
-KINDS = ("model.path", "tokenizer.kind", "precision.preset", "task.kind", "rollout.engine.kind", "algorithm.name", "correction.mode")
+KINDS = (
+    "model.path",
+    "tokenizer.kind",
+    "precision.preset",
+    "task.kind",
+    "rollout.engine.kind",
+    "algorithm.name",
+    "correction.mode",
+)
 KINDS += ("correction.weight.kind", "correction.reject.kind")
 # The table
 
@@ -180,12 +210,26 @@ OFF_POLICY = {"algorithm.minibatches": 2, "algorithm.epochs": 2}
 KL = {"algorithm.kl_coef": 0.1, **OFF_POLICY}
 PAIRS = {"rollout.group_size": 2, "algorithm.dynamic_sampling": True}
 THREE = {"algorithm.epochs": 3}
-NO_SLOTS = {"rollout": {"prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 8, "max_completion_tokens": 6}}
-BLOCKS = {"model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}}
+NO_SLOTS = {
+    "rollout": {"prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 8, "max_completion_tokens": 6}
+}
+BLOCKS = {
+    "model": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 32,
+    }
+}
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
-PROCESSES = {"sharding.data": 4, "distributed": {"processes": 2, "process_id": 1, "coordinator": "node1:8476"}}
+PROCESSES = {
+    "sharding.data": 4,
+    "distributed": {"processes": 2, "process_id": 1, "coordinator": "node1:8476"},
+}
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
 CHANGES = (
@@ -208,7 +252,12 @@ CHANGES = (
     Change("tokenizer.kind", "byte", tokens),
     Change("tokenizer.path", "FILES/two/tokenizer.json", tokens, HF),
     Change("tokenizer.characters", "=+9876543210", tokens),
-    Change("tokenizer.chat_template", True, templated_tokens, {"tokenizer": {"kind": "huggingface", "path": "FILES/two"}}),
+    Change(
+        "tokenizer.chat_template",
+        True,
+        templated_tokens,
+        {"tokenizer": {"kind": "huggingface", "path": "FILES/two"}},
+    ),
     Change("tokenizer.chat_template_kwargs", {"enable_thinking": True}, templated_tokens, CHAT),
     Change("tokenizer.system_prompt", "be brief", templated_tokens, CHAT),
     Change("precision.preset", "fp8_forward", fp8_layer, WIDE),
@@ -248,7 +297,12 @@ CHANGES = (
     ),
     Change("rollout.prompts_per_step", 3, sampling),
     Change("rollout.group_size", 3, sampling),
-    Change("rollout.max_prompt_tokens", 5, prompts, {"task.options": {"digits": 2, "eval_size": 64}, "eval.prompts": 64}),
+    Change(
+        "rollout.max_prompt_tokens",
+        5,
+        prompts,
+        {"task.options": {"digits": 2, "eval_size": 64}, "eval.prompts": 64},
+    ),
     Change("rollout.max_completion_tokens", 5, sampling),
     Change("rollout.temperature", 0.5, sampling),
     Change("rollout.engine.kind", "vllm", vllm_engine, {**BLOCKS, **NO_SLOTS}),
@@ -289,7 +343,12 @@ CHANGES = (
     Change("correction.weight.high", 1.1, losses, {"correction.weight.kind": "token_truncate"}),
     Change("correction.weight.normalize", True, losses, {"correction.weight.kind": "token_truncate"}),
     Change("correction.reject.kind", "k3", losses, {"correction": {"veto": 1e-9}}),
-    Change("correction.reject.level", "token", losses, {"correction.reject": {"kind": "k1", "low": 0.5, "high": 1.2}}),
+    Change(
+        "correction.reject.level",
+        "token",
+        losses,
+        {"correction.reject": {"kind": "k1", "low": 0.5, "high": 1.2}},
+    ),
     Change("correction.reject.low", 0.5, losses, {"correction.reject": {"kind": "k1", "level": "token"}}),
     Change("correction.reject.high", 2.0, losses, {"correction.reject": {"kind": "k2", "level": "token"}}),
     Change("correction.veto", 0.9, losses, {"correction.weight.kind": "token_truncate"}),
@@ -359,7 +418,9 @@ def before() -> dict[str, Any]:
 def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change, RunConfig], Any]:
     """Makes an observation in an empty directory, with the scripted engine and a scripted wandb."""
     monkeypatch.setenv("GSM8K_DIR", str(files / "gsm8k"))
-    monkeypatch.setattr(jetrl_jax.runs.parts, "build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer))
+    monkeypatch.setattr(
+        jetrl_jax.runs.parts, "build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer)
+    )
     wandb: Any = types.ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)  # libraries that are first imported here ask for it
     wandb.Settings = lambda **settings: None
@@ -383,10 +444,14 @@ def world(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 def test_every_field_is_in_the_table():
     fields, listed = {path for path, _ in all_fields()}, {change.name for change in CHANGES}
-    assert listed == fields, f"without an entry: {sorted(fields - listed)}; unknown: {sorted(listed - fields)}"
+    assert listed == fields, (
+        f"without an entry: {sorted(fields - listed)}; unknown: {sorted(listed - fields)}"
+    )
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}={str(c.value).rsplit('/', 1)[-1]}-{c.observe.__name__}")
+@pytest.mark.parametrize(
+    "change", CHANGES, ids=lambda c: f"{c.name}={str(c.value).rsplit('/', 1)[-1]}-{c.observe.__name__}"
+)
 def test_change_is_seen(change: Change, world, files: Path, before: dict[str, Any]):
     path = change.path.replace(".N.", ".0.")
     base = build(change.base, files)
@@ -397,7 +462,8 @@ def test_change_is_seen(change: Change, world, files: Path, before: dict[str, An
     changed = build(change.base, files, **{path: change.value})
     old, new = flatten(base.model_dump()), flatten(changed.model_dump())
     differing = {name for name in old.keys() | new.keys() if old.get(name, "-") != new.get(name, "-")}
-    of_kind = path.rsplit(".", 1)[0] if path in KINDS else path  # another kind of a section has other fields and defaults
+    # another kind of a section has other fields and defaults
+    of_kind = path.rsplit(".", 1)[0] if path in KINDS else path
     assert differing and all(f"{name}.".startswith(f"{of_kind}.") for name in differing), differing
     key = f"{change.observe.__name__} {base.model_dump_json()}"
     if key not in before:

@@ -1,4 +1,6 @@
-"""What a run meets: a disk that fills up, a directory that cannot be written, and the page that lists every fault."""
+"""What a run meets: a disk that fills up, a directory that cannot be written,
+and the page that lists every fault.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ cp "$DISK/run/metrics.jsonl" "$OUT/" && cp -r "$DISK/run/export" "$OUT/"
 @pytest.mark.long
 def test_full_disk_stops_the_run_and_loses_nothing(tmp_path, compilation_cache):
     if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode != 0:
-        pytest.skip("a disk of the test's own needs `unshare -Urm` (user namespaces), which this machine refuses")
+        pytest.skip(
+            "a disk of the test's own needs `unshare -Urm` (user namespaces), which this machine refuses"
+        )
     whole = write_config(tiny_config(tmp_path / "whole"), tmp_path / "whole.yaml")
     assert run_module("jetrl_jax.train", "--config", str(whole), cache=compilation_cache).returncode == 0
     disk = tmp_path / "disk"
@@ -61,15 +65,21 @@ def test_every_fault_of_the_page_names_tests_that_exist():
         assert named, f"no test: {line}"
         for file, function in named:
             (path,) = (ROOT / "tests").rglob(file)
-            assert re.search(rf"^def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE), f"{file} has no {function}"
+            assert re.search(rf"^def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE), (
+                f"{file} has no {function}"
+            )
 
 
 def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
     """Files from disk are never unpickled or evaluated.
 
-    Two files may: rewards are pickled by the trainer for its own workers, and a kernel is taken from the installed vLLM's code.
+    Two files may: rewards are pickled by the trainer for its own workers, and a kernel is taken from the
+      installed vLLM's code.
     """
-    pattern = re.compile(r"pickle\.loads?\(|allow_pickle=True|torch\.load\(|yaml\.(?:unsafe_|full_)?load\(|(?<!def )\beval\(|\bexec\(")
+    pattern = re.compile(
+        r"pickle\.loads?\(|allow_pickle=True|torch\.load\(|yaml\.(?:unsafe_|full_)?load\(|(?<!def "
+        r")\beval\(|\bexec\("
+    )
     found = set()
     for package in ("jetrl_jax", "bridge", "pallas_kernels"):
         for path in (ROOT / package).rglob("*.py"):

@@ -25,14 +25,27 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_run_on_a_mesh_is_exact_and_goes_on_on_another_mesh(tmp_path: Path, compilation_cache: Path) -> None:
     run = {"steps": 2, "tensorboard": False}
-    config = write_config(tiny_config(tmp_path / "run", sharding=SPLIT_LAYERS, run=run, **WIDE), tmp_path / "config.yaml")
+    config = write_config(
+        tiny_config(tmp_path / "run", sharding=SPLIT_LAYERS, run=run, **WIDE), tmp_path / "config.yaml"
+    )
     process = run_module("jetrl_jax.train", "--config", str(config), cache=compilation_cache)
     assert process.returncode == 0, process.stderr
     first = rows(tmp_path / "run")
     assert [row["mismatch/logprob_abs_max"] for row in first[1:]] == [0.0, 0.0]
     assert '"tensor": 2' in (tmp_path / "run" / "environment.json").read_text()
-    other = ("--set", "sharding.tensor=1", "--set", "sharding.fsdp=2", "--set", "batch.remat=layer", "--set", "run.steps=3")
-    process = run_module("jetrl_jax.train", "--config", str(config), "--resume", *other, cache=compilation_cache)
+    other = (
+        "--set",
+        "sharding.tensor=1",
+        "--set",
+        "sharding.fsdp=2",
+        "--set",
+        "batch.remat=layer",
+        "--set",
+        "run.steps=3",
+    )
+    process = run_module(
+        "jetrl_jax.train", "--config", str(config), "--resume", *other, cache=compilation_cache
+    )
     assert process.returncode == 0, process.stderr
     after = rows(tmp_path / "run")
     assert after[:3] == first and after[3]["step"] == 3 and after[3]["mismatch/logprob_abs_max"] == 0.0
@@ -42,7 +55,9 @@ def test_run_on_a_mesh_is_exact_and_goes_on_on_another_mesh(tmp_path: Path, comp
 @pytest.mark.long
 def test_stopped_run_on_a_mesh_resumes_to_the_same_bits(tmp_path: Path, compilation_cache: Path) -> None:
     config = write_config(tiny_config(tmp_path / "run", sharding=MESH, **WIDE), tmp_path / "config.yaml")
-    found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "1", cache=compilation_cache)
+    found = run_module(
+        "jetrl_jax.train", "--config", str(config), "--verify-resume", "1", cache=compilation_cache
+    )
     assert found.returncode == 0 and "after step 1 of 2, resumed" in found.stdout, found.stderr
 
 
@@ -50,5 +65,8 @@ def test_more_devices_than_there_are_is_one_message(tmp_path: Path) -> None:
     config = write_config(tiny_config(tmp_path / "run", sharding={"data": 8}), tmp_path / "config.yaml")
     process = run_module("jetrl_jax.train", "--config", str(config))
     assert process.returncode == 2 and "Traceback" not in process.stderr
-    assert "got 4 (cpu), expected sharding.data * sharding.fsdp * sharding.tensor = 8 * 1 * 1 = 8" in process.stderr
+    assert (
+        "got 4 (cpu), expected sharding.data * sharding.fsdp * sharding.tensor = 8 * 1 * 1 = 8"
+        in process.stderr
+    )
     assert not (tmp_path / "run").exists()

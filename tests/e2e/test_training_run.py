@@ -19,7 +19,9 @@ def exported_weights(directory: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of four steps by the command line."""
     base = tmp_path_factory.mktemp("finished")
     config = write_config(tiny_config(base / "run"), base / "config.yaml")
@@ -42,7 +44,10 @@ def test_run_leaves_its_whole_record(finished):
         assert (directory / name).exists(), name
     (start,) = json.loads((directory / "environment.json").read_text())["starts"]
     assert start["attention"]["name"] == "xla" and "numerics.exact is true" in start["attention"]["reason"]
-    assert start["dense_products"]["name"] == "xla_fast" and "the platform is 'cpu'" in start["dense_products"]["reason"]
+    assert (
+        start["dense_products"]["name"] == "xla_fast"
+        and "the platform is 'cpu'" in start["dense_products"]["reason"]
+    )
     assert all(choice["reason"].startswith("auto: ") for choice in start["fp8_products"].values())
     assert start["rollout_engine"] == {"mode": "jax", "slots": 16, "decode_chunk_tokens": 3}
     table = rows(directory)
@@ -66,9 +71,19 @@ def test_export_is_read_by_transformers(finished):
 
 def test_generate_and_evaluate_read_the_run_and_its_export(finished):
     directory = finished[0]
-    said = run_here("jetrl_jax.commands.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2")
+    said = run_here(
+        "jetrl_jax.commands.generate", "--checkpoint", str(directory), "--prompt", "ab=", "--samples", "2"
+    )
     assert said.returncode == 0 and len(said.stdout.splitlines()) == 2, said.stderr
-    other = run_here("jetrl_jax.commands.generate", "--checkpoint", str(directory / "export"), "--prompt", "ab=", "--max-tokens", "4")
+    other = run_here(
+        "jetrl_jax.commands.generate",
+        "--checkpoint",
+        str(directory / "export"),
+        "--prompt",
+        "ab=",
+        "--max-tokens",
+        "4",
+    )
     assert other.returncode == 0, other.stderr
     scored = run_here("jetrl_jax.commands.evaluate", "--checkpoint", str(directory), "--step", "best")
     assert scored.returncode == 0, scored.stderr
@@ -85,10 +100,18 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     assert numbers["logprobs"]["metrics"]["mismatch/logprob_abs_max"] > 0 and len(numbers["operators"]) == 12
     assert "layer 0 qkv" in (tmp_path / "page.html").read_text(encoding="utf-8")
     same = run_here(*command, "--text", "ab=ba")
-    assert same.returncode == 0 and "they never part" in same.stdout and "k3 0" in same.stdout, same.stdout + same.stderr
-    for argument in (["--completions", "0"], ["--out", str(tmp_path / "no" / "page.html")], ["--text", "ab=" * 9999]):
+    assert same.returncode == 0 and "they never part" in same.stdout and "k3 0" in same.stdout, (
+        same.stdout + same.stderr
+    )
+    for argument in (
+        ["--completions", "0"],
+        ["--out", str(tmp_path / "no" / "page.html")],
+        ["--text", "ab=" * 9999],
+    ):
         refused = run_here(*command, *argument)
-        assert refused.returncode == 2 and "Traceback" not in refused.stderr and "mismatch: " in refused.stderr, refused.stderr
+        assert (
+            refused.returncode == 2 and "Traceback" not in refused.stderr and "mismatch: " in refused.stderr
+        ), refused.stderr
     taskless = run_here("jetrl_jax.commands.mismatch", "--checkpoint", str(finished[0] / "export"))
     assert taskless.returncode == 2 and "expected --text" in taskless.stderr
     wrong = run_here(*command, "--flow-a", "fp9")
@@ -98,7 +121,11 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     process = subprocess.Popen(
-        train_command(config), env=command_environment(compilation_cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        train_command(config),
+        env=command_environment(compilation_cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -127,7 +154,9 @@ def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):
 @pytest.mark.long
 def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
-    found = run_module("jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache)
+    found = run_module(
+        "jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache
+    )
     assert found.returncode == 0, found.stderr
     for what in (
         "after step 2 of 4, resumed",
@@ -151,7 +180,10 @@ def test_verify_resume_names_what_a_restart_changes(tmp_path, compilation_cache)
 
 
 def test_resume_with_another_config_is_refused_with_the_fields(finished, tmp_path):
-    config = write_config(tiny_config(finished[0], model={"hidden_size": 128}, optimizer={"learning_rate": 2e-3}), tmp_path / "other.yaml")
+    config = write_config(
+        tiny_config(finished[0], model={"hidden_size": 128}, optimizer={"learning_rate": 2e-3}),
+        tmp_path / "other.yaml",
+    )
     process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert "model.hidden_size" in process.stderr and "optimizer.learning_rate" in process.stderr
@@ -162,17 +194,25 @@ def test_resume_of_a_run_whose_files_are_damaged_is_one_message(finished, tmp_pa
     config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     (tmp_path / "run" / "config.yaml").write_text("a: [\n")
     process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
-    assert process.returncode == 2 and "Traceback" not in process.stderr and "config.yaml:" in process.stderr, process.stderr
+    assert (
+        process.returncode == 2 and "Traceback" not in process.stderr and "config.yaml:" in process.stderr
+    ), process.stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").touch()
     process = run_here("jetrl_jax.train", "--config", str(config), "--resume")
-    assert process.returncode == 2 and "Traceback" not in process.stderr and "expected a directory" in process.stderr, process.stderr
+    assert (
+        process.returncode == 2
+        and "Traceback" not in process.stderr
+        and "expected a directory" in process.stderr
+    ), process.stderr
 
 
 def test_second_run_in_a_directory_is_refused(finished, tmp_path):
     config = write_config(tiny_config(finished[0]), tmp_path / "config.yaml")
     process = run_here("jetrl_jax.train", "--config", str(config))
-    assert process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
+    assert (
+        process.returncode == 2 and "Traceback" not in process.stderr and str(finished[0]) in process.stderr
+    )
 
 
 @pytest.mark.long

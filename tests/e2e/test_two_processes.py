@@ -1,4 +1,6 @@
-"""Two processes on JAX's distributed runtime: the same run as one process with their devices, and the ends it may come to."""
+"""Two processes on JAX's distributed runtime: the same run as one process with their devices,
+and the ends it may come to.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from jetrl_jax.record.checkpoint import CheckpointStore
 
 STEPS = 3
 FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders
-PATIENT_S, SHORT_S = 120, 12  # of distributed.timeout_s: longer than a start on a busy machine takes, and worth waiting for
+# of distributed.timeout_s: longer than a start on a busy machine takes, and worth waiting for
+PATIENT_S, SHORT_S = 120, 12
 RUN = {"steps": STEPS, "tensorboard": False}
 SECTIONS: dict[str, dict[str, Any] | None] = {
     "warm_start": None,
@@ -35,7 +38,10 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "batch": {"microbatch_tokens": 56},
     "run": RUN,
 }
-LOST = "stopped: distributed: another process of the run ended, or was silent for distributed.timeout_s = {} s; its own output"
+LOST = (
+    "stopped: distributed: another process of the run ended, or was silent for "
+    "distributed.timeout_s = {} s; its own output"
+)
 
 
 @dataclass
@@ -51,15 +57,21 @@ class World:
     """Where the runs of this file live: their environment, and what they share."""
 
     def __init__(self, root: Path, cache: Path) -> None:
-        self.root, self.cache = root, cache
+        self.root = root
+        self.cache = cache
         self.config = write_config(
-            override_config(tiny_config(root / "run", **SECTIONS), ["rewards.0.name=tiny:noted"]), root / "config.yaml"
+            override_config(tiny_config(root / "run", **SECTIONS), ["rewards.0.name=tiny:noted"]),
+            root / "config.yaml",
         )
 
     def environment(self, notes: str, **more: str) -> dict[str, str]:
         (self.root / notes).mkdir(exist_ok=True)
         # Less to compile; the same for every run that is compared.
-        quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "NOTES": str(self.root / notes), "JAX_NUM_CPU_DEVICES": "1"}
+        quick = {
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "NOTES": str(self.root / notes),
+            "JAX_NUM_CPU_DEVICES": "1",
+        }
         return command_environment(self.cache) | quick | more
 
     def alone(self, directory: Path, *arguments: str, devices: int = 2) -> Ended:
@@ -76,15 +88,27 @@ class World:
         only: int | None = None,
         timeout_s: int = PATIENT_S,
     ) -> list[subprocess.Popen[str]]:
-        """Two processes (or `only` one) of the run in `directory`, told who they are by the command line, or `by` the environment."""
-        sets = [f"run.directory={directory}", f"distributed.timeout_s={timeout_s}", f"distributed.processes={'null' if by else 2}"]
+        """Two processes (or `only` one) of the run in `directory`, told who they are by the command line,
+        or `by` the environment.
+        """
+        sets = [
+            f"run.directory={directory}",
+            f"distributed.timeout_s={timeout_s}",
+            f"distributed.processes={'null' if by else 2}",
+        ]
         port, started = free_port(), []
         for index in (0, 1) if only is None else (only,):
-            own = [] if by else [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.process_id={index}"]
-            command = train_command(self.config, *arguments, *(word for one in [*sets, *own] for word in ("--set", one)))
+            own = (
+                [] if by else [f"distributed.coordinator=127.0.0.1:{port}", f"distributed.process_id={index}"]
+            )
+            command = train_command(
+                self.config, *arguments, *(word for one in [*sets, *own] for word in ("--set", one))
+            )
             environment = self.environment(f"{directory.name}.notes", **(by(index) if by else {}))
             pipe = subprocess.PIPE
-            started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+            started.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+            )
         return started
 
 
@@ -120,7 +144,9 @@ def manifest(directory: Path) -> Any:
     """Shape, dtype and SHA-256 of every array of the newest checkpoint, and the trainer's counters."""
     with CheckpointStore(directory / "checkpoints", read_only=True) as store:
         document = store.read_metadata(store.steps()[-1])
-    return document["manifest"], {name: value for name, value in document["metadata"].items() if name != "before"}
+    return document["manifest"], {
+        name: value for name, value in document["metadata"].items() if name != "before"
+    }
 
 
 def exported(directory: Path) -> dict[str, bytes]:
@@ -155,15 +181,24 @@ def pair(world: World) -> tuple[Path, list[Ended]]:
 
 def test_two_processes_train_what_one_trains(single: Path, pair: tuple[Path, list[Ended]]) -> None:
     directory, _ = pair
-    assert rows(directory) == rows(single) and [row["policy_version"] for row in rows(single)] == [0, *range(STEPS)]
+    assert rows(directory) == rows(single) and [row["policy_version"] for row in rows(single)] == [
+        0,
+        *range(STEPS),
+    ]
     assert manifest(directory) == manifest(single)
     assert exported(directory) == exported(single)
     assert (directory / "samples.jsonl").read_bytes() == (single / "samples.jsonl").read_bytes()
 
 
-def test_record_is_written_once_and_names_no_process(world: World, pair: tuple[Path, list[Ended]], single: Path) -> None:
+def test_record_is_written_once_and_names_no_process(
+    world: World, pair: tuple[Path, list[Ended]], single: Path
+) -> None:
     directory, (first, second) = pair
-    assert f"finished {STEPS} steps" in first.output and "step=" not in second.output + second.errors and "finished" not in second.output
+    assert (
+        f"finished {STEPS} steps" in first.output
+        and "step=" not in second.output + second.errors
+        and "finished" not in second.output
+    )
     assert {path.name for path in directory.iterdir()} == {path.name for path in single.iterdir()}
     text = (directory / "config.yaml").read_text()
     assert "processes: 2" in text and "process_id: null" in text
@@ -171,21 +206,29 @@ def test_record_is_written_once_and_names_no_process(world: World, pair: tuple[P
     assert [start["processes"] for start in environment["starts"]] == [2]
 
 
-def test_each_process_scores_its_own_groups(world: World, pair: tuple[Path, list[Ended]], single: Path) -> None:
+def test_each_process_scores_its_own_groups(
+    world: World, pair: tuple[Path, list[Ended]], single: Path
+) -> None:
     whole, divided = calls(world.root / "single.notes"), calls(world.root / "pair.notes")
     assert len(whole) == 1 and len(divided) == 2
-    assert [len(call) for call in whole[0]] == [16] * STEPS and [len(call) for one in divided for call in one] == [8] * 2 * STEPS
+    assert [len(call) for call in whole[0]] == [16] * STEPS and [
+        len(call) for one in divided for call in one
+    ] == [8] * 2 * STEPS
     for step in range(STEPS):
         parts = [one[step] for one in divided]
         assert sum((Counter(part) for part in parts), Counter()) == Counter(whole[0][step])
-        assert all(part[group] == part[group + 3] for part in parts for group in (0, 4)), "a group is not whole"
+        assert all(part[group] == part[group + 3] for part in parts for group in (0, 4)), (
+            "a group is not whole"
+        )
 
 
 @pytest.mark.long
 def test_checkpoint_goes_on_with_another_number_of_processes(
     world: World, pair: tuple[Path, list[Ended]], single: Path, tmp_path: Path
 ) -> None:
-    """From two processes to one with two devices, and back; then to one device, which restores and exports the same bits."""
+    """From two processes to one with two devices, and back; then to one device,
+    which restores and exports the same bits.
+    """
     further = ("--resume", "--set", f"run.steps={STEPS + 1}")
     shutil.copytree(pair[0], tmp_path / "to_one")
     shutil.copytree(single, tmp_path / "to_two")
@@ -193,7 +236,9 @@ def test_checkpoint_goes_on_with_another_number_of_processes(
     assert done.status == 0, done.errors
     found = ended(world.start(tmp_path / "to_two", *further))
     assert [one.status for one in found] == [0, 0], found
-    assert rows(tmp_path / "to_one") == rows(tmp_path / "to_two") and len(rows(tmp_path / "to_one")) == STEPS + 2
+    assert (
+        rows(tmp_path / "to_one") == rows(tmp_path / "to_two") and len(rows(tmp_path / "to_one")) == STEPS + 2
+    )
     assert manifest(tmp_path / "to_one") == manifest(tmp_path / "to_two")
     assert exported(tmp_path / "to_one") == exported(tmp_path / "to_two") != exported(single)
     shutil.copytree(pair[0], tmp_path / "to_one_device")
@@ -204,7 +249,9 @@ def test_checkpoint_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.long
-def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: World, single: Path, tmp_path: Path) -> None:
+def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(
+    world: World, single: Path, tmp_path: Path
+) -> None:
     """The processes learn who they are from the environment: from JAX's variables, then from SLURM's."""
     address = f"127.0.0.1:{free_port()}"
     started = world.start(
@@ -218,8 +265,15 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
     last = int(rows(tmp_path / "run")[-1]["step"])
     assert last < STEPS and (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
     assert f"stopped by SIGTERM after step {last}" in found[0].output
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    again = world.start(tmp_path / "run", "--resume", by=lambda i: slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)})
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+    again = world.start(
+        tmp_path / "run", "--resume", by=lambda i: slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+    )
     found = ended(again)
     assert [one.status for one in found] == [0, 0], found
     assert rows(tmp_path / "run") == rows(single) and manifest(tmp_path / "run") == manifest(single)
@@ -229,7 +283,17 @@ def test_sigterm_to_one_stops_all_after_the_step_and_the_run_resumes(world: Worl
 @pytest.mark.long
 def test_run_that_begins_with_a_warm_start_saves_its_checkpoints(world: World, tmp_path: Path) -> None:
     """In the others the start policy goes straight from the processes' own devices to those of all."""
-    found = ended(world.start(tmp_path / "run", "--set", "warm_start.steps=3", "--set", "warm_start.batch_size=16", "--set", "run.steps=1"))
+    found = ended(
+        world.start(
+            tmp_path / "run",
+            "--set",
+            "warm_start.steps=3",
+            "--set",
+            "warm_start.batch_size=16",
+            "--set",
+            "run.steps=1",
+        )
+    )
     assert [one.status for one in found] == [0, 0], found
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
@@ -244,7 +308,9 @@ def test_lost_process_ends_the_other_in_time(
     long = ("--set", "run.steps=100000", "--set", "checkpoint.every_steps=1000")
     started = world.start(tmp_path / "run", *long, timeout_s=timeout_s)
     wait_for_rows(tmp_path / "run", 2, started)
-    worker = int(Path(f"/proc/{started[victim].pid}/task/{started[victim].pid}/children").read_text().split()[0])
+    worker = int(
+        Path(f"/proc/{started[victim].pid}/task/{started[victim].pid}/children").read_text().split()[0]
+    )
     begun = time.monotonic()
     os.kill(worker if fault == signal.SIGSTOP else started[victim].pid, fault)
     (survivor,) = ended([started[1 - victim]])
@@ -252,25 +318,49 @@ def test_lost_process_ends_the_other_in_time(
     assert time.monotonic() - begun < timeout_s + 5
     os.kill(started[victim].pid, signal.SIGKILL)
     ended([started[victim]])  # its output ends: so did the worker, which holds the other end
-    assert not any(path.name.isdecimal() and path.name != "0" for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert not any(
+        path.name.isdecimal() and path.name != "0" for path in (tmp_path / "run" / "checkpoints").iterdir()
+    )
 
 
-def test_process_that_fails_says_why_and_the_other_ends(world: World, pair: tuple[Path, list[Ended]], tmp_path: Path) -> None:
+def test_process_that_fails_says_why_and_the_other_ends(
+    world: World, pair: tuple[Path, list[Ended]], tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "foreign").touch()
     first, second = ended(world.start(tmp_path / "run"))
-    assert first.status == 2 and first.errors.startswith("error: run directory: is neither empty nor a run"), first
+    assert first.status == 2 and first.errors.startswith(
+        "error: run directory: is neither empty nor a run"
+    ), first
     assert second.status == 4 and second.errors.startswith(LOST.format(PATIENT_S)), second
 
 
-def test_processes_that_cannot_run_together_are_one_message(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_run_together_are_one_message(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One whose others never come, for real; what is refused before anything is joined, in this process."""
-    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "3"}
+    names = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_PROCESS_ID": "0",
+        "JAX_NUM_PROCESSES": "3",
+    }
     (absent,) = ended(world.start(tmp_path / "absent", by=lambda i: names, only=0, timeout_s=5))
-    assert absent.status == 4 and "not all processes were there within distributed.timeout_s = 5 s" in absent.errors
-    refused = run_here("jetrl_jax.train", "--config", str(world.config), "--verify-resume", "1", "--set", "distributed.processes=2")
+    assert (
+        absent.status == 4
+        and "not all processes were there within distributed.timeout_s = 5 s" in absent.errors
+    )
+    refused = run_here(
+        "jetrl_jax.train",
+        "--config",
+        str(world.config),
+        "--verify-resume",
+        "1",
+        "--set",
+        "distributed.processes=2",
+    )
     assert refused.returncode == 2 and "verify_resume: runs in one process" in refused.stderr
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)  # as where a run starts
+    # as where a run starts
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
     with pytest.raises(UserError, match="got coordinator=None, processes=2, process_id=None"):
         processes.start(DistributedSection(processes=2))
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
@@ -279,11 +369,15 @@ def test_processes_that_cannot_run_together_are_one_message(world: World, tmp_pa
     assert not (tmp_path / "absent").exists()
 
 
-def test_other_configs_and_devices_that_cannot_be_shared_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_configs_and_devices_that_cannot_be_shared_are_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What two processes would tell each other, without them."""
     monkeypatch.setattr(processes, "exchange_json", lambda text: ["a: 1\nseed: 0\n", text])
     processes.check_same("config", "a: 1\nseed: 0\n")
-    with pytest.raises(UserError, match=r"process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0\."):
+    with pytest.raises(
+        UserError, match=r"process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0\."
+    ):
         processes.check_same("config", "a: 1\nseed: 1\n")
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(UserError, match="devices are not shared evenly: got 1 groups of 1 and 2 processes"):
@@ -294,38 +388,69 @@ def test_other_configs_and_devices_that_cannot_be_shared_are_one_message(monkeyp
 def test_processes_with_other_configs_or_too_few_devices_are_refused(world: World, tmp_path: Path) -> None:
     names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     started = [
-        world.start(tmp_path / "run", "--set", f"seed={seed}", by=lambda i: names | {"JAX_PROCESS_ID": str(i)}, only=seed)[0]
+        world.start(
+            tmp_path / "run",
+            "--set",
+            f"seed={seed}",
+            by=lambda i: names | {"JAX_PROCESS_ID": str(i)},
+            only=seed,
+        )[0]
         for seed in (0, 1)
     ]
     for one in ended(started):
         assert one.status == 2, one
-        assert "distributed: process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0." in one.errors
+        assert (
+            "distributed: process 1 has another config: got 'seed: 1', expected 'seed: 0' as process 0."
+            in one.errors
+        )
     names["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
-    few = world.start(tmp_path / "run", "--set", "sharding.data=1", by=lambda i: names | {"JAX_PROCESS_ID": str(i)})
+    few = world.start(
+        tmp_path / "run", "--set", "sharding.data=1", by=lambda i: names | {"JAX_PROCESS_ID": str(i)}
+    )
     first, second = found = ended(few)
-    assert first.status == 2 and "devices are not shared evenly: got 1 groups of 1 and 2 processes" in first.errors, found
+    assert (
+        first.status == 2
+        and "devices are not shared evenly: got 1 groups of 1 and 2 processes" in first.errors
+    ), found
     assert second.status in (2, 4), found  # 4 where the first one has left already
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long
 def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, tmp_path: Path) -> None:
-    """Data parallel over the processes, fully sharded within them: the same but for the order of sums; and what is sampled where."""
-    section = {"precision": {"preset": "fp32"}, "numerics": {"exact": False}, "sharding": {"data": 2, "fsdp": 2}, "warm_start": None}
-    config = write_config(tiny_config(tmp_path / "run", **section, batch={"microbatch_tokens": 28}), tmp_path / "config.yaml")
+    """Data parallel over the processes, fully sharded within them: the same but for the order of sums;
+    and what is sampled where.
+    """
+    section = {
+        "precision": {"preset": "fp32"},
+        "numerics": {"exact": False},
+        "sharding": {"data": 2, "fsdp": 2},
+        "warm_start": None,
+    }
+    config = write_config(
+        tiny_config(tmp_path / "run", **section, batch={"microbatch_tokens": 28}), tmp_path / "config.yaml"
+    )
     command = [sys.executable, str(Path(__file__).with_name("process_probe.py")), str(config)]
 
     def start(devices: int, *sets: str) -> subprocess.Popen[str]:
         environment = world.environment("probe.notes", JAX_NUM_CPU_DEVICES=str(devices))
         return subprocess.Popen(
-            [*command, *sets], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            [*command, *sets],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     address = f"distributed.coordinator=127.0.0.1:{free_port()}"
     both = [start(2, "distributed.processes=2", address, f"distributed.process_id={i}") for i in (0, 1)]
     found = [*ended([start(4)]), *ended(both)]
     assert [one.status for one in found] == [0, 0, 0], found
-    alone, first, second = (json.loads(one.output[one.output.index("PROBE ") + 6 :].splitlines()[0]) for one in found)
+    alone, first, second = (
+        json.loads(one.output[one.output.index("PROBE ") + 6 :].splitlines()[0]) for one in found
+    )
     assert first["rows"] == second["rows"]
     for ours, theirs in zip(first["rows"], alone["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=FOUR_TERMS, abs=FOUR_TERMS)
@@ -335,4 +460,8 @@ def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, 
     assert sorted(second["asked"]) == [share for share in shares if share[0] >= 8]
     assert first["parts"] == second["parts"] == [[[], "int16", ""], [[0, 1, 2], "int16", "ü"]]
     assert first["values"] == second["values"] == [{"own": 0}, {"own": 1}] and alone["message"] == ""
-    assert first["message"] == second["message"] == "distributed: process 1 has another colour: got 'blue', expected 'red' as process 0."
+    assert (
+        first["message"]
+        == second["message"]
+        == "distributed: process 1 has another colour: got 'blue', expected 'red' as process 0."
+    )

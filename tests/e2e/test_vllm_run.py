@@ -1,4 +1,6 @@
-"""A whole run sampled by the real vLLM in a server of its own: the server is killed, the run ends and goes on with --resume."""
+"""A whole run sampled by the real vLLM in a server of its own: the server is killed,
+the run ends and goes on with --resume.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MODEL = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_h
 
 
 @pytest.mark.long
-def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, compilation_cache: Path) -> None:
+def test_killed_server_ends_the_run_which_goes_on_with_resume(
+    tmp_path: Path, compilation_cache: Path
+) -> None:
     sections: dict[str, Any] = {
         "model": MODEL,
         "rollout": {
@@ -39,10 +43,19 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, co
     config = write_config(config_from_dict(TINY | sections), tmp_path / "config.yaml")
     output = tmp_path / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(train_command(config), env=command_environment(compilation_cache), stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            train_command(config),
+            env=command_environment(compilation_cache),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 240
-        while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+        while (
+            process.poll() is None
+            and time.monotonic() < deadline
+            and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2)
+        ):
             time.sleep(0.05)
         server = [pid for child in children(process.pid) for pid in children(child)]
         for pid in server:
@@ -59,7 +72,9 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(tmp_path: Path, co
     after = rows(tmp_path / "run")
     assert after[: len(before)] == before and [row["step"] for row in after] == list(range(STEPS + 1))
     assert max(row["mismatch/logprob_abs_max"] for row in after[1:]) == 0
-    certificates = [json.loads(line) for line in (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()]
+    certificates = [
+        json.loads(line) for line in (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()
+    ]
     assert certificates and all(row["holds"] for row in certificates)
     (first, second) = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
     assert first["rollout_engine"]["mode"] == second["rollout_engine"]["mode"] == "server"

@@ -1,4 +1,6 @@
-"""The package as a wheel: every file of the three packages is in it, with the configs, and it trains outside the checkout."""
+"""The package as a wheel: every file of the three packages is in it, with the configs,
+and it trains outside the checkout.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ def files_of_the_checkout(*under: str) -> list[str]:
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Output of a command that must succeed; no path of the checkout reaches it."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"
+    }
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,7 +53,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, copy / path)
     run(
-        *(sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"),
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-index",
+        ),
         *("--no-build-isolation", "--wheel-dir", out, copy),
         cwd=out,
     )
@@ -57,8 +72,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_file_of_the_packages_and_the_configs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-        entry_points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
-    configs = {f"jetrl_jax/configs/{Path(path).name}" for path in files_of_the_checkout("configs") if path.endswith(".yaml")}
+        entry_points = next(
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt")
+        )
+    configs = {
+        f"jetrl_jax/configs/{Path(path).name}"
+        for path in files_of_the_checkout("configs")
+        if path.endswith(".yaml")
+    }
     assert packed == {*files_of_the_checkout(*PACKAGES), *configs}
     assert "jetrl_jax/configs/tiny_cpu.yaml" in packed
     assert "[vllm.general_plugins]\njetrl = bridge.vllm.worker.plugin:register" in entry_points
@@ -71,9 +92,14 @@ def test_wheel_trains_the_tiny_config_outside_the_checkout(wheel: Path, tmp_path
     venv.create(environment, symlinks=True, with_pip=False)
     work.mkdir()
     python = environment / "bin" / "python"
-    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=work).strip())
-    # Paths in a .pth file are searched; the .pth files there, such as that of an editable installation, are not read.
-    (packages / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) + "\n")
+    packages = Path(
+        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=work).strip()
+    )
+    # Paths in a .pth file are searched; the .pth files there, such as that of an editable installation, are
+    # not read.
+    (packages / "others.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) + "\n"
+    )
     run(
         python,
         "-m",
@@ -87,14 +113,23 @@ def test_wheel_trains_the_tiny_config_outside_the_checkout(wheel: Path, tmp_path
         wheel,
         cwd=work,
     )
-    where = run(python, "-c", "import jetrl_jax, pallas_kernels, bridge; print(jetrl_jax.__file__)", cwd=work).strip()
+    where = run(
+        python, "-c", "import jetrl_jax, pallas_kernels, bridge; print(jetrl_jax.__file__)", cwd=work
+    ).strip()
     assert Path(where).is_relative_to(packages)
-    plugin = "from importlib.metadata import entry_points as e; print(e(group='vllm.general_plugins', name='jetrl')['jetrl'].load())"
+    plugin = (
+        "from importlib.metadata import entry_points as e; print(e(group='vllm.general_plugins', "
+        "name='jetrl')['jetrl'].load())"
+    )
     assert "register" in run(python, "-c", plugin, cwd=work)
 
     (work / "tiny.yaml").write_text(run(python, "-m", "jetrl_jax", "config", "tiny_cpu", cwd=work))
     changes = [word for change in SMALL for word in ("--set", change)]
-    assert f"finished 1 steps in {work / 'run'}" in run(python, "-m", "jetrl_jax.train", "--config", "tiny.yaml", *changes, cwd=work)
-    assert f"wrote {work / 'run' / 'report.html'}" in run(python, "-m", "jetrl_jax", "report", "run", cwd=work)
+    assert f"finished 1 steps in {work / 'run'}" in run(
+        python, "-m", "jetrl_jax.train", "--config", "tiny.yaml", *changes, cwd=work
+    )
+    assert f"wrote {work / 'run' / 'report.html'}" in run(
+        python, "-m", "jetrl_jax", "report", "run", cwd=work
+    )
     said = run(python, "-m", "jetrl_jax", "generate", "--checkpoint", "run", "--prompt", "jetrl=", cwd=work)
     assert said.count("\n") == 1

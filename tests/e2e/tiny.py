@@ -21,8 +21,18 @@ from jetrl_jax.record.metrics import read_metrics, without_clocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
-    "model": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32},
-    "task": {"name": "reverse", "options": {"min_letters": 2, "max_letters": 3, "train_size": 200, "eval_size": 16}},
+    "model": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    },
+    "task": {
+        "name": "reverse",
+        "options": {"min_letters": 2, "max_letters": 3, "train_size": 200, "eval_size": 16},
+    },
     "rollout": {
         "prompts_per_step": 4,
         "group_size": 4,
@@ -41,8 +51,12 @@ TINY: dict[str, Any] = {
 
 
 def tiny_config(directory: str | Path, **sections: dict[str, Any] | list[Any] | None) -> RunConfig:
-    """`TINY` with the fields of `sections` changed, a list in place of its own; a section of None has its defaults."""
-    data: dict[str, Any] = {name: dict(section) if isinstance(section, dict) else section for name, section in TINY.items()}
+    """`TINY` with the fields of `sections` changed, a list in place of its own;
+    a section of None has its defaults.
+    """
+    data: dict[str, Any] = {
+        name: dict(section) if isinstance(section, dict) else section for name, section in TINY.items()
+    }
     for name, section in sections.items():
         if section is None:
             data.pop(name)
@@ -58,7 +72,9 @@ def shorter(prompts: list[str], completions: list[str], answers: list[str]) -> l
 
 
 def noted(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
-    """As `shorter`; notes the prompts of each call in a file of this process, in the directory that NOTES names."""
+    """As `shorter`; notes the prompts of each call in a file of this process,
+    in the directory that NOTES names.
+    """
     with open(Path(os.environ["NOTES"]) / str(os.getpid()), "a") as file:
         file.write(json.dumps(prompts) + "\n")
     return shorter(prompts, completions, answers)
@@ -75,9 +91,15 @@ def forgetful(prompts: list[str], completions: list[str], answers: list[str]) ->
 
 def command_environment(cache: Path | None = None) -> dict[str, str]:
     """The environment of a child: CPU, this checkout, and a compilation cache where one is given."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
+    }
     if cache is not None:
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
     return environment
 
 
@@ -100,14 +122,24 @@ def train_command(config_path: Path, *arguments: str) -> list[str]:
 def run_here(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As `run_module`, in this process: what is claimed is the command's work, not its start."""
     command, output, errors = importlib.import_module(module), io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
         patch.setattr(sys, "argv", [module, *arguments])
         with pytest.raises(SystemExit) as ended:
             run_entry_point(command.main)
-    return subprocess.CompletedProcess([module, *arguments], ended.value.code, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(
+        [module, *arguments], ended.value.code, output.getvalue(), errors.getvalue()
+    )
 
 
-def run_module(module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+def run_module(
+    module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 300.0
+) -> subprocess.CompletedProcess[str]:
     """Runs `python -m module` and returns what it printed and its exit status."""
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=command_environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        command, env=command_environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )

@@ -1,8 +1,10 @@
-"""Makes every library of a process take the kernels of another CPU: imported by Python at its start, in each process.
+"""Makes every library of a process take the kernels of another CPU: imported by Python at its start, in each
+process.
 
-`make test-avx2` puts this folder on PYTHONPATH and names the instruction set in JETRL_TEST_ISA: "AVX2", or "AVX512" for AVX-512
-without BF16.  XLA, oneDNN, MKL and torch read a variable.  vLLM picks one of three libraries by asking `torch.cpu`, so that is
-patched as it is imported; `tests/parity/test_instruction_set.py` checks that all of it took effect.
+`make test-avx2` puts this folder on PYTHONPATH and names the instruction set in JETRL_TEST_ISA: "AVX2", or
+"AVX512" for AVX-512 without BF16.  XLA, oneDNN, MKL and torch read a variable.  vLLM picks one of three
+libraries by asking `torch.cpu`, so that is patched as it is imported; `tests/parity/test_instruction_set.py`
+checks that all of it took effect.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from types import ModuleType
 from typing import Any
 
 # torch's kernels, oneDNN's, MKL's and XLA's for an instruction set, and what `torch.cpu` is to say no to.
-AVX512_BF16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx", "_is_vnni_supported")
+AVX512_BF16 = (
+    "_is_avx512_bf16_supported",
+    "_is_amx_tile_supported",
+    "_is_amx_fp16_supported",
+    "_init_amx",
+    "_is_vnni_supported",
+)
 VARIABLES = {
     "AVX2": ("avx2", "AVX2", "AVX2", "AVX2", ("_is_avx512_supported", *AVX512_BF16)),
     "AVX512": ("avx512", "AVX512_CORE", "AVX512", "AVX512", AVX512_BF16),
@@ -49,7 +57,12 @@ class _Patched(importlib.abc.MetaPathFinder):
 def force(isa: str) -> None:
     """Sets the variables of `isa` and patches `torch.cpu` when it comes."""
     aten, onednn, mkl, xla, refused = VARIABLES[isa]
-    os.environ |= {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "DNNL_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    os.environ |= {
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "DNNL_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+    }
     flag = f"--xla_cpu_max_isa={xla}"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

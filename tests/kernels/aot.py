@@ -1,7 +1,8 @@
 """Compiling kernels for an H100 that is not there, and reading what ptxas said about them.
 
-The CUDA plugin of JAX compiles for a described GPU without a driver: `h100.txtpb` beside this file is the description.
-Mosaic GPU writes the assembler's report of each kernel into the directory that `MOSAIC_GPU_DUMP_TO` names.
+The CUDA plugin of JAX compiles for a described GPU without a driver: `h100.txtpb` beside this file is the
+description. Mosaic GPU writes the assembler's report of each kernel into the directory that
+`MOSAIC_GPU_DUMP_TO` names.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class KernelReport:
     """What ptxas said about one kernel.
 
     registers: per thread. spilled_bytes: stores and loads together. stack_bytes: local arrays and spills.
-    serialized: wgmma instructions wait for each other (warning C7514 and its relatives). text: the whole report.
+    serialized: wgmma instructions wait for each other (warning C7514 and its relatives). text: the whole
+      report.
     ptx: the assembler's input.
     """
 
@@ -49,7 +51,9 @@ class KernelReport:
         return not (self.spilled_bytes or self.stack_bytes or self.serialized)
 
     def float_operations(self) -> dict[str, int]:
-        """How often FP32 is multiplied, added and both at once ("fma") in the program text; the blocks of K are a loop."""
+        """How often FP32 is multiplied, added and both at once ("fma") in the program text;
+        the blocks of K are a loop.
+        """
         return float_operations(self.ptx)
 
 
@@ -60,7 +64,10 @@ def float_operations(ptx: str) -> dict[str, int]:
 
 def missing() -> str | None:
     """Why nothing can be compiled for a GPU here, None where it can."""
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if (
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    ):
         return "no CUDA plugin of JAX: install the extra 'aot' (jax-cuda13-plugin, jax-cuda13-pjrt)"
     if jax.__version_info__[:2] < (0, 11):
         return f"compiling for a described GPU is tested from JAX 0.11 on, this is {jax.__version__}"
@@ -68,10 +75,11 @@ def missing() -> str | None:
 
 
 def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[KernelReport]:
-    """Compiles `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them; the reports of its Mosaic GPU kernels, in no order.
+    """Compiles `jit(function)` of these `jax.ShapeDtypeStruct`s, or trees of them; the reports of its Mosaic
+    GPU kernels, in no order.
 
-    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a kernel once in a
-    process, so ask for each once (`functools.cache`).
+    Raises whatever JAX, Mosaic or ptxas raise, and RuntimeError where no kernel reported: Mosaic compiles a
+    kernel once in a process, so ask for each once (`functools.cache`).
     """
     return program_and_reports(function, *arguments)[1]
 
@@ -81,9 +89,15 @@ def program_and_reports(function: Callable[..., Any], *arguments: Any) -> tuple[
     with _dump() as directory:
         program = str(_compile(function, arguments).as_text())
         paths = sorted(directory.glob("*.ptxas"))
-        reports = [parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8")) for path in paths]
+        reports = [
+            parse(path.read_text(encoding="utf-8"), path.with_suffix(".ptx").read_text(encoding="utf-8"))
+            for path in paths
+        ]
     if not reports:
-        raise RuntimeError("compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has not compiled before.")
+        raise RuntimeError(
+            "compile_for_h100: no kernel reported: expected a Mosaic GPU kernel that this process has "
+            "not compiled before."
+        )
     return program, reports
 
 
@@ -103,18 +117,25 @@ def h100_mesh(devices: int = 1) -> jax.sharding.Mesh:
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Any:
     """The executable for the described device."""
     sharding = jax.sharding.NamedSharding(_one_h100(), jax.sharding.PartitionSpec())
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+    )
     return jax.jit(function, **options).lower(*shapes).compile()
 
 
 def parse(text: str, ptx: str = "") -> KernelReport:
-    """The report of one kernel from what ptxas read and wrote. Raises ValueError where the assembler's words are not those known."""
+    """The report of one kernel from what ptxas read and wrote.
+    Raises ValueError where the assembler's words are not those known.
+    """
     registers = re.search(r"Used (\d+) registers", text)
     memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if registers is None or memory is None:
-        raise ValueError(f"parse: unknown report: got {text!r}, expected ptxas' lines on registers and spills.")
+        raise ValueError(
+            f"parse: unknown report: got {text!r}, expected ptxas' lines on registers and spills."
+        )
     stack, stores, loads = map(int, memory.groups())
-    # C7519 is none: wgmma in a loop, before which ptxas writes the `warpgroup.arrive` that the first one alone got.
+    # C7519 is none: wgmma in a loop, before which ptxas writes the `warpgroup.arrive` that the first one
+    # alone got.
     serialized = re.search(r"C75(?!19)\d\d|wgmma[^\n]*seriali[sz]", text) is not None
     return KernelReport(int(registers.group(1)), stores + loads, stack, serialized, text, ptx)
 
@@ -132,7 +153,9 @@ def _one_h100() -> jax.sharding.Mesh:
 
 @contextmanager
 def _dump() -> Iterator[Path]:
-    """A directory into which kernels are reported that are compiled, and not taken from a cache, meanwhile."""
+    """A directory into which kernels are reported that are compiled, and not taken from a cache,
+    meanwhile.
+    """
     with tempfile.TemporaryDirectory(prefix="aot_") as directory:
         wanted = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         before = {name: os.environ.get(name) for name in wanted}
@@ -148,6 +171,8 @@ def _dump() -> Iterator[Path]:
 
 
 def _set_cache(directory: str | None) -> None:
-    """Where compiled programs are kept from now on; nowhere, if None. JAX looks at its setting once unless told again."""
+    """Where compiled programs are kept from now on; nowhere, if None.
+    JAX looks at its setting once unless told again.
+    """
     jax.config.update("jax_compilation_cache_dir", directory)
     compilation_cache.reset_cache()

@@ -12,9 +12,11 @@ from tests.kernels import vllm_interpreter
 
 
 def runnable(*names: str) -> list[Any]:
-    """`pytest.mark.parametrize` values of these implementations; those that this machine lacks are skipped with the reason.
+    """`pytest.mark.parametrize` values of these implementations; those that this machine lacks are skipped
+    with the reason.
 
-    On a CPU "triton" is for tests that interpret it: `vllm_interpreter.matmul` in place of `vllm_triton.matmul`.
+    On a CPU "triton" is for tests that interpret it: `vllm_interpreter.matmul` in place of
+    `vllm_triton.matmul`.
     """
     params = []
     for name in names:

@@ -1,4 +1,6 @@
-"""Every GEMM kernel compiled for an H100 that is not there: no registers spilled, no wgmma that waits for another."""
+"""Every GEMM kernel compiled for an H100 that is not there: no registers spilled,
+no wgmma that waits for another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import ScaledArray
-from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS, TuningConfig, load_table
+from pallas_kernels.gemm.config import (
+    DECODE_64,
+    DECODE_256,
+    SWAP,
+    TRAINING,
+    WGRAD_ROWS,
+    TuningConfig,
+    load_table,
+)
 from pallas_kernels.gemm.mosaic import matmul
 from pallas_kernels.tune import candidates
 from tests.kernels import aot
@@ -28,7 +38,11 @@ RULES = {
     "decode 256": DECODE_256,
     "swap": SWAP,
 }
-TABLE = {f"table {m} x {n} x {k}": tuning for (m, n, k, per_column), tuning in load_table().items() if not per_column}
+TABLE = {
+    f"table {m} x {n} x {k}": tuning
+    for (m, n, k, per_column), tuning in load_table().items()
+    if not per_column
+}
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for kernel_mosaic_gpu_kernel
@@ -46,19 +60,26 @@ def compile_gemm(
 ) -> aot.KernelReport:
     """The one kernel of a product of these sizes."""
     if tuning and b_block == SQUARE:
-        tuning = dataclasses.replace(tuning, scale_columns=32)  # not read there: the same kernel whatever it is
+        # not read there: the same kernel whatever it is
+        tuning = dataclasses.replace(tuning, scale_columns=32)
     return _compile(tuning, order, out_dtype, b_block, sizes)
 
 
 @functools.cache
 def _compile(
-    tuning: TuningConfig | None, order: str, out_dtype: str, b_block: tuple[int, int], sizes: tuple[int, int, int]
+    tuning: TuningConfig | None,
+    order: str,
+    out_dtype: str,
+    b_block: tuple[int, int],
+    sizes: tuple[int, int, int],
 ) -> aot.KernelReport:
     from pallas_kernels.gemm import mosaic
 
     m, n, k = sizes
     (report,) = aot.compile_for_h100(
-        lambda a, b: mosaic.matmul(a, b, jnp.dtype(out_dtype), order, False, tuning), scaled(m, k, ROWS), scaled(n, k, b_block)
+        lambda a, b: mosaic.matmul(a, b, jnp.dtype(out_dtype), order, False, tuning),
+        scaled(m, k, ROWS),
+        scaled(n, k, b_block),
     )
     return report
 
@@ -82,12 +103,16 @@ def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> No
 def test_accumulating_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
     tuning, shape = WGRAD_ROWS if block == ROWS else TRAINING, (1024, 4096)
     operands = scaled(1024, 4096, ROWS), scaled(4096, 4096, block), jax.ShapeDtypeStruct(shape, jnp.float32)
-    (report,) = aot.compile_for_h100(lambda a, b, c: matmul(a, b, jnp.dtype("float32"), order, False, tuning, c), *operands)
+    (report,) = aot.compile_for_h100(
+        lambda a, b, c: matmul(a, b, jnp.dtype("float32"), order, False, tuning, c), *operands
+    )
     assert report.clean, report.text
 
 
 def test_an_accumulator_of_many_microbatches_is_copied_once_at_most() -> None:
-    """Each product goes into the buffer of the sum before it; the first one's is an argument that its owner may still read."""
+    """Each product goes into the buffer of the sum before it;
+    the first one's is an argument that its owner may still read.
+    """
     operands = scaled(512, 256, ROWS), scaled(256, 256, ROWS), jax.ShapeDtypeStruct((512, 256), jnp.float32)
 
     def three(a: ScaledArray, b: ScaledArray, total: jax.Array) -> jax.Array:
@@ -102,7 +127,9 @@ def test_an_accumulator_of_many_microbatches_is_copied_once_at_most() -> None:
 
 @pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 64)])
 def test_promotion_is_fused_and_in_the_order_asked_for(order: str, multiplications: int) -> None:
-    """A thread holds 64 sums in two rows: 64 fused multiply-adds a block, and a scale product for each row or for each sum."""
+    """A thread holds 64 sums in two rows: 64 fused multiply-adds a block,
+    and a scale product for each row or for each sum.
+    """
     operations = compile_gemm(TRAINING, order, "bfloat16").float_operations()
     assert operations == {"mul": multiplications, "add": 0, "fma": 64}
 
@@ -117,7 +144,11 @@ def test_promotion_with_a_scale_per_column_is_fused(order: str) -> None:
 @pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 4)])
 def test_promotion_of_the_swapped_kernel_is_fused(order: str, multiplications: int) -> None:
     """A thread holds four sums, of two tokens."""
-    assert compile_gemm(SWAP, order, "bfloat16").float_operations() == {"mul": multiplications, "add": 0, "fma": 4}
+    assert compile_gemm(SWAP, order, "bfloat16").float_operations() == {
+        "mul": multiplications,
+        "add": 0,
+        "fma": 4,
+    }
 
 
 @pytest.mark.newest
@@ -127,7 +158,11 @@ def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
     rows = (4096,) if per_column else (1, 64, 256, 4096)
     tunings = dict.fromkeys(tuning for m in rows for tuning in candidates(m, per_column))
     out_dtype, block = ("float32", ROWS) if per_column else ("bfloat16", SQUARE)
-    reports = {(tuning, order): compile_gemm(tuning, order, out_dtype, block) for tuning in tunings for order in ("deepgemm", "triton")}
+    reports = {
+        (tuning, order): compile_gemm(tuning, order, out_dtype, block)
+        for tuning in tunings
+        for order in ("deepgemm", "triton")
+    }
     assert not [(what, report.text) for what, report in reports.items() if not report.clean]
 
 
@@ -146,7 +181,9 @@ def test_ragged_sizes_compile_cleanly(sizes: tuple[int, int, int]) -> None:
 
 
 def test_spills_are_seen() -> None:
-    """Two tiles of 64 rows for each of two warpgroups need more registers than there are in the order "deepgemm"."""
+    """Two tiles of 64 rows for each of two warpgroups need more registers than there are in the order
+    "deepgemm".
+    """
     report = compile_gemm(TuningConfig(tile_m=256, warpgroups=2), "deepgemm", "bfloat16")
     assert report.spilled_bytes > 0 and not report.clean
 
@@ -156,20 +193,30 @@ def test_parse_reads_every_kind_of_trouble() -> None:
     assert aot.parse(clean) == aot.KernelReport(168, 0, 0, False, clean) and aot.parse(clean).clean
     spilled = aot.parse(PTXAS.format(stack=104, stores=100, loads=244))
     assert (spilled.stack_bytes, spilled.spilled_bytes, spilled.clean) == (104, 344, False)
-    warning = "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register"
+    warning = (
+        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register"
+    )
     assert aot.parse(clean + warning).serialized
-    arrive = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 616 by compiler to allow use of registers in GMMA"
+    arrive = (
+        "ptxas info    : (C7519) warpgroup.arrive is injected in around line 616 by compiler to "
+        "allow use of registers in GMMA"
+    )
     assert aot.parse(clean + arrive).clean
     with pytest.raises(ValueError, match="parse: unknown report"):
         aot.parse("ptxas info    : nothing")
 
 
 def test_kernel_compiles_inside_shard_map_behind_gathered_codes() -> None:
-    """Two H100: each has half of W's codes and scales, gathers the rest as FP8, and multiplies its own rows of X."""
+    """Two H100: each has half of W's codes and scales, gathers the rest as FP8,
+    and multiplies its own rows of X.
+    """
     mesh, split = aot.h100_mesh(2), PartitionSpec("device")
 
     def layer(x: ScaledArray, w: ScaledArray) -> jax.Array:
-        codes, scales = (jax.lax.all_gather(part, "device", axis=0, tiled=True) for part in (w.qvalue, w.scale))
+        codes, scales = (
+            jax.lax.all_gather(part, "device", axis=0, tiled=True) for part in (w.qvalue, w.scale)
+        )
         return matmul(x, ScaledArray(codes, scales, w.block_shape), jnp.bfloat16, "deepgemm")
 
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=False)

@@ -1,4 +1,6 @@
-"""The batch-invariant product compiled for an H100 that is not there: nothing spilled, no wgmma that waits for another."""
+"""The batch-invariant product compiled for an H100 that is not there: nothing spilled,
+no wgmma that waits for another.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,20 @@ pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missin
 def test_kernels_compile_cleanly(sizes: tuple[int, int, int], dtype: str, out_dtype: str) -> None:
     from pallas_kernels.dense import mosaic
 
-    (m, n, k), kind = sizes, jnp.dtype(out_dtype)
+    (m, n, k) = sizes
+    kind = jnp.dtype(out_dtype)
     operands = [jax.ShapeDtypeStruct((rows, k), dtype) for rows in (m, n)]
     program, (report,) = aot.program_and_reports(lambda x, w: mosaic.dense_matmul(x, w, kind), *operands)
     assert report.clean, report.text
     if n % 16 == 0:
-        assert f"[{n},{k}]{{1,0}} pad(" not in program and f"[{n},{k}]{{1,0}} copy(" not in program  # W is read where it lies
+        # W is read where it lies
+        assert f"[{n},{k}]{{1,0}} pad(" not in program and f"[{n},{k}]{{1,0}} copy(" not in program
 
 
 def test_kernel_compiles_inside_shard_map_and_remat() -> None:
-    """Two H100 with half of the weight's rows each, forward and backward, the forward once more in the backward."""
+    """Two H100 with half of the weight's rows each, forward and backward,
+    the forward once more in the backward.
+    """
     from pallas_kernels.dense import mosaic
 
     mesh, whole, split = aot.h100_mesh(2), PartitionSpec(), PartitionSpec("device")
@@ -53,7 +59,9 @@ def test_kernel_compiles_inside_shard_map_and_remat() -> None:
         dx, dw = jax.grad(loss, argnums=(0, 1))(x, w)
         return jax.lax.psum(dx, "device"), dw
 
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(whole, split), out_specs=(whole, split), check_vma=False)
+    mapped = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(whole, split), out_specs=(whole, split), check_vma=False
+    )
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in (((64, 128), whole), ((512, 128), split))

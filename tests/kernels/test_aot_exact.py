@@ -1,8 +1,9 @@
-"""What `numerics.exact` hangs on where a GPU runs it: a policy's forward as trainer and as engine, compiled for an H100 without one.
+"""What `numerics.exact` hangs on where a GPU runs it: a policy's forward as trainer and as engine, compiled
+for an H100 without one.
 
-A logprob has the same bits in both where every sum over features, tokens or vocabulary has one order for all shapes, or is
-carried in float64.  This is read off the optimised programs, fusions included; the kernels' own order is
-tests/kernels/test_dense.py's and test_gemm.py's to show.
+A logprob has the same bits in both where every sum over features, tokens or vocabulary has one order for all
+shapes, or is carried in float64.  This is read off the optimised programs, fusions included; the kernels' own
+order is tests/kernels/test_dense.py's and test_gemm.py's to show.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ pytestmark = [pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missi
 
 # A scale of attention that is no power of two, and biases: roundings that a fusion could move.
 SIZES = dataclasses.replace(
-    CONFIG, vocab_size=512, hidden_size=256, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=32, attention_bias=True
+    CONFIG,
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    attention_bias=True,
 )
 INEXACT = "exponential|exponential-minus-one|log|log-plus-one|rsqrt|sqrt|cosine|sine|tanh|logistic|power|divide|dot|reduce|reduce-window"
 ROWS, TOKENS, SLOTS = 2, 96, 4
@@ -50,15 +58,23 @@ def programs(preset: str) -> dict[str, str]:
         bound = nnx.merge(graphdef, plan.training_weights(params, published))
         return completion_logprobs(bound, *batch, temperature=0.7, chunk_tokens=64)[0]
 
-    def engine(published: Any, ids: jax.Array, positions: jax.Array, cache: Any, temperature: jax.Array) -> Any:
+    def engine(
+        published: Any, ids: jax.Array, positions: jax.Array, cache: Any, temperature: jax.Array
+    ) -> Any:
         bound = nnx.merge(graphdef, published)
         hidden, cache = bound.extend(ids[:, None], positions[:, None], cache)
         logits = vocabulary.scale_logits(bound.logits(hidden[:, 0]), temperature, exact=numerics.exact)
         return vocabulary.token_logprobs(logits, ids, exact=numerics.exact), cache
 
     row, slot = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((ROWS, TOKENS), (SLOTS,)))
-    cache, temperature = jax.eval_shape(lambda: empty_cache(SIZES, model.numerics, SLOTS, 128)), jax.ShapeDtypeStruct((), jnp.float32)
-    arguments = {"trainer": (params, published, row, row, row), "engine": (published, slot, slot, cache, temperature)}
+    cache, temperature = (
+        jax.eval_shape(lambda: empty_cache(SIZES, model.numerics, SLOTS, 128)),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    )
+    arguments = {
+        "trainer": (params, published, row, row, row),
+        "engine": (published, slot, slot, cache, temperature),
+    }
     return {
         name: aot.program_for_h100(program, *arguments[name], compiler_options=COMPILER_OPTIONS)
         for name, program in (("trainer", trainer), ("engine", engine))
@@ -66,15 +82,27 @@ def programs(preset: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "preset", ["bf16", *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.newest]) for name in ("fp16", "fp8_unified"))]
+    "preset",
+    [
+        "bf16",
+        *(
+            pytest.param(name, marks=[pytest.mark.long, pytest.mark.newest])
+            for name in ("fp16", "fp8_unified")
+        ),
+    ],
 )
 def test_every_sum_is_a_kernels_or_in_float64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
     monkeypatch.setattr("jetrl_jax.models.linear.gpu_problem", lambda: None)
     for name, program in programs(preset).items():
         found = set(re.findall(rf"= (?:\()?([a-z]+\d+)\[[^=]*? ({INEXACT})\(", program))
-        narrow = {(dtype, operation) for dtype, operation in found if dtype != "f64" and not dtype.startswith(("s", "u", "pred"))}
+        narrow = {
+            (dtype, operation)
+            for dtype, operation in found
+            if dtype != "f64" and not dtype.startswith(("s", "u", "pred"))
+        }
         assert ("f64", "dot") in found and not narrow, f"{name}: {narrow}"
         targets = set(re.findall(r'custom_call_target="([^"]*)"', program))
         assert targets == {"mosaic_gpu_v2"}, f"{name}: {targets}"
-        assert program.count('custom_call_target="mosaic_gpu_v2"') == (12 if preset == "fp8_unified" else 8)  # the head is one of them
+        # the head is one of them
+        assert program.count('custom_call_target="mosaic_gpu_v2"') == (12 if preset == "fp8_unified" else 8)

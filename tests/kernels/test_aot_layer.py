@@ -1,4 +1,6 @@
-"""A whole decoder layer on the kernels, compiled for an H100 that is not there: which kernels run, and how often."""
+"""A whole decoder layer on the kernels, compiled for an H100 that is not there: which kernels run,
+and how often.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,22 @@ from tests.parity.small_policy import CONFIG
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
-# All matrices square, so that each kind of kernel is compiled once; 192 tokens, a number that no feature axis has.
-SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=1024, num_heads=8, num_kv_heads=8, head_dim=128)
+# All matrices square, so that each kind of kernel is compiled once; 192 tokens, a number that no feature axis
+# has.
+SIZES = dataclasses.replace(
+    CONFIG, hidden_size=1024, intermediate_size=1024, num_heads=8, num_kv_heads=8, head_dim=128
+)
 TOKENS = 192
-FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7}  # the quantisers of attention, and of SiLU with its product
-BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul": 14}  # q, k, v share an operand; so do gate and up
+# the quantisers of attention, and of SiLU with its product
+FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7}
+# q, k, v share an operand; so do gate and up
+BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul": 14}
 
 
 def launches(program: str) -> Counter[str]:
-    """How often each function of `pallas_kernels` is a kernel of the program, those of the backward under 'backward NAME'."""
+    """How often each function of `pallas_kernels` is a kernel of the program,
+    those of the backward under 'backward NAME'.
+    """
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
     ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul)"
     names = [re.search(rf'op_name="[^"]*?(transpose\()?(?:jvp\()?jit\({ours}\)', line) for line in calls]
@@ -42,7 +51,9 @@ def launches(program: str) -> Counter[str]:
 
 
 class Layer:
-    """A decoder layer as rollout and as training run it, on one device or split over the mesh of `sharding`."""
+    """A decoder layer as rollout and as training run it,
+    on one device or split over the mesh of `sharding`.
+    """
 
     def __init__(self, sharding: ShardingSection | None = None, preset: str = "fp8_unified") -> None:
         model = nnx.eval_shape(lambda: Decoder(SIZES, Numerics(kernels="mosaic_gpu"), rngs=nnx.Rngs(0)))
@@ -57,7 +68,8 @@ class Layer:
             self.layout = Layout(sharding, self.plan, model, devices)
             weights, whole = self.layout.shardings(params), self.layout.replicated
             params, published, x = placed(weights, params), placed(weights, published), placed(whole, x)
-        self.rollout_arguments, self.training_arguments = (published, x, x), (params, published, x, x, x, x)
+        self.rollout_arguments = (published, x, x)
+        self.training_arguments = (params, published, x, x, x, x)
 
     def rollout(self, weights: Any, x: jax.Array, residual: jax.Array) -> Any:
         """(branch, new residual)."""
@@ -66,9 +78,13 @@ class Layer:
         model = nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
         return model.layers[0](x, residual, table, mask)[:2]
 
-    def training(self, params: Any, published: Any, x: jax.Array, residual: jax.Array, *cotangents: jax.Array) -> Any:
+    def training(
+        self, params: Any, published: Any, x: jax.Array, residual: jax.Array, *cotangents: jax.Array
+    ) -> Any:
         """The outputs, and the gradients of parameters and inputs."""
-        outputs, pullback = jax.vjp(lambda p, x, r: self.rollout(self.plan.training_weights(p, published), x, r), params, x, residual)
+        outputs, pullback = jax.vjp(
+            lambda p, x, r: self.rollout(self.plan.training_weights(p, published), x, r), params, x, residual
+        )
         return outputs, pullback(cotangents)
 
 
@@ -82,7 +98,8 @@ def test_training_runs_on_the_kernels_and_quantises_every_input_once() -> None:
     program, reports = aot.program_and_reports(layer.training, *layer.training_arguments)
     assert all(report.clean for report in reports), [report.text for report in reports if not report.clean]
     assert launches(program) == FORWARD | BACKWARD
-    operands = re.findall(r"= f32\S+ custom-call\(\S+ (%[\w.]+),[^\n]*mosaic_gpu", program)  # the second one of each WGrad
+    # the second one of each WGrad
+    operands = re.findall(r"= f32\S+ custom-call\(\S+ (%[\w.]+),[^\n]*mosaic_gpu", program)
     assert len(operands) == 7 and len(set(operands)) == 4  # q, k, v multiply one; o; gate and up one; down
 
 
@@ -92,13 +109,17 @@ def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
     layer = Layer()
     program = aot.program_for_h100(layer.rollout, *layer.rollout_arguments)
     assert launches(program) == FORWARD
-    # The norm and SiLU in turn, which carry the gradient, are gone: nothing in float64 has a token's features.
+    # The norm and SiLU in turn, which carry the gradient, are gone: nothing in float64 has a token's
+    # features.
     assert not re.findall(rf"f64\[(?:\d+,)*{TOKENS},{SIZES.hidden_size}\]", program)
 
 
 @pytest.mark.parametrize(
     ("preset", "forward"),
-    [("bf16", {"dense_matmul": 7}), pytest.param("fp8_forward", FORWARD, marks=[pytest.mark.long, pytest.mark.newest])],
+    [
+        ("bf16", {"dense_matmul": 7}),
+        pytest.param("fp8_forward", FORWARD, marks=[pytest.mark.long, pytest.mark.newest]),
+    ],
 )
 def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forward: dict[str, int]) -> None:
     layer = Layer(preset=preset)
@@ -107,14 +128,21 @@ def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forwar
 
 @pytest.mark.newest
 @pytest.mark.long
-@pytest.mark.parametrize(("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})])
+@pytest.mark.parametrize(
+    ("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})]
+)
 def test_split_layers_run_on_the_same_kernels(preset: str, expected: dict[str, int]) -> None:
-    """Two H100 that share the layer: codes are made from the values of the dtype between operations and gathered."""
+    """Two H100 that share the layer: codes are made from the values of the dtype between operations and
+    gathered.
+    """
     layer = Layer(ShardingSection(tensor=2), preset)
     assert layer.layout is not None
     weights = layer.layout.specs(layer.training_arguments[0])
-    mapped = layer.layout.map(layer.training, (weights, weights, WHOLE, WHOLE, WHOLE, WHOLE), (WHOLE, (weights, WHOLE, WHOLE)))
+    mapped = layer.layout.map(
+        layer.training, (weights, weights, WHOLE, WHOLE, WHOLE, WHOLE), (WHOLE, (weights, WHOLE, WHOLE))
+    )
     program = str(jax.jit(mapped).lower(*layer.training_arguments).compile().as_text())
     assert launches(program) == expected
     gathers = [line for line in program.splitlines() if " all-gather-start(" in line]
-    assert sum("f8e4m3fn" in line for line in gathers) == (2 if preset == "fp8_unified" else 0)  # the inputs of o and down
+    # the inputs of o and down
+    assert sum("f8e4m3fn" in line for line in gathers) == (2 if preset == "fp8_unified" else 0)

@@ -1,4 +1,6 @@
-"""The quantisers' kernels compiled for an H100 without one: nothing spilled, and three programs on a multiprocessor."""
+"""The quantisers' kernels compiled for an H100 without one: nothing spilled,
+and three programs on a multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,44 @@ THREADS = 256
 
 
 def assert_clean(reports: list[KernelReport], programs: int) -> None:
-    """One kernel, nothing spilled, and so few registers that `programs` of its programs are resident together."""
+    """One kernel, nothing spilled, and so few registers that `programs` of its programs are resident
+    together.
+    """
     assert len(reports) == 1
     assert reports[0].clean, reports[0].text
     assert programs * THREADS * (-(-reports[0].registers // 8) * 8) <= REGISTERS, reports[0].text
 
 
 @pytest.mark.parametrize(
-    "plan", [("row", None), (None, "column"), ("block", None), ("row", "column"), ("row", "block"), ("block", "block")]
+    "plan",
+    [
+        ("row", None),
+        (None, "column"),
+        ("block", None),
+        ("row", "column"),
+        ("row", "block"),
+        ("block", "block"),
+    ],
 )
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
 def test_quantiser_compiles_without_spills(plan: tuple[str | None, str | None], scale_format: str) -> None:
     from pallas_kernels.quantize import mosaic
 
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-    assert_clean(compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan(*plan), scale_format, False), x), programs=3)
+    assert_clean(
+        compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan(*plan), scale_format, False), x),
+        programs=3,
+    )
 
 
 def test_quantiser_compiles_for_ragged_tokens_and_fp16() -> None:
     from pallas_kernels.quantize import mosaic
 
     x = jax.ShapeDtypeStruct((1003, 1024), jnp.float16)
-    assert_clean(compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan("row", "column"), "float32", False), x), programs=3)
+    assert_clean(
+        compile_for_h100(lambda x: mosaic.quantize((x,), mosaic.Plan("row", "column"), "float32", False), x),
+        programs=3,
+    )
 
 
 @pytest.mark.parametrize(("tokens", "scale_format"), [(8192, "float32"), (1003, "power_of_two")])
@@ -49,7 +67,12 @@ def test_requantiser_compiles_without_spills(tokens: int, scale_format: str) -> 
 
     codes = jax.ShapeDtypeStruct((tokens, 4096), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((4096 // 128, tokens), jnp.float32)
-    assert_clean(compile_for_h100(lambda *array: mosaic_requantize.requantize(*array, scale_format, False), codes, scales), programs=3)
+    assert_clean(
+        compile_for_h100(
+            lambda *array: mosaic_requantize.requantize(*array, scale_format, False), codes, scales
+        ),
+        programs=3,
+    )
 
 
 @pytest.mark.parametrize("transposed", [None, "column", "block"])
@@ -57,7 +80,12 @@ def test_silu_quantiser_compiles_without_spills(transposed: str | None) -> None:
     from pallas_kernels.quantize import mosaic
 
     x = jax.ShapeDtypeStruct((8192, 12288), jnp.bfloat16)
-    assert_clean(compile_for_h100(lambda *x: mosaic.quantize(x, mosaic.Plan("row", transposed), "float32", False), x, x), programs=2)
+    assert_clean(
+        compile_for_h100(
+            lambda *x: mosaic.quantize(x, mosaic.Plan("row", transposed), "float32", False), x, x
+        ),
+        programs=2,
+    )
 
 
 @pytest.mark.parametrize("width", KERNEL_WIDTHS)
@@ -70,18 +98,27 @@ def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) 
     weight = jax.ShapeDtypeStruct((width,), jnp.bfloat16)
 
     def run(weight: jax.Array, x: jax.Array, residual: jax.Array | None = None) -> object:
-        return mosaic_norm.rms_norm_quantize(x, weight, residual, 1e-6, "native" if has_residual else "cuda", "float32", False)
+        return mosaic_norm.rms_norm_quantize(
+            x, weight, residual, 1e-6, "native" if has_residual else "cuda", "float32", False
+        )
 
     assert_clean(compile_for_h100(run, weight, *([x, x] if has_residual else [x])), programs=2)
 
 
 @pytest.mark.parametrize("x_block", [(128, 1), (128, 128)])
-def test_gemms_read_what_the_quantisers_write(monkeypatch: pytest.MonkeyPatch, x_block: tuple[int, int]) -> None:
-    """A linear layer from BF16 is three quantiser kernels and three GEMMs: no code and no row's scale is turned or copied."""
+def test_gemms_read_what_the_quantisers_write(
+    monkeypatch: pytest.MonkeyPatch, x_block: tuple[int, int]
+) -> None:
+    """A linear layer from BF16 is three quantiser kernels and three GEMMs:
+    no code and no row's scale is turned or copied.
+    """
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (768, 512), (1024, 768))]
     program = program_for_h100(bench._fp8_layer(x_block), *shapes)
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", program)) == 6
-    others = re.findall(r"= \(?(\w+)\[([\d,]+)\]\S* (?:transpose|copy|fusion|pad|slice|concatenate)\(", program)
+    others = re.findall(
+        r"= \(?(\w+)\[([\d,]+)\]\S* (?:transpose|copy|fusion|pad|slice|concatenate)\(", program
+    )
     sizes = [(kind, [int(size) for size in sizes.split(",")]) for kind, sizes in others]
-    assert all(kind == "f32" and max(size) <= 8 for kind, size in sizes), sizes  # the scale grids of (128, 128) blocks
+    # the scale grids of (128, 128) blocks
+    assert all(kind == "f32" and max(size) <= 8 for kind, size in sizes), sizes

@@ -1,4 +1,6 @@
-"""The batch-invariant product of BF16 and FP16 matrices: one body for every implementation, rows and columns bit for bit."""
+"""The batch-invariant product of BF16 and FP16 matrices: one body for every implementation,
+rows and columns bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,22 @@ SUBNORMAL_HALF_STEP = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-25}
 
 
 def operands(m: int, n: int, k: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Normal values of distinct rows and columns, x [M, K] and w [N, K]; rows of different size, within FP16's range."""
+    """Normal values of distinct rows and columns, x [M, K] and w [N, K]; rows of different size,
+    within FP16's range.
+    """
     rng = np.random.default_rng(seed)
-    x, w = rng.normal(size=(m, k)) * np.exp2(rng.integers(-4, 4, (m, 1))), rng.normal(size=(n, k)) * np.exp2(rng.integers(-4, 4, (n, 1)))
+    x, w = (
+        rng.normal(size=(m, k)) * np.exp2(rng.integers(-4, 4, (m, 1))),
+        rng.normal(size=(n, k)) * np.exp2(rng.integers(-4, 4, (n, 1))),
+    )
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
 
 
 def product(x: jax.Array, w: jax.Array, implementation: str, out_dtype: Any = "float32") -> np.ndarray:
     """The product as float64."""
-    return np.asarray(dense_matmul(x, w, out_dtype=jnp.dtype(out_dtype), implementation=implementation), np.float64)
+    return np.asarray(
+        dense_matmul(x, w, out_dtype=jnp.dtype(out_dtype), implementation=implementation), np.float64
+    )
 
 
 @pytest.mark.parametrize("implementation", EVERY)
@@ -42,12 +51,16 @@ def product(x: jax.Array, w: jax.Array, implementation: str, out_dtype: Any = "f
         ((66, 48, 520), "float16", "float16"),
     ],
 )
-def test_product_matches_float64(sizes: tuple[int, int, int], dtype: str, out_dtype: str, implementation: str) -> None:
+def test_product_matches_float64(
+    sizes: tuple[int, int, int], dtype: str, out_dtype: str, implementation: str
+) -> None:
     """Elementwise, for sizes that fit and sizes that nothing divides."""
     x, w = operands(*sizes, dtype)
     wide = np.asarray(x, np.float64), np.asarray(w, np.float64)
     exact, magnitude = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
-    error = (tolerances.hopper_dot if implementation == "mosaic_gpu" else tolerances.fp32_dot)(sizes[2], magnitude)
+    error = (tolerances.hopper_dot if implementation == "mosaic_gpu" else tolerances.fp32_dot)(
+        sizes[2], magnitude
+    )
     bound = tolerances.output_rounding(exact, error, ROUNDOFF[out_dtype]) + SUBNORMAL_HALF_STEP[out_dtype]
     out = product(x, w, implementation, out_dtype)
     assert out.shape == sizes[:2]
@@ -56,7 +69,9 @@ def test_product_matches_float64(sizes: tuple[int, int, int], dtype: str, out_dt
 
 @pytest.mark.parametrize("implementation", EVERY)
 def test_output_is_the_float32_sum_rounded_once(implementation: str) -> None:
-    """Whole numbers whose sums FP32 holds exactly: nothing may be off, and a sum between two BF16 numbers goes to the even one."""
+    """Whole numbers whose sums FP32 holds exactly: nothing may be off,
+    and a sum between two BF16 numbers goes to the even one.
+    """
     rng = np.random.default_rng(3)
     x, w = (jnp.asarray(rng.integers(-16, 17, shape), jnp.bfloat16) for shape in ((9, 128), (40, 128)))
     exact = (np.asarray(x, np.float32) @ np.asarray(w, np.float32).T).astype(jnp.bfloat16)
@@ -85,7 +100,9 @@ def test_column_does_not_depend_on_the_columns_beside_it(implementation: str) ->
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_a_program_with_several_tiles_writes_them_all(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_several_tiles_writes_them_all(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One cluster for six tiles: the producer runs ahead into the next one."""
     monkeypatch.setattr("pallas_kernels.dense.mosaic.H100_SMS", 2)
     x, w = (jnp.round(4 * part) for part in operands(136, 520, 64))
@@ -107,12 +124,20 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(implementation:
 
 def test_wrong_operands_are_refused_with_everything_that_is_wrong() -> None:
     x = jnp.zeros((4, 8), jnp.bfloat16)
-    with pytest.raises(ValueError, match=re.escape("dense_matmul: shapes do not fit: got x.shape=(4, 8) and w.shape=(4, 9)")):
+    with pytest.raises(
+        ValueError, match=re.escape("dense_matmul: shapes do not fit: got x.shape=(4, 8) and w.shape=(4, 9)")
+    ):
         dense_matmul(x, jnp.zeros((4, 9), jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"wrong dtypes: got x.dtype=bfloat16 and w.dtype=float16.*; wrong dtype: got out_dtype=.*int8"):
+    with pytest.raises(
+        ValueError,
+        match=r"wrong dtypes: got x.dtype=bfloat16 and w.dtype=float16.*; wrong dtype: got out_dtype=.*int8",
+    ):
         dense_matmul(x, jnp.zeros((4, 8), jnp.float16), out_dtype=jnp.int8)
     with pytest.raises(ValueError, match="unknown name: got implementation='triton'"):
         dense_matmul(x, x, implementation="triton")
-    with pytest.raises(NotImplementedError, match="dense_matmul: cannot run: got implementation='mosaic_gpu', but an operand is empty"):
+    with pytest.raises(
+        NotImplementedError,
+        match="dense_matmul: cannot run: got implementation='mosaic_gpu', but an operand is empty",
+    ):
         dense_matmul(x[:0], x, implementation="mosaic_gpu")
     assert dense_matmul(x[:0], x).shape == (0, 4)

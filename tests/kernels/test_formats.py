@@ -1,4 +1,6 @@
-"""The numbers and roundings of the format, bit for bit: division, scales and codes against numpy, in every kind of program."""
+"""The numbers and roundings of the format, bit for bit: division, scales and codes against numpy,
+in every kind of program.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def random_floats(seed: int, count: int, low: float = -60, high: float = 60) -> 
 def hard_quotients() -> tuple[np.ndarray, np.ndarray]:
     """Dividends and divisors whose quotient lies as close to a midpoint of two FP32 numbers as any can.
 
-    With 24-bit significands X and S and an odd 25-bit M, the midpoint is M / 2**24 (where X >= S) or M / 2**25 (where not),
-    and X * 2**shift - M * S = +-1 is the nearest miss: X = +-(2**shift)**-1 modulo S.
+    With 24-bit significands X and S and an odd 25-bit M, the midpoint is M / 2**24 (where X >= S) or M /
+    2**25 (where not), and X * 2**shift - M * S = +-1 is the nearest miss: X = +-(2**shift)**-1 modulo S.
     """
     rng = np.random.default_rng(5)
     dividends, divisors = [], []
@@ -79,7 +81,9 @@ def test_divide_equals_ieee_division(program: str) -> None:
 
 
 def test_hard_quotients_are_hard() -> None:
-    """The cases above lie within 2**-47 of a midpoint, relatively, on either side; the theory's limit is 2**-49."""
+    """The cases above lie within 2**-47 of a midpoint, relatively, on either side;
+    the theory's limit is 2**-49.
+    """
     a, b = hard_quotients()
     quotient = [Fraction(int(x)) / int(y) for x, y in zip(a, b, strict=True)]
     rounded = (a / b).astype(np.float64)
@@ -100,8 +104,12 @@ def test_divide_by_a_constant_is_not_a_reciprocal() -> None:
     """The rewrite that this package avoids is real: the plain form under jit is off, ours is not."""
     a = np.abs(random_floats(2, 1 << 16))
     right = a / np.float32(448)
-    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: formats.divide(x, formats.E4M3_MAX))(a)), right)
-    np.testing.assert_array_equal(np.asarray(jax.jit(formats.compute_scale)(a)), np.maximum(a, np.float32(1e-10)) / np.float32(448))
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(lambda x: formats.divide(x, formats.E4M3_MAX))(a)), right
+    )
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(formats.compute_scale)(a)), np.maximum(a, np.float32(1e-10)) / np.float32(448)
+    )
     differing = np.mean(np.asarray(jax.jit(lambda x: x / 448.0)(a)) != right)
     print(f"plain division under jit differs in {differing:.1%} of scales")
 
@@ -110,8 +118,12 @@ def test_divide_by_a_constant_is_not_a_reciprocal() -> None:
 @pytest.mark.parametrize("jit", [False, True])
 def test_compute_scale_matches_oracle(scale_format: str, jit: bool) -> None:
     powers = np.float32(448) * 2.0 ** np.arange(-45, 60, dtype=np.float32)
-    edges = np.concatenate([powers, np.nextafter(powers, np.float32(0)), np.nextafter(powers, np.float32(np.inf))])
-    special = np.array([0, 1e-45, 1e-38, 1e-30, 1e-10, 9.99e-11, 4.48e-8, 1, 448, 464, 1e30, 3.4e38, np.inf], np.float32)
+    edges = np.concatenate(
+        [powers, np.nextafter(powers, np.float32(0)), np.nextafter(powers, np.float32(np.inf))]
+    )
+    special = np.array(
+        [0, 1e-45, 1e-38, 1e-30, 1e-10, 9.99e-11, 4.48e-8, 1, 448, 464, 1e30, 3.4e38, np.inf], np.float32
+    )
     amax = np.concatenate([edges, special, np.abs(random_floats(3, 20000))]).astype(np.float32)
     compute = jax.jit(formats.compute_scale, static_argnums=1) if jit else formats.compute_scale
     expected = np.array([fp8_oracle.scale_of(value, scale_format) for value in amax], np.float32)
@@ -128,16 +140,22 @@ def test_power_of_two_scale_rounds_up() -> None:
 
 
 def test_compute_scale_raises_on_unknown_format() -> None:
-    with pytest.raises(ValueError, match="compute_scale: unknown format: got scale_format='ue8m0', expected one of"):
+    with pytest.raises(
+        ValueError, match="compute_scale: unknown format: got scale_format='ue8m0', expected one of"
+    ):
         formats.compute_scale(jnp.ones(3), "ue8m0")
 
 
 def all_inputs_of_the_cast() -> np.ndarray:
-    """Every BF16 number, every code, every midpoint with its FP32 neighbours, and random ones, up to 448 in magnitude."""
+    """Every BF16 number, every code, every midpoint with its FP32 neighbours, and random ones,
+    up to 448 in magnitude.
+    """
     bf16 = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     midpoints = ((fp8_oracle.TABLE[1:] + fp8_oracle.TABLE[:-1]) / 2).astype(np.float32)
     points = np.concatenate([fp8_oracle.TABLE.astype(np.float32), midpoints])
-    points = np.concatenate([points, np.nextafter(points, np.float32(-1)), np.nextafter(points, np.float32(500))])
+    points = np.concatenate(
+        [points, np.nextafter(points, np.float32(-1)), np.nextafter(points, np.float32(500))]
+    )
     values = np.concatenate([bf16, points, -points, random_floats(6, 1 << 18, -12, 9)])
     return values[~(np.abs(values) > 448)]
 
@@ -160,7 +178,9 @@ def test_round_to_e4m3_matches_table() -> None:
     values = all_inputs_of_the_cast()
     values = np.concatenate([values[::17], values[(1 << 16) - 300 : (1 << 16) + 1600], [np.float32(np.nan)]])
     expected = np.array([fp8_oracle.encode_by_table(float(value)) for value in values], np.uint8)
-    np.testing.assert_array_equal(codes_of(formats.round_to_e4m3(values)), np.where(expected & 0x7F == 0x7F, 0x7F, expected))
+    np.testing.assert_array_equal(
+        codes_of(formats.round_to_e4m3(values)), np.where(expected & 0x7F == 0x7F, 0x7F, expected)
+    )
 
 
 def test_round_to_e4m3_gives_nan_beyond_its_range() -> None:
@@ -169,16 +189,22 @@ def test_round_to_e4m3_gives_nan_beyond_its_range() -> None:
 
 
 def near_ties(scale: np.ndarray, count: int) -> np.ndarray:
-    """float32 [rows, count] with x / scale [rows, 1] at a midpoint of two codes or one FP32 number beside it."""
+    """float32 [rows, count] with x / scale [rows, 1] at a midpoint of two codes or one FP32 number beside
+    it.
+    """
     rng = np.random.default_rng(9)
     midpoints = rng.choice((fp8_oracle.TABLE[1:] + fp8_oracle.TABLE[:-1]) / 2, (scale.size, count))
     x = (midpoints * scale.astype(np.float64)).astype(np.float32)
-    return np.where(rng.random(x.shape) < 0.5, x, np.nextafter(x, rng.choice([0, np.inf], x.shape).astype(np.float32)))
+    return np.where(
+        rng.random(x.shape) < 0.5, x, np.nextafter(x, rng.choice([0, np.inf], x.shape).astype(np.float32))
+    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_encode_matches_oracle_on_a_million_values(program: str) -> None:
-    """Half random, half where the last bit of the quotient decides; one scale for a row, which is what XLA would invert."""
+    """Half random, half where the last bit of the quotient decides; one scale for a row,
+    which is what XLA would invert.
+    """
     scale = np.abs(random_floats(8, 4096, -2, 2))[:, None]
     x = np.concatenate([random_floats(7, 1 << 19, -14, 10).reshape(4096, 128), near_ties(scale, 128)], axis=1)
     with np.errstate(under="ignore"):
@@ -225,7 +251,11 @@ def test_format_numbers_are_spelled_in_one_file() -> None:
     owner = ROOT / "pallas_kernels" / "formats.py"
     spelled = (formats.E4M3_MAX, 1 / formats.E4M3_MAX, formats.AMAX_FLOOR)
     assert {value for _, value in numbers_in(owner)} >= {formats.E4M3_MAX, formats.AMAX_FLOOR}
-    files = [path for package in ("jetrl_jax", "bridge", "pallas_kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [
+        path
+        for package in ("jetrl_jax", "bridge", "pallas_kernels")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
     assert owner in files
     offenders = [
         f"{path.relative_to(ROOT)}:{line}: {value}"

@@ -1,4 +1,6 @@
-"""The fused producers, one body for every implementation, against numpy and against the model's operations in turn."""
+"""The fused producers, one body for every implementation,
+against numpy and against the model's operations in turn.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def matrix(rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 def assert_oracle(array: ScaledArray, values: np.ndarray, block_shape: tuple[int, int]) -> None:
-    """The array is the oracle's quantisation of `values`, bit for bit; the sign of a NaN code is not defined."""
+    """The array is the oracle's quantisation of `values`, bit for bit;
+    the sign of a NaN code is not defined.
+    """
     codes, scales = fp8_oracle.quantize(values, block_shape)
     array.check()
     np.testing.assert_array_equal(np.asarray(array.scale), scales)
@@ -55,7 +59,9 @@ def oracle_silu_multiply(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return bf16(bf16(wide / (1 + np.exp(-wide))).astype(np.float64) * up)
 
 
-def oracle_rms_norm(x: np.ndarray, weight: np.ndarray, residual: np.ndarray | None, variant: str) -> tuple[np.ndarray, np.ndarray]:
+def oracle_rms_norm(
+    x: np.ndarray, weight: np.ndarray, residual: np.ndarray | None, variant: str
+) -> tuple[np.ndarray, np.ndarray]:
     """(RMSNorm, new residual) with exact sums of squares."""
     h = x if residual is None else x + residual
     total = bf16(h)
@@ -69,7 +75,10 @@ def oracle_rms_norm(x: np.ndarray, weight: np.ndarray, residual: np.ndarray | No
 
 
 @implementations
-@pytest.mark.parametrize(("shape", "token_block_shape"), [((130, 256), None), ((130, 256), COLUMN), ((48, 128), SQUARE), ((1, 384), None)])
+@pytest.mark.parametrize(
+    ("shape", "token_block_shape"),
+    [((130, 256), None), ((130, 256), COLUMN), ((48, 128), SQUARE), ((1, 384), None)],
+)
 def test_silu_multiply_quantize_matches_oracle(
     implementation: str, shape: tuple[int, int], token_block_shape: tuple[int, int] | None
 ) -> None:
@@ -77,7 +86,10 @@ def test_silu_multiply_quantize_matches_oracle(
     if shape[0] > 8:
         gate[:8, :4] = [-(2.0**-8), 2.0**-7, 5.9375, -3.046875]  # the gates that lie near a midpoint
     rows, second = silu_multiply_quantize(
-        jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up, jnp.bfloat16), token_block_shape=token_block_shape, implementation=implementation
+        jnp.asarray(gate, jnp.bfloat16),
+        jnp.asarray(up, jnp.bfloat16),
+        token_block_shape=token_block_shape,
+        implementation=implementation,
     )
     values = oracle_silu_multiply(gate, up)
     assert_oracle(rows, values, ROW)
@@ -90,8 +102,12 @@ def test_silu_multiply_quantize_matches_oracle(
 @implementations
 def test_silu_multiply_quantize_flags_nonfinite_values(implementation: str) -> None:
     gate, up = matrix(40, 256, 2), matrix(40, 256, 3)
-    gate[7, 200], up[20, 3], gate[30, 130] = np.nan, np.inf, -np.inf
-    rows, _ = silu_multiply_quantize(jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up, jnp.bfloat16), implementation=implementation)
+    gate[7, 200] = np.nan
+    up[20, 3] = np.inf
+    gate[30, 130] = -np.inf
+    rows, _ = silu_multiply_quantize(
+        jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up, jnp.bfloat16), implementation=implementation
+    )
     assert_oracle(rows, oracle_silu_multiply(gate, up), ROW)
     assert int(nonfinite_blocks(rows)) == 3
 
@@ -113,12 +129,19 @@ def test_silu_multiply_quantize_flags_nonfinite_values(implementation: str) -> N
         ((4, 5120), "native", False),
     ],
 )
-def test_rms_norm_quantize_matches_oracle(implementation: str, shape: tuple[int, int], variant: str, has_residual: bool) -> None:
+def test_rms_norm_quantize_matches_oracle(
+    implementation: str, shape: tuple[int, int], variant: str, has_residual: bool
+) -> None:
     x, residual = matrix(*shape, 4), matrix(*shape, 5) if has_residual else None
     weight = (1 + np.random.default_rng(6).normal(size=shape[1])).astype(np.float32)
     arguments = [None if a is None else jnp.asarray(a, jnp.bfloat16) for a in (x, residual)]
     quantized, total = rms_norm_quantize(
-        arguments[0], jnp.asarray(weight), arguments[1], eps=EPS, engine_variant=variant, implementation=implementation
+        arguments[0],
+        jnp.asarray(weight),
+        arguments[1],
+        eps=EPS,
+        engine_variant=variant,
+        implementation=implementation,
     )
     values, expected_total = oracle_rms_norm(x, weight, residual, variant)
     np.testing.assert_array_equal(np.asarray(total.astype(jnp.float32)), expected_total)
@@ -128,9 +151,12 @@ def test_rms_norm_quantize_matches_oracle(implementation: str, shape: tuple[int,
 @implementations
 def test_rms_norm_quantize_of_a_nonfinite_token_poisons_it_alone(implementation: str) -> None:
     x = matrix(9, 1024, 7)
-    x[1, 5], x[6, 1000] = np.nan, np.inf
+    x[1, 5] = np.nan
+    x[6, 1000] = np.inf
     weight = jnp.ones(1024, jnp.bfloat16)
-    quantized, _ = rms_norm_quantize(jnp.asarray(x, jnp.bfloat16), weight, eps=EPS, implementation=implementation)
+    quantized, _ = rms_norm_quantize(
+        jnp.asarray(x, jnp.bfloat16), weight, eps=EPS, implementation=implementation
+    )
     finite = np.isfinite(np.asarray(quantized.scale))
     assert not finite[1].any() and not finite[6, 7] and finite[[0, 2, 3, 4, 5, 7, 8]].all()
 
@@ -156,23 +182,38 @@ def test_fused_definitions_match_the_models_operations_in_turn(variant: str) -> 
 
     expected, expected_total = jax.jit(in_turn)()
     arrays, total = jax.jit(fused)()
-    np.testing.assert_array_equal(np.asarray(total.astype(jnp.float32)), np.asarray(expected_total.astype(jnp.float32)))
+    np.testing.assert_array_equal(
+        np.asarray(total.astype(jnp.float32)), np.asarray(expected_total.astype(jnp.float32))
+    )
     for ours, theirs in zip(arrays, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours.scale), np.asarray(theirs.scale))
-        np.testing.assert_array_equal(np.asarray(ours.qvalue).view(np.uint8), np.asarray(theirs.qvalue).view(np.uint8))
+        np.testing.assert_array_equal(
+            np.asarray(ours.qvalue).view(np.uint8), np.asarray(theirs.qvalue).view(np.uint8)
+        )
 
 
 def test_fused_operations_raise_on_bad_arguments() -> None:
     x = jnp.zeros((4, 256), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"silu_multiply_quantize: wrong shape: got .*; wrong dtype: got up.dtype=float32, expected bfloat16"
+        ValueError,
+        match=r"silu_multiply_quantize: wrong shape: got .*; wrong dtype: got up.dtype=float32, "
+        r"expected bfloat16",
     ):
         silu_multiply_quantize(x, jnp.zeros((4, 128)))
     with pytest.raises(ValueError, match=r"unknown block shape: got token_block_shape=\(1, 128\)"):
         silu_multiply_quantize(x, x, token_block_shape=ROW)
-    with pytest.raises(ValueError, match=r"rms_norm_quantize: wrong weight: got weight float32\[128\].*; unknown variant: .*'CUDA'"):
+    with pytest.raises(
+        ValueError,
+        match=r"rms_norm_quantize: wrong weight: got weight float32\[128\].*; unknown variant: .*'CUDA'",
+    ):
         rms_norm_quantize(x, jnp.zeros(128), eps=EPS, engine_variant="CUDA")
-    with pytest.raises(NotImplementedError, match=r"rms_norm_quantize: cannot run: .* x.shape is \(4, 256\), expected a width of \(896,"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"rms_norm_quantize: cannot run: .* x.shape is \(4, 256\), expected a width of \(896,",
+    ):
         rms_norm_quantize(x, jnp.zeros(256), eps=EPS, implementation="mosaic_interpret")
-    with pytest.raises(NotImplementedError, match=r"gate.shape is \(4, 100\), expected a second dimension that is a multiple of 128"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"gate.shape is \(4, 100\), expected a second dimension that is a multiple of 128",
+    ):
         silu_multiply_quantize(x[:, :100], x[:, :100], implementation="mosaic_gpu")

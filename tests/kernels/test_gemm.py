@@ -1,4 +1,6 @@
-"""The block-scaled GEMMs: bits against the integer oracle, errors against float64, invariance, poisoning and messages."""
+"""The block-scaled GEMMs: bits against the integer oracle, errors against float64, invariance,
+poisoning and messages.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ BLOCKS = {
     "wgrad": ((128, 1), (128, 1)),
     "wgrad_block": ((128, 1), (128, 128)),
 }
-GEMMS: dict[str, Callable[..., jax.Array]] = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, "wgrad_block": wgrad}
-SIZES = [(16, 256, 384), (1, 130, 300), (300, 7, 129)]  # M, N, K: whole blocks, partial edges, several row blocks
+GEMMS: dict[str, Callable[..., jax.Array]] = {
+    "fprop": fprop,
+    "dgrad": dgrad,
+    "wgrad": wgrad,
+    "wgrad_block": wgrad,
+}
+# M, N, K: whole blocks, partial edges, several row blocks
+SIZES = [(16, 256, 384), (1, 130, 300), (300, 7, 129)]
 IMPLEMENTATIONS = runnable("xla", "xla_fast", "mosaic_interpret", "mosaic_gpu", "triton")
 MANY_BLOCKS = (reference.UNROLLED_BLOCKS + 3) * 128 - 50
 
@@ -53,7 +61,9 @@ IN_EVERY_ORDER = [
 
 
 def matrix(shape: tuple[int, int], seed: int) -> jax.Array:
-    """BF16 with rows of very different size, an outlier row, a zero row and a zero, a tiny and a huge block where they fit."""
+    """BF16 with rows of very different size, an outlier row, a zero row and a zero,
+    a tiny and a huge block where they fit.
+    """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.exp2(rng.integers(-6, 6, (shape[0], 1)))
     if shape[0] > 4:
@@ -66,10 +76,17 @@ def matrix(shape: tuple[int, int], seed: int) -> jax.Array:
     return jnp.asarray(x, jnp.bfloat16)
 
 
-def operands(site: str, sizes: tuple[int, int, int], scale_format: str = "float32") -> tuple[ScaledArray, ScaledArray]:
+def operands(
+    site: str, sizes: tuple[int, int, int], scale_format: str = "float32"
+) -> tuple[ScaledArray, ScaledArray]:
     """The quantised operands of a site for a layer with N outputs and K inputs and M tokens."""
     m, n, k = sizes
-    shapes = {"fprop": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k)), "wgrad_block": ((m, n), (m, k))}[site]
+    shapes = {
+        "fprop": ((m, k), (n, k)),
+        "dgrad": ((m, n), (n, k)),
+        "wgrad": ((m, n), (m, k)),
+        "wgrad_block": ((m, n), (m, k)),
+    }[site]
     left, right = (
         quantize(matrix(shape, seed), block, scale_format=scale_format)
         for seed, (shape, block) in enumerate(zip(shapes, BLOCKS[site], strict=True))
@@ -78,17 +95,25 @@ def operands(site: str, sizes: tuple[int, int, int], scale_format: str = "float3
 
 
 def oracle_operands(site: str, left: ScaledArray, right: ScaledArray) -> tuple[tuple, tuple]:
-    """(codes, scales, rows per block) of A [M, K] and B [N, K] with the contraction last, as the oracle wants them."""
+    """(codes, scales, rows per block) of A [M, K] and B [N, K] with the contraction last,
+    as the oracle wants them.
+    """
 
     def plain(array: ScaledArray, transpose: bool) -> tuple[np.ndarray, np.ndarray, int]:
-        codes, scales, edges = np.asarray(array.qvalue).view(np.uint8), np.asarray(array.scale), array.block_shape
+        codes, scales, edges = (
+            np.asarray(array.qvalue).view(np.uint8),
+            np.asarray(array.scale),
+            array.block_shape,
+        )
         return (codes.T, scales.T, edges[1]) if transpose else (codes, scales, edges[0])
 
     return plain(left, site.startswith("wgrad")), plain(right, site != "fprop")
 
 
 def float64_reference(a: tuple, b: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Value, sum of |block|, sum of |product| and number of blocks, in float64 from the dequantised operands."""
+    """Value, sum of |block|, sum of |product| and number of blocks,
+    in float64 from the dequantised operands.
+    """
     a_values, b_values = (fp8_oracle.dequantize(codes, scales, (edge, 128)) for codes, scales, edge in (a, b))
     starts = range(0, a_values.shape[1], 128)
     blocks = np.stack([a_values[:, i : i + 128] @ b_values[:, i : i + 128].T for i in starts])
@@ -101,7 +126,9 @@ def float64_reference(a: tuple, b: tuple) -> tuple[np.ndarray, np.ndarray, np.nd
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_matches_oracle_bit_for_bit(site: str, sizes: tuple[int, int, int], order: str) -> None:
     left, right = operands(site, sizes)
-    expected = fp8_oracle.matmul(*(x for operand in oracle_operands(site, left, right) for x in operand), order)
+    expected = fp8_oracle.matmul(
+        *(x for operand in oracle_operands(site, left, right) for x in operand), order
+    )
     out = GEMMS[site](left, right, out_dtype=jnp.float32, promotion_order=order)
     assert out.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(out), expected)
@@ -112,14 +139,24 @@ def test_gemm_forms_give_the_same_bits(order: str, monkeypatch: pytest.MonkeyPat
     """Unrolled, batched and looped blocks of K: one result, the oracle's; power-of-two scales too."""
     for scale_format in ("float32", "power_of_two"):
         left, right = operands("fprop", (6, 130, MANY_BLOCKS), scale_format)
-        expected = fp8_oracle.matmul(*(x for operand in oracle_operands("fprop", left, right) for x in operand), order)
-        forms = {"batched": {}, "unrolled": {"UNROLLED_BLOCKS": 99}, "loop": {"FUSED_BLOCKS": 2}, "loop by size": {"FUSED_BYTES": 1000}}
+        expected = fp8_oracle.matmul(
+            *(x for operand in oracle_operands("fprop", left, right) for x in operand), order
+        )
+        forms = {
+            "batched": {},
+            "unrolled": {"UNROLLED_BLOCKS": 99},
+            "loop": {"FUSED_BLOCKS": 2},
+            "loop by size": {"FUSED_BYTES": 1000},
+        }
         for form, constants in forms.items():
             with monkeypatch.context() as patch:
                 for name, value in constants.items():
                     patch.setattr(reference, name, value)
-                matmul = reference.matmul_exact.__wrapped__  # traced anew in each lambda, or the first form would serve all
-                out = jax.jit(lambda a, b, matmul=matmul: matmul(a, b, jnp.dtype("float32"), order))(left, right)
+                # traced anew in each lambda, or the first form would serve all
+                matmul = reference.matmul_exact.__wrapped__
+                out = jax.jit(lambda a, b, matmul=matmul: matmul(a, b, jnp.dtype("float32"), order))(
+                    left, right
+                )
             np.testing.assert_array_equal(np.asarray(out), expected, err_msg=form)
 
 
@@ -127,37 +164,53 @@ def test_gemm_forms_give_the_same_bits(order: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_error_is_within_the_derived_bound(site: str, order: str, implementation: str) -> None:
     """Elementwise against float64 of the dequantised operands, before and after the rounding to BF16."""
-    left, right = operands(site, (300, 260, 390) if implementation.startswith("xla") else (260, 132, 260))  # interpreting is slow
+    # interpreting is slow
+    left, right = operands(site, (300, 260, 390) if implementation.startswith("xla") else (260, 132, 260))
     for dtype in (jnp.float32, jnp.bfloat16)[: 2 if site == "fprop" else 1]:
         assert_within_bound(site, left, right, dtype, order, implementation)
 
 
 # XLA's definition has no tiles: one row, and a block that is not whole.
-ROWS = [(rows, param) for param in IMPLEMENTATIONS for rows in ((1, 130) if param.values[0] == "xla" else (1, 8, 64, 100, 130))]
+ROWS = [
+    (rows, param)
+    for param in IMPLEMENTATIONS
+    for rows in ((1, 130) if param.values[0] == "xla" else (1, 8, 64, 100, 130))
+]
 
 
-@pytest.mark.parametrize(("rows", "implementation"), [pytest.param(rows, *param.values, marks=param.marks) for rows, param in ROWS])
+@pytest.mark.parametrize(
+    ("rows", "implementation"), [pytest.param(rows, *param.values, marks=param.marks) for rows, param in ROWS]
+)
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_takes_any_number_of_rows(site: str, rows: int, implementation: str) -> None:
-    """Tokens are rows of FProp and DGrad and the contraction of WGrad: every tile of decode, and edges of every kind."""
+    """Tokens are rows of FProp and DGrad and the contraction of WGrad: every tile of decode,
+    and edges of every kind.
+    """
     left, right = operands(site, (rows, 136, 300))
     for array in (left, right):
         codes = np.asarray(array.qvalue).view(np.uint8) & 0x7F
         if array.shape[0] > 4:
-            assert ((codes > 0) & (codes < 8)).any() and (codes == 0).any(), "the operands hold no subnormal code or no zero"
+            assert ((codes > 0) & (codes < 8)).any() and (codes == 0).any(), (
+                "the operands hold no subnormal code or no zero"
+            )
     assert_within_bound(site, left, right, jnp.float32, orders(implementation)[0], implementation)
 
 
-def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype: Any, order: str, implementation: str) -> None:
+def assert_within_bound(
+    site: str, left: ScaledArray, right: ScaledArray, dtype: Any, order: str, implementation: str
+) -> None:
     """Every element of the product lies as close to float64 as the implementation's roundings allow."""
     value, block_sum, product_sum, blocks = float64_reference(*oracle_operands(site, left, right))
     interpreted = implementation == "triton" and jax.default_backend() == "cpu"
     bound = {
         "xla": lambda: tolerances.exact_dot_gemm(blocks, block_sum),
         "mosaic_gpu": lambda: tolerances.hopper_gemm(blocks, product_sum),
-        "triton": lambda: (tolerances.fp32_dot_gemm if interpreted else tolerances.hopper_gemm)(blocks, product_sum),
+        "triton": lambda: (tolerances.fp32_dot_gemm if interpreted else tolerances.hopper_gemm)(
+            blocks, product_sum
+        ),
     }.get(implementation, lambda: tolerances.fp32_dot_gemm(blocks, product_sum))()
-    unit = tolerances.U_BF16 * (2 if interpreted else 1)  # Triton's interpreter cuts bits off where its compiler rounds
+    # Triton's interpreter cuts bits off where its compiler rounds
+    unit = tolerances.U_BF16 * (2 if interpreted else 1)
     out = GEMMS[site](left, right, out_dtype=dtype, promotion_order=order, implementation=implementation)
     assert out.dtype == dtype and out.shape == value.shape
     error = np.abs(np.asarray(out.astype(jnp.float32)).astype(np.float64) - value)
@@ -168,27 +221,48 @@ def assert_within_bound(site: str, left: ScaledArray, right: ScaledArray, dtype:
 @pytest.mark.parametrize(("order", "implementation"), IN_EVERY_ORDER)
 @pytest.mark.parametrize(("site", "rows"), [("fprop", 1), ("fprop", 100), ("wgrad", 128)])
 def test_promotion_order_is_the_one_asked_for(site: str, rows: int, order: str, implementation: str) -> None:
-    """Scales of 2**70 and a dot of 2**-18: the product of the scales overflows, the dot times one of them does not.
+    """Scales of 2**70 and a dot of 2**-18: the product of the scales overflows, the dot times one of them
+    does not.
 
     The scales are weakly typed, as `jnp.full` makes them, which must not widen the product.
     """
     shape = (rows, 128)
     codes = jnp.zeros(shape, jnp.float32).at[0, 0].set(2.0**-9).astype(jnp.float8_e4m3fn)
-    left, right = (ScaledArray.create(codes, jnp.full(grid_shape(shape, block), 2.0**70), block) for block in BLOCKS[site])
-    out = GEMMS[site](left, right, out_dtype=jnp.float32, promotion_order=order, implementation=implementation)
+    left, right = (
+        ScaledArray.create(codes, jnp.full(grid_shape(shape, block), 2.0**70), block)
+        for block in BLOCKS[site]
+    )
+    out = GEMMS[site](
+        left, right, out_dtype=jnp.float32, promotion_order=order, implementation=implementation
+    )
     assert np.asarray(out)[0, 0] == {"deepgemm": np.inf, "triton": 2.0**122}[order]
 
 
-ACCUMULATED = [("wgrad", (300, 264, 136)), ("wgrad", (5, 264, 136)), ("wgrad_block", (130, 264, 136)), ("fprop", (5, 72, 256))]
+ACCUMULATED = [
+    ("wgrad", (300, 264, 136)),
+    ("wgrad", (5, 264, 136)),
+    ("wgrad_block", (130, 264, 136)),
+    ("fprop", (5, 72, 256)),
+]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("site", "sizes"), ACCUMULATED)
-def test_accumulator_takes_the_finished_product_by_one_addition(site: str, sizes: tuple[int, int, int], implementation: str) -> None:
-    """Bit for bit accumulator + product, on operands whose dots are exact in FP32 in any order; edges, and few rows."""
-    options = {"out_dtype": jnp.float32, "promotion_order": orders(implementation)[0], "implementation": implementation}
+def test_accumulator_takes_the_finished_product_by_one_addition(
+    site: str, sizes: tuple[int, int, int], implementation: str
+) -> None:
+    """Bit for bit accumulator + product, on operands whose dots are exact in FP32 in any order; edges,
+    and few rows.
+    """
+    options = {
+        "out_dtype": jnp.float32,
+        "promotion_order": orders(implementation)[0],
+        "implementation": implementation,
+    }
     left, right = exact_operands(site, sizes)
-    product = fp8_oracle.matmul(*(x for operand in oracle_operands(site, left, right) for x in operand), options["promotion_order"])
+    product = fp8_oracle.matmul(
+        *(x for operand in oracle_operands(site, left, right) for x in operand), options["promotion_order"]
+    )
     accumulator = jnp.asarray(np.random.default_rng(2).normal(size=product.shape) * 1e3, jnp.float32)
     gemm = matmul if site == "fprop" else wgrad
     out = jax.jit(lambda accumulator: gemm(left, right, accumulator=accumulator, **options))(accumulator)
@@ -197,15 +271,31 @@ def test_accumulator_takes_the_finished_product_by_one_addition(site: str, sizes
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("site", "sizes"), [("wgrad", (100, 264, 136)), ("wgrad", (300, 264, 136)), ("fprop", (64, 128, 128)), ("fprop", (5, 72, 128))]
+    ("site", "sizes"),
+    [
+        ("wgrad", (100, 264, 136)),
+        ("wgrad", (300, 264, 136)),
+        ("fprop", (64, 128, 128)),
+        ("fprop", (5, 72, 128)),
+    ],
 )
-def test_product_is_rounded_before_it_is_added(site: str, sizes: tuple[int, int, int], implementation: str) -> None:
-    """On operands whose dots and scales are not exact, one block of them and more: a multiply-add would round once."""
-    options = {"out_dtype": jnp.float32, "promotion_order": orders(implementation)[0], "implementation": implementation}
+def test_product_is_rounded_before_it_is_added(
+    site: str, sizes: tuple[int, int, int], implementation: str
+) -> None:
+    """On operands whose dots and scales are not exact, one block of them and more:
+    a multiply-add would round once.
+    """
+    options = {
+        "out_dtype": jnp.float32,
+        "promotion_order": orders(implementation)[0],
+        "implementation": implementation,
+    }
     left, right = operands(site, sizes)
     gemm = matmul if site == "fprop" else wgrad
     product = np.asarray(jax.jit(lambda: gemm(left, right, **options))())
-    accumulator = jnp.asarray(np.random.default_rng(2).normal(size=product.shape) * np.abs(product).mean(), jnp.float32)
+    accumulator = jnp.asarray(
+        np.random.default_rng(2).normal(size=product.shape) * np.abs(product).mean(), jnp.float32
+    )
     out = jax.jit(lambda accumulator: gemm(left, right, accumulator=accumulator, **options))(accumulator)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(accumulator) + product)
 
@@ -224,7 +314,11 @@ def exact_operands(site: str, sizes: tuple[int, int, int]) -> tuple[ScaledArray,
 def test_accumulator_of_another_shape_or_dtype_is_refused() -> None:
     x, w = operands("fprop", (16, 256, 384))
     accumulator = jnp.zeros((16, 256), jnp.float32)
-    with pytest.raises(ValueError, match=r"matmul: wrong accumulator: got accumulator float32\[256, 16\] and out_dtype=float32, expected"):
+    with pytest.raises(
+        ValueError,
+        match=r"matmul: wrong accumulator: got accumulator float32\[256, 16\] and out_dtype=float32, "
+        r"expected",
+    ):
         matmul(x, w, out_dtype=jnp.float32, accumulator=accumulator.T)
     with pytest.raises(ValueError, match=r"wrong accumulator: got .* and out_dtype=bfloat16"):
         matmul(x, w, accumulator=accumulator)
@@ -244,7 +338,9 @@ def test_dgrad_is_fprop_with_transposed_codes() -> None:
     transposed = ScaledArray.create(w.qvalue.T, w.scale.T, (128, 128))
     np.testing.assert_array_equal(np.asarray(dgrad(dy, w)), np.asarray(fprop(dy, transposed)))
     requantized = quantize(matrix((256, 300), 1).T, (128, 128))
-    np.testing.assert_array_equal(np.asarray(requantized.qvalue).view(np.uint8), np.asarray(transposed.qvalue).view(np.uint8))
+    np.testing.assert_array_equal(
+        np.asarray(requantized.qvalue).view(np.uint8), np.asarray(transposed.qvalue).view(np.uint8)
+    )
     np.testing.assert_array_equal(np.asarray(requantized.scale), np.asarray(transposed.scale))
 
 
@@ -261,7 +357,9 @@ def test_row_does_not_depend_on_its_batch_mates() -> None:
 
 
 def test_gemm_gives_the_same_bits_in_every_kind_of_program() -> None:
-    """Direct, jitted, fused between quantiser and consumers, vmapped, scanned, rematerialised, with excess precision or not."""
+    """Direct, jitted, fused between quantiser and consumers, vmapped, scanned, rematerialised,
+    with excess precision or not.
+    """
     x, w = matrix((32, 384), 3), matrix((130, 384), 4)
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -271,7 +369,10 @@ def test_gemm_gives_the_same_bits_in_every_kind_of_program() -> None:
         """A consumer that widens again, where XLA may drop the rounding to BF16."""
         return layer(x, w).astype(jnp.float32) * 2.0
 
-    codes = [fp8_oracle.quantize(np.asarray(a.astype(jnp.float32)), block) for a, block in ((x, (1, 128)), (w, (128, 128)))]
+    codes = [
+        fp8_oracle.quantize(np.asarray(a.astype(jnp.float32)), block)
+        for a, block in ((x, (1, 128)), (w, (128, 128)))
+    ]
     accumulator = fp8_oracle.matmul(*codes[0], 1, *codes[1], 128, "deepgemm")
     expected = accumulator.astype(jnp.bfloat16).view(np.uint16)
     pieces = x.reshape(2, 16, 384)
@@ -283,16 +384,24 @@ def test_gemm_gives_the_same_bits_in_every_kind_of_program() -> None:
         "vmap": jax.vmap(layer, (0, None))(pieces, w),
         "jit vmap jit": jax.jit(jax.vmap(jax.jit(layer), (0, None)))(pieces, w),
         "scan": jax.lax.scan(lambda carry, piece: (carry, layer(piece, w)), 0, pieces)[1],
-        "scan checkpoint": jax.jit(lambda p: jax.lax.scan(jax.checkpoint(lambda c, piece: (c, layer(piece, w))), 0, p)[1])(pieces),
+        "scan checkpoint": jax.jit(
+            lambda p: jax.lax.scan(jax.checkpoint(lambda c, piece: (c, layer(piece, w))), 0, p)[1]
+        )(pieces),
     }
     for name, out in outs.items():
-        np.testing.assert_array_equal(np.asarray(out.reshape(32, 130)).view(np.uint16), expected, err_msg=name)
-    np.testing.assert_array_equal(np.asarray(jax.jit(consumed)(x, w)), (expected.astype(np.uint32) << 16).view(np.float32) * 2)
+        np.testing.assert_array_equal(
+            np.asarray(out.reshape(32, 130)).view(np.uint16), expected, err_msg=name
+        )
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(consumed)(x, w)), (expected.astype(np.uint32) << 16).view(np.float32) * 2
+    )
     assert jnp.ones(1).dtype == jnp.float32, "the float64 context leaked"
 
 
 def test_gemms_inside_a_differentiation_rule_under_remat() -> None:
-    """The use they are made for: custom_vjp, under jit, checkpoint and scan, gives the gradient of the direct calls."""
+    """The use they are made for: custom_vjp, under jit, checkpoint and scan,
+    gives the gradient of the direct calls.
+    """
     x, w = matrix((128, 256), 5).astype(jnp.float32) * 0.01, matrix((130, 256), 6).astype(jnp.float32) * 0.01
 
     @jax.custom_vjp
@@ -315,7 +424,14 @@ def test_gemms_inside_a_differentiation_rule_under_remat() -> None:
     direct = backward(forward(x, w)[1], target)
     for program in (
         jax.jit(jax.grad(functools.partial(loss, layer=jax.checkpoint(linear)), (0, 1))),
-        jax.jit(jax.grad(lambda x, w: jax.lax.scan(jax.checkpoint(lambda c, t: (c + loss(x, w), None)), 0.0, None, length=1)[0], (0, 1))),
+        jax.jit(
+            jax.grad(
+                lambda x, w: jax.lax.scan(
+                    jax.checkpoint(lambda c, t: (c + loss(x, w), None)), 0.0, None, length=1
+                )[0],
+                (0, 1),
+            )
+        ),
     ):
         for got, expected in zip(program(x, w), direct, strict=True):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
@@ -326,11 +442,18 @@ def test_nonfinite_input_poisons_what_reads_it_and_nothing_else(implementation: 
     x, w = matrix((16, 256), 0), matrix((256, 256), 1)
 
     def product(x: ScaledArray, w: ScaledArray) -> np.ndarray:
-        return np.asarray(fprop(x, w, promotion_order=orders(implementation)[0], implementation=implementation).astype(jnp.float32))
+        return np.asarray(
+            fprop(x, w, promotion_order=orders(implementation)[0], implementation=implementation).astype(
+                jnp.float32
+            )
+        )
 
     clean = product(quantize(x, (1, 128)), quantize(w, (128, 128)))
     for value in (jnp.nan, jnp.inf):
-        bad_x, bad_w = quantize(x.at[3, 200].set(value), (1, 128)), quantize(w.at[5, 6].set(value), (128, 128))
+        bad_x, bad_w = (
+            quantize(x.at[3, 200].set(value), (1, 128)),
+            quantize(w.at[5, 6].set(value), (128, 128)),
+        )
         rows = product(bad_x, quantize(w, (128, 128)))
         assert not np.isfinite(rows[3]).any()
         np.testing.assert_array_equal(np.delete(rows, 3, 0), np.delete(clean, 3, 0))
@@ -349,12 +472,37 @@ ROWS, COLUMNS, SQUARE = (1, 128), (128, 1), (128, 128)
 @pytest.mark.parametrize(
     ("gemm", "left", "right", "message"),
     [
-        (fprop, ((4, 256), ROWS), ((8, 384), SQUARE), r"fprop: contracted sizes differ: got x.shape=\(4, 256\) and w.shape=\(8, 384\)"),
-        (dgrad, ((4, 256), ROWS), ((8, 256), SQUARE), r"dgrad: .*got dy.shape=\(4, 256\) and w.shape=\(8, 256\)"),
-        (wgrad, ((4, 256), COLUMNS), ((8, 256), COLUMNS), r"wgrad: .*got dy.shape=\(4, 256\) and x.shape=\(8, 256\)"),
-        (fprop, ((4, 256), COLUMNS), ((8, 256), SQUARE), r"fprop: wrong block shape: got x.block_shape=\(128, 1\)"),
+        (
+            fprop,
+            ((4, 256), ROWS),
+            ((8, 384), SQUARE),
+            r"fprop: contracted sizes differ: got x.shape=\(4, 256\) and w.shape=\(8, 384\)",
+        ),
+        (
+            dgrad,
+            ((4, 256), ROWS),
+            ((8, 256), SQUARE),
+            r"dgrad: .*got dy.shape=\(4, 256\) and w.shape=\(8, 256\)",
+        ),
+        (
+            wgrad,
+            ((4, 256), COLUMNS),
+            ((8, 256), COLUMNS),
+            r"wgrad: .*got dy.shape=\(4, 256\) and x.shape=\(8, 256\)",
+        ),
+        (
+            fprop,
+            ((4, 256), COLUMNS),
+            ((8, 256), SQUARE),
+            r"fprop: wrong block shape: got x.block_shape=\(128, 1\)",
+        ),
         (fprop, ((4, 256), ROWS), ((8, 256), ROWS), r"got w.block_shape=\(1, 128\)"),
-        (wgrad, ((4, 256), COLUMNS), ((4, 256), ROWS), r"got x.block_shape=\(1, 128\), expected one of \(\(128, 1\), \(128, 128\)\)"),
+        (
+            wgrad,
+            ((4, 256), COLUMNS),
+            ((4, 256), ROWS),
+            r"got x.block_shape=\(1, 128\), expected one of \(\(128, 1\), \(128, 128\)\)",
+        ),
     ],
 )
 def test_gemm_raises_with_both_shapes(gemm: Callable, left: tuple, right: tuple, message: str) -> None:
@@ -379,7 +527,9 @@ def test_gemm_raises_on_a_plain_array_and_on_a_broken_one() -> None:
     x, w = small((4, 128), (1, 128)), small((8, 128), (128, 128))
     with pytest.raises(ValueError, match=r"fprop: wrong type: got w=.*expected ScaledArray"):
         fprop(x, w.dequantize())
-    with pytest.raises(ValueError, match=r"got scale.shape=\(1, 1\) for qvalue.shape=\(4, 128\), expected \(4, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"got scale.shape=\(1, 1\) for qvalue.shape=\(4, 128\), expected \(4, 1\)"
+    ):
         fprop(ScaledArray(x.qvalue, w.scale, (1, 128)), w)
     with pytest.raises(ValueError, match=r"contracted sizes differ.*unknown order.*unknown name"):
         fprop(x, small((8, 256), (128, 128)), promotion_order="a", implementation="b")

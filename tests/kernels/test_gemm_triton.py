@@ -1,4 +1,6 @@
-"""vLLM's Triton kernel behind JAX: its source, its call, its compilation. What it computes is a case of `test_gemm.py`."""
+"""vLLM's Triton kernel behind JAX: its source, its call, its compilation.
+What it computes is a case of `test_gemm.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,27 @@ def test_installed_vllm_has_the_kernel_with_the_parameters_that_it_is_called_wit
 
 
 @pytest.mark.parametrize(
-    "text", [None, "x = 1\n", f"def {vllm_source.KERNEL}(A, B, M):\n    pass\n"], ids=["no file", "no function", "other"]
+    "text",
+    [None, "x = 1\n", f"def {vllm_source.KERNEL}(A, B, M):\n    pass\n"],
+    ids=["no file", "no function", "other"],
 )
 def test_a_vllm_with_another_kernel_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "fp8_utils.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(NotImplementedError, match=r"find_kernel: not vLLM's kernel: got .*fp8_utils\.py, expected _w8a8_triton"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"find_kernel: not vLLM's kernel: got .*fp8_utils\.py, expected _w8a8_triton",
+    ):
         vllm_source.find_kernel(path)
 
 
 def test_the_other_order_and_sizes_beyond_int32_are_refused() -> None:
     a, b = operands(4, 128, 128, SQUARE)
-    with pytest.raises(NotImplementedError, match=r"matmul: cannot run: .*'triton', but promotion_order='deepgemm', expected 'triton'"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"matmul: cannot run: .*'triton', but promotion_order='deepgemm', expected 'triton'",
+    ):
         matmul(a, b, implementation="triton")
     huge = ScaledArray(jax.ShapeDtypeStruct((1 << 16, 1 << 15), jnp.float8_e4m3fn), None, ROWS)
     assert "expected at most 2147483647 elements" in str(vllm_triton.call_problem(huge, b, "triton"))
@@ -58,8 +68,9 @@ def test_kernel_compiles_for_an_h100(
 ) -> None:
     """Whole and ragged sizes; the program holds the kernel and nothing that copies its operands.
 
-    A thread holds 64 sums: four tensor core products give one FP32 sum of 128, which a scale multiplies before a fused
-    multiply-add takes the other scale. That is the order "triton", and the rounding to BF16 is to the nearest.
+    A thread holds 64 sums: four tensor core products give one FP32 sum of 128, which a scale multiplies
+    before a fused multiply-add takes the other scale. That is the order "triton", and the rounding to BF16 is
+    to the nearest.
     """
     monkeypatch.setattr("jax_triton.triton_lib._JAX_TRITON_DUMP_DIR", str(tmp_path))
     monkeypatch.setattr(vllm_triton, "vllm_source", vllm_interpreter.kernel_file)

@@ -18,7 +18,12 @@ from pallas_kernels.vllm_source import PARAMETERS, SOURCE
 OFFERED = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, capability: str = "9.0", version: tuple[int, ...] = (0, 12, 0)) -> None:
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    capability: str = "9.0",
+    version: tuple[int, ...] = (0, 12, 0),
+) -> None:
     """Makes JAX report one device of this kind."""
     device = types.SimpleNamespace(compute_capability=capability, device_kind="Pretended GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
@@ -48,7 +53,9 @@ def test_auto_falls_to_xla_with_the_reason_and_the_name_is_refused(
     pretend(monkeypatch, platform, capability)
     choice = resolve("fprop", "auto", OFFERED)
     assert choice.name == "xla" and problem in choice.reason
-    with pytest.raises(NotImplementedError, match=f"fprop: cannot run: got implementation='mosaic_gpu', but {problem}"):
+    with pytest.raises(
+        NotImplementedError, match=f"fprop: cannot run: got implementation='mosaic_gpu', but {problem}"
+    ):
         resolve("fprop", "mosaic_gpu", OFFERED)
 
 
@@ -57,9 +64,13 @@ def test_auto_falls_to_xla_with_the_reason_and_the_name_is_refused(
     [("cpu", "mosaic_interpret", (0, 11, 1)), ("gpu", "mosaic_gpu", (0, 10, 2))],
     ids=["interpreter", "gpu"],
 )
-def test_kernels_are_refused_on_an_old_jax(monkeypatch: pytest.MonkeyPatch, platform: str, name: str, version: tuple[int, ...]) -> None:
+def test_kernels_are_refused_on_an_old_jax(
+    monkeypatch: pytest.MonkeyPatch, platform: str, name: str, version: tuple[int, ...]
+) -> None:
     pretend(monkeypatch, platform, version=version)
-    with pytest.raises(NotImplementedError, match=rf"quantize: .*'{name}', but JAX is .*expected 0.11.* or newer"):
+    with pytest.raises(
+        NotImplementedError, match=rf"quantize: .*'{name}', but JAX is .*expected 0.11.* or newer"
+    ):
         resolve("quantize", name, OFFERED)
     assert resolve("quantize", "auto", OFFERED).name == "xla"
 
@@ -74,22 +85,32 @@ def test_shape_problem_refuses_kernels_and_only_them(monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, "gpu")
     assert resolve("f", "auto", OFFERED, "it is empty").name == "xla"
     assert resolve("f", "xla", OFFERED, "it is empty").name == "xla"
-    with pytest.raises(NotImplementedError, match="f: cannot run: got implementation='mosaic_gpu', but it is empty"):
+    with pytest.raises(
+        NotImplementedError, match="f: cannot run: got implementation='mosaic_gpu', but it is empty"
+    ):
         resolve("f", "mosaic_gpu", OFFERED, "it is empty")
 
 
 def test_triton_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match="f: cannot run: got implementation='triton', but the platform is 'cpu'"):
+    with pytest.raises(
+        NotImplementedError, match="f: cannot run: got implementation='triton', but the platform is 'cpu'"
+    ):
         pretend(monkeypatch, "cpu")
         resolve("f", "triton", (*OFFERED, "triton"))
     pretend(monkeypatch, "gpu")
-    monkeypatch.setattr(implementations.importlib.util, "find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr(
+        implementations.importlib.util, "find_spec", lambda name: None if name == "vllm" else name
+    )
     with pytest.raises(NotImplementedError, match="'triton', but not installed: vllm"):
         resolve("f", "triton", (*OFFERED, "triton"))
 
 
-@pytest.mark.parametrize("text", ["", "def other_kernel(A, B):\n    pass\n", "def _w8a8_triton_block_scaled_mm(A, B):\n    pass\n"])
-def test_triton_is_refused_where_vllm_has_another_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "def other_kernel(A, B):\n    pass\n", "def _w8a8_triton_block_scaled_mm(A, B):\n    pass\n"]
+)
+def test_triton_is_refused_where_vllm_has_another_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
     pretend(monkeypatch, "gpu")
     for package in ("triton", "jax_triton", "vllm"):
         (tmp_path / package).mkdir()
@@ -99,9 +120,13 @@ def test_triton_is_refused_where_vllm_has_another_kernel(monkeypatch: pytest.Mon
     path = tmp_path / "vllm" / SOURCE
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(NotImplementedError, match=rf"'triton', but find_kernel: not vLLM's kernel: got .* in {path}"):
+    with pytest.raises(
+        NotImplementedError, match=rf"'triton', but find_kernel: not vLLM's kernel: got .* in {path}"
+    ):
         resolve("f", "triton", (*OFFERED, "triton"))
-    (tmp_path / "vllm" / "new.py").write_text(f"def _w8a8_triton_block_scaled_mm({', '.join(PARAMETERS)}):\n    pass\n")
+    (tmp_path / "vllm" / "new.py").write_text(
+        f"def _w8a8_triton_block_scaled_mm({', '.join(PARAMETERS)}):\n    pass\n"
+    )
     monkeypatch.setattr("pallas_kernels.vllm_source.SOURCE", "new.py")
     assert resolve("f", "triton", (*OFFERED, "triton")).name == "triton"
 

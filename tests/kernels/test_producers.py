@@ -1,4 +1,6 @@
-"""SiLU in FP32 against extended precision, for every BF16 gate; the rounding to BF16 that no compiler drops."""
+"""SiLU in FP32 against extended precision, for every BF16 gate;
+the rounding to BF16 that no compiler drops.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def error_bound(gate: np.ndarray) -> np.ndarray:
-    """Relative error of SiLU in FP32: `exp` and the division within two units in the last place, 2**-22 each, sum and product.
+    """Relative error of SiLU in FP32: `exp` and the division within two units in the last place, 2**-22 each,
+    sum and product.
 
-    The error of exp(-|g|) reaches the result in part: e / (1 + e) for positive gates, 1 / (1 + e) for negative ones.
+    The error of exp(-|g|) reaches the result in part: e / (1 + e) for positive gates, 1 / (1 + e) for
+    negative ones.
     """
     decay = np.exp(-np.abs(gate.astype(np.float64)))
     share = np.where(gate >= 0, decay, 1.0) / (1 + decay)
@@ -53,11 +57,15 @@ def test_silu_of_every_gate_matches_extended_precision() -> None:
     large = np.abs(expected) > SMALLEST
     np.testing.assert_array_equal(result[large], expected[large])
     assert np.all((result[~large] == 0) | (result[~large] == expected[~large]))
-    np.testing.assert_array_equal(np.asarray(silu(jnp.float32([np.inf, np.nan, -np.inf]))), [np.inf, np.nan, np.nan])
+    np.testing.assert_array_equal(
+        np.asarray(silu(jnp.float32([np.inf, np.nan, -np.inf]))), [np.inf, np.nan, np.nan]
+    )
 
 
 def test_silu_of_listed_gates_needs_the_list() -> None:
-    """Without the list two correct FP32 evaluations could differ: the true value is closer to the midpoint than their errors."""
+    """Without the list two correct FP32 evaluations could differ:
+    the true value is closer to the midpoint than their errors.
+    """
     for gate, listed in SILU_NEAR_MIDPOINTS.items():
         value = true_silu(np.float32([gate]))
         assert listed == to_bf16(value)[0]

@@ -1,4 +1,6 @@
-"""The quantiser against the numpy oracle, bit for bit: layouts, edges, formats, types, programs; poisoning and errors."""
+"""The quantiser against the numpy oracle, bit for bit: layouts, edges, formats, types, programs;
+poisoning and errors.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def hard_matrix(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
         x[3] = 1e-30 * rng.normal(size=shape[1])
         x[4] = 1e30 * rng.normal(size=shape[1])
         x[5] = np.exp2(rng.integers(-20, 1, shape[1])) * 448  # the subnormal codes and their ties
-        x[6] = np.resize([448, 464, 368, -368, 336, -(2.0**-10), 3 * 2.0**-10, 447.9], shape[1])  # scale 464 / 448 or 1
-        x[7] = np.resize([448, -432, 368, -400, 26, -(2.0**-10), 3 * 2.0**-10, 5 * 2.0**-10], shape[1])  # scale 1: ties
+        # scale 464 / 448 or 1
+        x[6] = np.resize([448, 464, 368, -368, 336, -(2.0**-10), 3 * 2.0**-10, 447.9], shape[1])
+        # scale 1: ties
+        x[7] = np.resize([448, -432, 368, -400, 26, -(2.0**-10), 3 * 2.0**-10, 5 * 2.0**-10], shape[1])
         x[8] = -0.0
     if shape[0] >= 256 and shape[1] >= 256:
         x[128:, :128] = 0.0  # an all-zero (128, 128) block, a tiny one and a huge one
@@ -45,7 +49,9 @@ def assert_same_bits(array: ScaledArray, codes: np.ndarray, scales: np.ndarray) 
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_matches_oracle(scale_format: str, block_shape: tuple[int, int], shape: tuple[int, int]) -> None:
+def test_quantize_matches_oracle(
+    scale_format: str, block_shape: tuple[int, int], shape: tuple[int, int]
+) -> None:
     x = hard_matrix(shape)
     run = functools.partial(quantize, block_shape=block_shape, scale_format=scale_format)
     codes, scales = fp8_oracle.quantize(x, block_shape, scale_format)
@@ -88,7 +94,9 @@ def test_quantize_of_a_million_near_ties_matches_oracle(block_shape: tuple[int, 
     amax = rng.uniform(1, 2, (1024 // rows, 1, 1024 // columns, 1)).astype(np.float32)
     midpoints = (fp8_oracle.TABLE[1:] + fp8_oracle.TABLE[:-1]) / 2
     scale = (amax / np.float32(448)).astype(np.float64)
-    signed = rng.choice(np.concatenate([midpoints, -midpoints]), (1024 // rows, rows, 1024 // columns, columns))
+    signed = rng.choice(
+        np.concatenate([midpoints, -midpoints]), (1024 // rows, rows, 1024 // columns, columns)
+    )
     x = (signed * scale).astype(np.float32)
     x[:, :1, :, :1] = amax
     x = x.reshape(1024, 1024)
@@ -103,7 +111,9 @@ def producer(x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
 def test_quantize_inside_a_fusion_sees_the_rounded_bf16_values(block_shape: tuple[int, int]) -> None:
-    """XLA drops BF16 roundings inside a fusion; the fused program must still quantise the values that it hands out."""
+    """XLA drops BF16 roundings inside a fusion; the fused program must still quantise the values that it
+    hands out.
+    """
     x = jnp.asarray(np.random.default_rng(2).normal(size=(256, 384)), jnp.float32)
 
     @jax.jit
@@ -111,7 +121,11 @@ def test_quantize_inside_a_fusion_sees_the_rounded_bf16_values(block_shape: tupl
         y = producer(x)
         bits = jax.lax.bitcast_convert_type(y, jnp.uint16)
         consumer = quantize(y, block_shape).dequantize().sum()
-        return quantize(y, block_shape), quantize(y, block_shape, scale_format="power_of_two"), (bits, consumer)
+        return (
+            quantize(y, block_shape),
+            quantize(y, block_shape, scale_format="power_of_two"),
+            (bits, consumer),
+        )
 
     first, second, (bits, _) = fused(x)
     values = (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
@@ -134,7 +148,9 @@ def test_quantize_under_vmap_scan_and_remat_gives_the_same_bits() -> None:
             jax.lax.scan(lambda carry, piece, run=run: (carry, run(piece)), 0, pieces)[1],
             jax.jit(jax.vmap(jax.checkpoint(run)))(pieces),
         ):
-            joined = ScaledArray(batched.qvalue.reshape(256, 384), batched.scale.reshape(scales.shape), block_shape)
+            joined = ScaledArray(
+                batched.qvalue.reshape(256, 384), batched.scale.reshape(scales.shape), block_shape
+            )
             assert_same_bits(joined, codes, scales)
 
 
@@ -158,19 +174,30 @@ def test_zero_block_has_zero_codes_and_a_positive_scale() -> None:
 
 
 def test_quantize_matches_oracle_where_a_reciprocal_would_not() -> None:
-    """amax 448 c and a value 368 c: the quotient is the tie 368, which goes to 384; a rounded reciprocal gives 352 for some c."""
+    """amax 448 c and a value 368 c: the quotient is the tie 368, which goes to 384;
+    a rounded reciprocal gives 352 for some c.
+    """
     c = np.random.default_rng(4).integers(2**17, 2**18, 512).astype(np.float32)  # 448 c and 368 c exact
     x = np.zeros((512, 128), np.float32)
-    x[:, 0], x[:, 1] = 448 * c, 368 * c
+    x[:, 0] = 448 * c
+    x[:, 1] = 368 * c
     array = jax.jit(quantize, static_argnums=1)(x, (1, 128))
     np.testing.assert_array_equal(np.asarray(array.scale)[:, 0], c)
-    np.testing.assert_array_equal(np.asarray(array.qvalue.astype(jnp.float32))[:, :2], np.broadcast_to([448.0, 384.0], (512, 2)))
+    np.testing.assert_array_equal(
+        np.asarray(array.qvalue.astype(jnp.float32))[:, :2], np.broadcast_to([448.0, 384.0], (512, 2))
+    )
 
 
-@pytest.mark.parametrize(("dtype", "scale_format"), [("float32", "float32"), ("bfloat16", "float32"), ("float16", "power_of_two")])
+@pytest.mark.parametrize(
+    ("dtype", "scale_format"), [("float32", "float32"), ("bfloat16", "float32"), ("float16", "power_of_two")]
+)
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
-def test_nonfinite_value_poisons_its_block_alone(block_shape: tuple[int, int], dtype: str, scale_format: str) -> None:
-    """One block with a NaN, one with an infinity, one with minus infinity: their scales say so, all else stays as it was."""
+def test_nonfinite_value_poisons_its_block_alone(
+    block_shape: tuple[int, int], dtype: str, scale_format: str
+) -> None:
+    """One block with a NaN, one with an infinity, one with minus infinity: their scales say so,
+    all else stays as it was.
+    """
     places = {(150, 290): np.nan, (20, 150): np.inf, (199, 3): -np.inf}
     clean = np.random.default_rng(5).normal(size=(200, 300)).astype(jnp.dtype(dtype))
     bad = clean.copy()
@@ -192,15 +219,26 @@ def test_nonfinite_value_poisons_its_block_alone(block_shape: tuple[int, int], d
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": jnp.zeros((2, 3, 4))}, r"quantize: wrong shape: got x.shape=\(2, 3, 4\), expected two non-zero dimensions"),
+        (
+            {"x": jnp.zeros((2, 3, 4))},
+            r"quantize: wrong shape: got x.shape=\(2, 3, 4\), expected two non-zero dimensions",
+        ),
         ({"x": jnp.zeros((0, 4))}, r"got x.shape=\(0, 4\)"),
         ({"x": jnp.zeros((2, 4), jnp.int32)}, r"got x.dtype=int32, expected float32, bfloat16 or float16"),
-        ({"block_shape": (64, 128)}, r"got block_shape=\(64, 128\), expected one of \(\(1, 128\), \(128, 128\), \(128, 1\)\)"),
+        (
+            {"block_shape": (64, 128)},
+            r"got block_shape=\(64, 128\), expected one of \(\(1, 128\), \(128, 128\), \(128, 1\)\)",
+        ),
         ({"scale_format": "e8m0"}, r"got scale_format='e8m0', expected one of \('float32', 'power_of_two'\)"),
         ({"implementation": "cuda"}, r"got implementation='cuda', expected one of"),
     ],
 )
 def test_quantize_raises_on_bad_arguments(arguments: dict, message: str) -> None:
-    good = {"x": jnp.zeros((2, 4)), "block_shape": (1, 128), "scale_format": "float32", "implementation": "xla"}
+    good = {
+        "x": jnp.zeros((2, 4)),
+        "block_shape": (1, 128),
+        "scale_format": "float32",
+        "implementation": "xla",
+    }
     with pytest.raises(ValueError, match=message):
         quantize(**(good | arguments))

@@ -1,4 +1,6 @@
-"""Every implementation of the quantisers on the inputs that the kernels take: one body each, bit for bit the numpy oracle."""
+"""Every implementation of the quantisers on the inputs that the kernels take: one body each,
+bit for bit the numpy oracle.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import SCALE_FORMATS, ScaledArray, nonfinite_blocks, quantize, quantize_dual, quantize_weight, requantize
+from pallas_kernels import (
+    SCALE_FORMATS,
+    ScaledArray,
+    nonfinite_blocks,
+    quantize,
+    quantize_dual,
+    quantize_weight,
+    requantize,
+)
 from pallas_kernels.quantize import choose
 from pallas_kernels.scaled_array import BLOCK_SHAPES
 from tests.kernels.runnable import runnable
@@ -19,7 +29,9 @@ implementations = pytest.mark.parametrize("implementation", runnable("xla", "mos
 
 
 def trouble(shape: tuple[int, int], dtype: str = "bfloat16") -> jax.Array:
-    """[R, C] of distinct values of all magnitudes, with outliers, zeros, ties and numbers at both ends of the range."""
+    """[R, C] of distinct values of all magnitudes, with outliers, zeros,
+    ties and numbers at both ends of the range.
+    """
     rng = np.random.default_rng(shape[0] * 1000 + shape[1])
     x = rng.normal(size=shape) * np.exp2(rng.integers(-8, 8, (shape[0], 1)))
     if shape[0] >= 16:
@@ -44,7 +56,13 @@ def canonical(codes: np.ndarray) -> np.ndarray:
     return np.where(codes & 0x7F == 0x7F, 0x7F, codes)
 
 
-def assert_same_bits(array: ScaledArray, x: jax.Array, block_shape: tuple[int, int], scale_format: str, transposed: bool = False) -> None:
+def assert_same_bits(
+    array: ScaledArray,
+    x: jax.Array,
+    block_shape: tuple[int, int],
+    scale_format: str,
+    transposed: bool = False,
+) -> None:
     """Codes and scales are the oracle's, byte by byte, and the array is a valid ScaledArray."""
     codes, scales = fp8_oracle.quantize(np.asarray(x.astype(jnp.float32)), block_shape, scale_format)
     if transposed:
@@ -57,7 +75,9 @@ def assert_same_bits(array: ScaledArray, x: jax.Array, block_shape: tuple[int, i
 @implementations
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_matches_oracle_in_every_implementation(implementation: str, block_shape: tuple[int, int], shape: tuple[int, int]) -> None:
+def test_quantize_matches_oracle_in_every_implementation(
+    implementation: str, block_shape: tuple[int, int], shape: tuple[int, int]
+) -> None:
     x = trouble(shape)
     array = quantize(x, block_shape, implementation=implementation)
     assert_same_bits(array, x, block_shape, "float32")
@@ -67,16 +87,22 @@ def test_quantize_matches_oracle_in_every_implementation(implementation: str, bl
 @implementations
 @pytest.mark.parametrize("token_block_shape", [COLUMN, SQUARE])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_dual_matches_oracle(implementation: str, token_block_shape: tuple[int, int], shape: tuple[int, int]) -> None:
+def test_quantize_dual_matches_oracle(
+    implementation: str, token_block_shape: tuple[int, int], shape: tuple[int, int]
+) -> None:
     x = trouble(shape)
-    straight, tokens = jax.jit(lambda x: quantize_dual(x, token_block_shape, implementation=implementation))(x)
+    straight, tokens = jax.jit(lambda x: quantize_dual(x, token_block_shape, implementation=implementation))(
+        x
+    )
     assert_same_bits(straight, x, ROW, "float32")
     assert_same_bits(tokens, x, token_block_shape, "float32")
 
 
 @implementations
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantize_weight_matches_oracle_and_its_transpose(implementation: str, shape: tuple[int, int]) -> None:
+def test_quantize_weight_matches_oracle_and_its_transpose(
+    implementation: str, shape: tuple[int, int]
+) -> None:
     w = trouble(shape)
     weight, transposed = quantize_weight(w, implementation=implementation)
     assert_same_bits(weight, w, SQUARE, "float32")
@@ -86,9 +112,13 @@ def test_quantize_weight_matches_oracle_and_its_transpose(implementation: str, s
 @implementations
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
 @pytest.mark.parametrize("shape", [*SHAPES, (389, 512)])
-def test_requantize_matches_oracle_on_what_the_codes_stand_for(implementation: str, shape: tuple[int, int], scale_format: str) -> None:
+def test_requantize_matches_oracle_on_what_the_codes_stand_for(
+    implementation: str, shape: tuple[int, int], scale_format: str
+) -> None:
     saved = quantize(trouble(shape), ROW, scale_format=scale_format)
-    again = jax.jit(lambda array: requantize(array, scale_format=scale_format, implementation=implementation))(saved)
+    again = jax.jit(
+        lambda array: requantize(array, scale_format=scale_format, implementation=implementation)
+    )(saved)
     values = np.asarray(saved.qvalue).astype(np.float32) * np.repeat(np.asarray(saved.scale), 128, axis=1)
     assert_same_bits(again, jnp.asarray(values), COLUMN, scale_format)
 
@@ -96,17 +126,23 @@ def test_requantize_matches_oracle_on_what_the_codes_stand_for(implementation: s
 @implementations
 def test_requantize_keeps_what_is_not_finite(implementation: str) -> None:
     x = np.random.default_rng(6).normal(size=(200, 256)).astype(np.float32)
-    x[150, 200], x[20, 150], x[199, 3] = np.nan, np.inf, -np.inf
+    x[150, 200] = np.nan
+    x[20, 150] = np.inf
+    x[199, 3] = -np.inf
     saved = quantize(jnp.asarray(x, jnp.bfloat16), ROW)
     again = requantize(saved, implementation=implementation)
-    spoiled = np.isnan(np.asarray(saved.dequantize())).reshape(200, 2, 128)  # a token's whole block: 0 times its scale is NaN
+    # a token's whole block: 0 times its scale is NaN
+    spoiled = np.isnan(np.asarray(saved.dequantize())).reshape(200, 2, 128)
     blocks = np.stack([spoiled[:128].any(0), spoiled[128:].any(0)]).reshape(2, 256)
     np.testing.assert_array_equal(~np.isfinite(np.asarray(again.scale)), blocks)
     assert blocks.sum() == 3 * 128
 
 
 def test_requantize_takes_the_codes_of_rows_alone() -> None:
-    with pytest.raises(ValueError, match=r"requantize: unknown block shape: got array.block_shape=\(128, 128\), expected one of"):
+    with pytest.raises(
+        ValueError,
+        match=r"requantize: unknown block shape: got array.block_shape=\(128, 128\), expected one of",
+    ):
         requantize(quantize(trouble((256, 256)), SQUARE))
     with pytest.raises(NotImplementedError, match=r"array.shape is \(16, 100\), expected a second dimension"):
         requantize(quantize(trouble((16, 100)), ROW), implementation="mosaic_interpret")
@@ -114,22 +150,32 @@ def test_requantize_takes_the_codes_of_rows_alone() -> None:
 
 @implementations
 @pytest.mark.parametrize(("dtype", "scale_format"), [("float16", "float32"), ("bfloat16", "power_of_two")])
-def test_other_types_and_scale_formats_match_oracle(implementation: str, dtype: str, scale_format: str) -> None:
+def test_other_types_and_scale_formats_match_oracle(
+    implementation: str, dtype: str, scale_format: str
+) -> None:
     x = trouble((130, 256), dtype)
     for block_shape in (COLUMN, SQUARE):
-        straight, tokens = quantize_dual(x, block_shape, scale_format=scale_format, implementation=implementation)
+        straight, tokens = quantize_dual(
+            x, block_shape, scale_format=scale_format, implementation=implementation
+        )
         assert_same_bits(straight, x, ROW, scale_format)
         assert_same_bits(tokens, x, block_shape, scale_format)
 
 
 @implementations
 @pytest.mark.parametrize("token_block_shape", [COLUMN, SQUARE])
-def test_nonfinite_values_poison_their_blocks_alone(implementation: str, token_block_shape: tuple[int, int]) -> None:
+def test_nonfinite_values_poison_their_blocks_alone(
+    implementation: str, token_block_shape: tuple[int, int]
+) -> None:
     x = np.random.default_rng(5).normal(size=(200, 256)).astype(np.float32)
-    x[150, 200], x[20, 150], x[199, 3] = np.nan, np.inf, -np.inf
+    x[150, 200] = np.nan
+    x[20, 150] = np.inf
+    x[199, 3] = -np.inf
     short = jnp.asarray(x, jnp.bfloat16)
     for array, block_shape in zip(
-        quantize_dual(short, token_block_shape, implementation=implementation), (ROW, token_block_shape), strict=True
+        quantize_dual(short, token_block_shape, implementation=implementation),
+        (ROW, token_block_shape),
+        strict=True,
     ):
         assert_same_bits(array, short, block_shape, "float32")
         assert int(nonfinite_blocks(array)) == 3
@@ -141,14 +187,19 @@ def test_every_bf16_value_matches_oracle(implementation: str) -> None:
     x = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     x = x[np.isfinite(x)]
     for values in (np.random.default_rng(0).permutation(x), x[np.argsort(np.abs(x), kind="stable")]):
-        array = quantize(jnp.asarray(values.reshape(-1, 640), jnp.bfloat16), ROW, implementation=implementation)
+        array = quantize(
+            jnp.asarray(values.reshape(-1, 640), jnp.bfloat16), ROW, implementation=implementation
+        )
         assert_same_bits(array, jnp.asarray(values.reshape(-1, 640)), ROW, "float32")
 
 
 @pytest.mark.parametrize("implementation", runnable("mosaic_interpret"))
 @pytest.mark.parametrize("broken", ["fence", "exchange"])
-def test_interpreter_finds_what_is_missing(implementation: str, broken: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    """The race check is on: TMA stores that start before the codes are written, a warpgroup that does not wait for the other's maxima.
+def test_interpreter_finds_what_is_missing(
+    implementation: str, broken: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """The race check is on: TMA stores that start before the codes are written, a warpgroup that does not
+    wait for the other's maxima.
 
     JAX 0.12 raises where it finds a race, 0.11 prints it.
     """
@@ -169,20 +220,36 @@ def test_interpreter_finds_what_is_missing(implementation: str, broken: str, mon
 def test_choose_says_what_runs_and_why() -> None:
     assert choose(jnp.zeros((8, 128), jnp.bfloat16), "xla").reason == "asked for by name"
     choice = choose(jnp.zeros((8, 130), jnp.bfloat16))
-    assert choice.name == "xla" and "x.shape is (8, 130), expected a second dimension that is a multiple of 128" in choice.reason
-    assert choose(jnp.zeros((8, 128))).name == "xla" and "x.dtype is float32" in choose(jnp.zeros((8, 128))).reason
+    assert (
+        choice.name == "xla"
+        and "x.shape is (8, 130), expected a second dimension that is a multiple of 128" in choice.reason
+    )
+    assert (
+        choose(jnp.zeros((8, 128))).name == "xla"
+        and "x.dtype is float32" in choose(jnp.zeros((8, 128))).reason
+    )
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_interpret", "mosaic_gpu"])
 def test_kernels_raise_on_what_they_cannot_take(implementation: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"quantize: cannot run: got implementation='\w+', but x.shape is \(8, 100\)"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"quantize: cannot run: got implementation='\w+', but x.shape is \(8, 100\)",
+    ):
         quantize(jnp.zeros((8, 100), jnp.bfloat16), ROW, implementation=implementation)
-    with pytest.raises(NotImplementedError, match=r"quantize_weight: .* but w.dtype is float32, expected bfloat16 or float16"):
+    with pytest.raises(
+        NotImplementedError, match=r"quantize_weight: .* but w.dtype is float32, expected bfloat16 or float16"
+    ):
         quantize_weight(jnp.zeros((8, 128)), implementation=implementation)
 
 
 def test_new_quantisers_raise_on_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"quantize_dual: unknown block shape: got token_block_shape=\(1, 128\), expected one of"):
+    with pytest.raises(
+        ValueError,
+        match=r"quantize_dual: unknown block shape: got token_block_shape=\(1, 128\), expected one of",
+    ):
         quantize_dual(jnp.zeros((2, 128)), (1, 128))
-    with pytest.raises(ValueError, match=r"quantize_weight: wrong shape: got w.shape=\(2,\).*; .*got implementation='cuda'"):
+    with pytest.raises(
+        ValueError, match=r"quantize_weight: wrong shape: got w.shape=\(2,\).*; .*got implementation='cuda'"
+    ):
         quantize_weight(jnp.zeros(2), implementation="cuda")

@@ -1,4 +1,6 @@
-"""ScaledArray: its invariants, its error messages, exact transposition, dequantisation, and life as a pytree."""
+"""ScaledArray: its invariants, its error messages, exact transposition, dequantisation,
+and life as a pytree.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,22 @@ from tests.oracles import fp8_oracle
 def sample(shape: tuple[int, int], block_shape: tuple[int, int]) -> ScaledArray:
     """A quantised matrix of distinct values."""
     rng = np.random.default_rng(0)
-    return quantize(jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=(shape[0], 1))), jnp.float32), block_shape)
+    return quantize(
+        jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=(shape[0], 1))), jnp.float32), block_shape
+    )
 
 
 @pytest.mark.parametrize("block_shape", BLOCK_SHAPES)
 @pytest.mark.parametrize("shape", [(128, 256), (130, 300), (5, 7)])
 def test_dequantize_and_transpose_match_oracle(shape: tuple[int, int], block_shape: tuple[int, int]) -> None:
     array = sample(shape, block_shape)
-    exact = fp8_oracle.dequantize(np.asarray(array.qvalue).view(np.uint8), np.asarray(array.scale), block_shape)
+    exact = fp8_oracle.dequantize(
+        np.asarray(array.qvalue).view(np.uint8), np.asarray(array.scale), block_shape
+    )
     np.testing.assert_array_equal(np.asarray(array.dequantize()), exact.astype(np.float32))
-    np.testing.assert_array_equal(np.asarray(jax.jit(ScaledArray.dequantize)(array)), exact.astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(ScaledArray.dequantize)(array)), exact.astype(np.float32)
+    )
     assert array.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
     transposed = array.transpose().check()
     assert transposed.shape == shape[::-1] and transposed.block_shape == block_shape[::-1]
@@ -66,13 +74,23 @@ def test_create_accepts_what_holds() -> None:
     [
         ({"qvalue": jnp.zeros((4, 256), jnp.bfloat16)}, r"got qvalue.dtype=bfloat16, expected float8_e4m3fn"),
         ({"scale": jnp.zeros((4, 2), jnp.bfloat16)}, r"got scale.dtype=bfloat16, expected float32"),
-        ({"scale": jnp.zeros((4, 3), jnp.float32)}, r"got scale.shape=\(4, 3\) for qvalue.shape=\(4, 256\), expected \(4, 2\)"),
-        ({"qvalue": jnp.zeros((2, 4, 256), E4M3)}, r"got qvalue.shape=\(2, 4, 256\), expected two dimensions"),
+        (
+            {"scale": jnp.zeros((4, 3), jnp.float32)},
+            r"got scale.shape=\(4, 3\) for qvalue.shape=\(4, 256\), expected \(4, 2\)",
+        ),
+        (
+            {"qvalue": jnp.zeros((2, 4, 256), E4M3)},
+            r"got qvalue.shape=\(2, 4, 256\), expected two dimensions",
+        ),
         ({"block_shape": (1, 64)}, r"got block_shape=\(1, 64\), expected one of"),
     ],
 )
 def test_create_raises_with_both_shapes(change: dict, message: str) -> None:
-    good = {"qvalue": jnp.zeros((4, 256), E4M3), "scale": jnp.ones((4, 2), jnp.float32), "block_shape": (1, 128)}
+    good = {
+        "qvalue": jnp.zeros((4, 256), E4M3),
+        "scale": jnp.ones((4, 2), jnp.float32),
+        "block_shape": (1, 128),
+    }
     with pytest.raises(ValueError, match=message):
         ScaledArray.create(**(good | change))
 

@@ -1,7 +1,9 @@
-"""vLLM's Triton kernel interpreted on a CPU, without vLLM's package and without torch, in a process of its own.
+"""vLLM's Triton kernel interpreted on a CPU, without vLLM's package and without torch, in a process of its
+own.
 
-Triton decides while it is imported whether it interprets, so that a process which compiles cannot also interpret. The kernel's
-text is read from the vLLM of this environment or of `.venv` beside it: Python 3.12 with the newer JAX has none.
+Triton decides while it is imported whether it interprets, so that a process which compiles cannot also
+interpret. The kernel's text is read from the vLLM of this environment or of `.venv` beside it: Python 3.12
+with the newer JAX has none.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def kernel_file() -> Path:
 
 
 def missing(*packages: str) -> str | None:
-    """Why the kernel cannot be had as a function of Triton here, None where it can; `packages`: needed besides."""
+    """Why the kernel cannot be had as a function of Triton here, None where it can; `packages`:
+    needed besides.
+    """
     try:
         find_kernel(kernel_file())
     except NotImplementedError as error:
@@ -48,7 +52,9 @@ def matmul(a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
     """`vllm_triton.matmul`, interpreted."""
     shape = jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), out_dtype)
     codes = (jax.lax.bitcast_convert_type(x.qvalue, jnp.uint8) for x in (a, b))
-    return jax.pure_callback(functools.partial(_ask, b.block_shape[0], jnp.dtype(out_dtype)), shape, *codes, a.scale, b.scale)
+    return jax.pure_callback(
+        functools.partial(_ask, b.block_shape[0], jnp.dtype(out_dtype)), shape, *codes, a.scale, b.scale
+    )
 
 
 def _ask(group_n: int, out_dtype: np.dtype, *arrays: Any) -> np.ndarray:
@@ -71,7 +77,9 @@ def _interpreter() -> subprocess.Popen[bytes]:
 
 
 class Tensor:
-    """A numpy array behind as much of `torch.Tensor` as Triton's interpreter calls; it is its own storage, on its own device."""
+    """A numpy array behind as much of `torch.Tensor` as Triton's interpreter calls; it is its own storage,
+    on its own device.
+    """
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = np.ascontiguousarray(array)
@@ -116,7 +124,8 @@ def _product(group_n: int, out_dtype: np.dtype, arrays: list[np.ndarray]) -> np.
     """The kernel on every program of its grid, one after the other, into an output full of NaN."""
     import triton.language as tl
 
-    (m, k), n = arrays[0].shape, arrays[1].shape[0]
+    (m, k) = arrays[0].shape
+    n = arrays[1].shape[0]
     out = Tensor(np.full((m, n), np.nan, out_dtype))
     grid = (-(-m // vllm_triton.TILE_M) * -(-n // vllm_triton.TILE_N),)
     constants = {name: tl.constexpr(value) for name, value in vllm_triton.constants(m, n, k, group_n).items()}

@@ -1,9 +1,10 @@
-"""Golden vectors of the contract, made by numpy oracles only: quantisers, FP8 products, and every other operator of a decoder.
+"""Golden vectors of the contract, made by numpy oracles only: quantisers, FP8 products, and every other
+operator of a decoder.
 
 `python -m tests.oracles.contract_oracle > bridge/vllm/contract.json` writes them.
 
-Arrays are hex strings of little-endian bytes; those of operators come with dtype and shape. Other inputs are BF16 bits
-[R, K] (uint16), codes float8_e4m3fn bytes, scales float32 bits, products BF16 bits.
+Arrays are hex strings of little-endian bytes; those of operators come with dtype and shape. Other inputs are
+BF16 bits [R, K] (uint16), codes float8_e4m3fn bytes, scales float32 bits, products BF16 bits.
 """
 
 from __future__ import annotations
@@ -39,24 +40,36 @@ def _quantizer_inputs() -> dict[str, tuple[np.ndarray, str]]:
     tiny = rng.normal(size=(4, 128)) * np.array([[1e-12], [1e-10], [1e-7], [1e-3]])
     clamp = np.full((3, 128), 1.0) * np.array([[3e38], [1e30], [447.0]])
     zero = normal.copy()
-    zero[1, :128], zero[2] = 0.0, 0.0
+    zero[1, :128] = 0.0
+    zero[2] = 0.0
     return {
-        "division": (_bf16(normal * np.exp(rng.normal(size=(4, 256)))), "scale = amax / 448 and x / scale are IEEE divisions"),
+        "division": (
+            _bf16(normal * np.exp(rng.normal(size=(4, 256)))),
+            "scale = amax / 448 and x / scale are IEEE divisions",
+        ),
         "floor": (_bf16(tiny), "amax is raised to 1e-10, the scale is not raised further"),
         "ties": (_bf16(ties), "round to nearest, ties to the even code: 368 becomes 384"),
         "clamp": (_bf16(clamp), "values are clipped to 448 before the cast"),
         "zero_block": (_bf16(zero), "a block of zeros has codes 0 and a positive scale"),
-        "partial_block": (_bf16(rng.normal(size=(3, 200))), "the last block is shorter, padding does not count"),
+        "partial_block": (
+            _bf16(rng.normal(size=(3, 200))),
+            "the last block is shorter, padding does not count",
+        ),
     }
 
 
 def _gemm_case(exact: bool) -> dict[str, object]:
-    """Codes a [8, 384], b [160, 384] with their scales; `exact`: sums that any tensor core forms exactly, so the order alone decides.
+    """Codes a [8, 384], b [160, 384] with their scales; `exact`: sums that any tensor core forms exactly, so
+    the order alone decides.
 
-    The two promotion orders agree on 99.99 % of BF16 outputs: the eight rows are those of 4096 on which they differ most.
+    The two promotion orders agree on 99.99 % of BF16 outputs: the eight rows are those of 4096 on which they
+    differ most.
     """
     rng = np.random.default_rng(SEED + exact)
-    a, b = (rng.integers(-2, 3, size) if exact else rng.normal(size=size) * 60 for size in ((4096, 384), (160, 384)))
+    a, b = (
+        rng.integers(-2, 3, size) if exact else rng.normal(size=size) * 60
+        for size in ((4096, 384), (160, 384))
+    )
     a_codes, b_codes = (fp8_oracle.encode_by_cast(np.asarray(x, np.float32)) for x in (a, b))
     a_scales = np.exp(rng.normal(size=(4096, 3))).astype(np.float32)
     b_scales = np.exp(rng.normal(size=(2, 3))).astype(np.float32)
@@ -88,7 +101,9 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _norm(variant: str) -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """RMSNorm of a residual sum: "native" norms the unrounded sum and rounds before the weight, "cuda" norms the rounded sum."""
+    """RMSNorm of a residual sum: "native" norms the unrounded sum and rounds before the weight,
+    "cuda" norms the rounded sum.
+    """
     rng, eps = np.random.default_rng(SEED + 11), 1e-6
     x, residual, weight = (_bf16(rng.normal(size=size)) for size in ((16, 64), (16, 64), (64,)))
     total = _bf16(x.astype(np.float32) + residual.astype(np.float32))
@@ -100,7 +115,9 @@ def _norm(variant: str) -> tuple[dict[str, object], dict[str, np.ndarray], dict[
     return {"eps": eps, "engine_variant": variant}, {"x": x, "residual": residual, "weight": weight}, outputs
 
 
-def _rope(scaling: dict[str, object] | None) -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _rope(
+    scaling: dict[str, object] | None,
+) -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """cos and sin of the FP32 angle rounded to BF16, the rotation in FP32 and rounded to nearest."""
     rng, width, theta = np.random.default_rng(SEED + 12), 64, 1e6
     positions = np.array([0, 1, 37, 1000, 8191], np.int32)
@@ -110,15 +127,23 @@ def _rope(scaling: dict[str, object] | None) -> tuple[dict[str, object], dict[st
     cos, sin = (_wide(_round(table)) for table in (np.cos(angle), np.sin(angle)))
     first, second = _wide(x[..., : width // 2]), _wide(x[..., width // 2 :])
     rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return {"theta": theta, "scaling": scaling}, {"x": x, "positions": positions}, {"rotated": _round(rotated)}
+    return (
+        {"theta": theta, "scaling": scaling},
+        {"x": x, "positions": positions},
+        {"rotated": _round(rotated)},
+    )
 
 
 def _attention() -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Softmax in float64, one rounding; 2 key/value heads of 4 query heads, the width's root a power of two."""
+    """Softmax in float64, one rounding; 2 key/value heads of 4 query heads,
+    the width's root a power of two.
+    """
     rng, tokens, width = np.random.default_rng(SEED + 13), 24, 64
     q, k, v = (_bf16(rng.normal(size=(tokens, heads, width))) for heads in (4, 2, 2))
     visible = np.tril(np.ones((tokens, tokens), bool))
-    out = attention_oracle.attention(q[None], k[None], v[None], visible[None], np.zeros_like(q)[None]).values[0][0]
+    out = attention_oracle.attention(q[None], k[None], v[None], visible[None], np.zeros_like(q)[None]).values[
+        0
+    ][0]
     return {}, {"q": q, "k": k, "v": v}, {"attended": _round(out.reshape(tokens, -1))}
 
 
@@ -148,7 +173,13 @@ def _head() -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndar
     return {}, {"x": x, "weight": weight}, {"logits": logits, "logprobs": logits - normalizer}
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
@@ -183,7 +214,11 @@ def contract() -> dict[str, object]:
     """The whole data file."""
     quantizer = {}
     for name, (rows, rule) in _quantizer_inputs().items():
-        case: dict[str, object] = {"rule": rule, "shape": list(rows.shape), "x_bf16": _hex(rows.view(np.uint16))}
+        case: dict[str, object] = {
+            "rule": rule,
+            "shape": list(rows.shape),
+            "x_bf16": _hex(rows.view(np.uint16)),
+        }
         for scale_format in ("float32", "power_of_two"):
             codes, scales = fp8_oracle.quantize(rows.astype(np.float32), ROW_BLOCK, scale_format)
             case[scale_format] = {"codes": _hex(codes), "scales": _hex(scales)}

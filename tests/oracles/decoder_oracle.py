@@ -1,7 +1,9 @@
-"""A Qwen3 / Qwen2 / Llama 3 decoder in float64 numpy, token by token and head by head; imports none of our code.
+"""A Qwen3 / Qwen2 / Llama 3 decoder in float64 numpy, token by token and head by head; imports none of our
+code.
 
-Formulas: RMSNorm (Zhang & Sennrich 2019), RoPE with halves as pairs (Su et al. 2021), its Llama 3.1 stretching
-(Dubey et al. 2024) and YaRN's (Peng et al. 2023), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+Formulas: RMSNorm (Zhang & Sennrich 2019), RoPE with halves as pairs (Su et al. 2021), its Llama 3.1
+stretching (Dubey et al. 2024) and YaRN's (Peng et al. 2023), grouped-query attention (Ainslie et al. 2023),
+SwiGLU (Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) 
         if scaling and scaling["rope_type"] == "linear":
             frequency /= scaling["factor"]
         elif scaling and scaling["rope_type"] == "llama3":
-            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
+            # over the old context
+            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             kept = min(1.0, max(0.0, (turns - low) / (high - low)))
             frequency = kept * frequency + (1 - kept) * frequency / scaling["factor"]
         elif scaling and scaling["rope_type"] == "yarn":
-            # The pair that turns n times over the old context: context * theta^(-2 pair / head_dim) = 2 pi n, solved for pair.
+            # The pair that turns n times over the old context: context * theta^(-2 pair / head_dim) = 2 pi n,
+            # solved for pair.
             context = scaling["original_max_position_embeddings"]
             turns = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
-            first, last = (head_dim * math.log(context / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns)
+            first, last = (
+                head_dim * math.log(context / (2 * math.pi * n)) / (2 * math.log(theta)) for n in turns
+            )
             if scaling.get("truncate", True):
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, head_dim - 1)
@@ -60,7 +66,8 @@ def rotate(x: np.ndarray, position: int, angular: list[float]) -> np.ndarray:
     half, out = len(x) // 2, np.empty_like(x)
     for i, frequency in enumerate(angular):
         c, s = math.cos(position * frequency), math.sin(position * frequency)
-        out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
+        out[i] = x[i] * c - x[i + half] * s
+        out[i + half] = x[i + half] * c + x[i] * s
     return out
 
 
@@ -85,12 +92,15 @@ def silu(x: np.ndarray) -> np.ndarray:
 def logits(config: Mapping[str, Any], weights: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarray:
     """Float64 logits [T, V] of one sequence at positions 0, 1, 2 …
 
-    ``config``: the keys of config.json with ``rope_theta`` and ``rope_scaling``; ``weights``: Hugging Face's names
-    with their prefix ``model.``, [out, in].
+    ``config``: the keys of config.json with ``rope_theta`` and ``rope_scaling``; ``weights``: Hugging Face's
+    names with their prefix ``model.``, [out, in].
     """
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     eps, width = config["rms_norm_eps"], config["head_dim"]
-    angular, grown = frequencies(width, config["rope_theta"], config["rope_scaling"]), magnitude(config["rope_scaling"])
+    angular, grown = (
+        frequencies(width, config["rope_theta"], config["rope_scaling"]),
+        magnitude(config["rope_scaling"]),
+    )
     h = w["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."

@@ -1,8 +1,9 @@
-"""Block-scaled FP8 in numpy with plain loops, independent of the package: what the codes, scales and products must be.
+"""Block-scaled FP8 in numpy with plain loops, independent of the package: what the codes, scales and products
+must be.
 
-Codes are the bytes of float8_e4m3fn. Two encoders are here, so that neither is trusted alone: `ml_dtypes`' cast and a
-table of all 127 non-negative finite codes with rounding to the nearest, ties to the even code. Dots are formed in int64
-from codes in units of 2**-9: nothing rounds.
+Codes are the bytes of float8_e4m3fn. Two encoders are here, so that neither is trusted alone: `ml_dtypes`'
+cast and a table of all 127 non-negative finite codes with rounding to the nearest, ties to the even code.
+Dots are formed in int64 from codes in units of 2**-9: nothing rounds.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def scale_of(amax: np.float32, scale_format: str) -> np.float32:
     return np.float32(math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent))
 
 
-def blocks_of(shape: tuple[int, int], block_shape: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[slice, slice]]]:
+def blocks_of(
+    shape: tuple[int, int], block_shape: tuple[int, int]
+) -> list[tuple[tuple[int, int], tuple[slice, slice]]]:
     """((I, J), slices) of every block, edge blocks cut short."""
     rows, columns = block_shape
     return [
@@ -76,11 +79,15 @@ def blocks_of(shape: tuple[int, int], block_shape: tuple[int, int]) -> list[tupl
     ]
 
 
-def quantize(x: np.ndarray, block_shape: tuple[int, int], scale_format: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    x: np.ndarray, block_shape: tuple[int, int], scale_format: str = "float32"
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes (bytes) [R, C] and float32 scales of a matrix whose values are exact in FP32."""
     x = np.asarray(x, np.float32)
     codes = np.zeros(x.shape, np.uint8)
-    scales = np.zeros((math.ceil(x.shape[0] / block_shape[0]), math.ceil(x.shape[1] / block_shape[1])), np.float32)
+    scales = np.zeros(
+        (math.ceil(x.shape[0] / block_shape[0]), math.ceil(x.shape[1] / block_shape[1])), np.float32
+    )
     for index, region in blocks_of(x.shape, block_shape):
         block = x[region]
         scale = scale_of(np.abs(block).max(), scale_format)
@@ -99,7 +106,9 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, block_shape: tuple[int, in
 
 
 def block_dots(a_codes: np.ndarray, b_codes: np.ndarray) -> np.ndarray:
-    """Exact dots [Kb, M, N] of codes [M, K] and [N, K] as float64 (they are integers below 2**44 times 2**-18)."""
+    """Exact dots [Kb, M, N] of codes [M, K] and [N, K] as float64 (they are integers below 2**44 times
+    2**-18).
+    """
     a_units, b_units = ((decode(codes) * 512).astype(np.int64) for codes in (a_codes, b_codes))
     dots = []
     for start in range(0, a_codes.shape[1], BLOCK):
@@ -114,7 +123,13 @@ def row_scales(scales: np.ndarray, edge: int, rows: int) -> np.ndarray:
 
 
 def matmul(
-    a_codes: np.ndarray, a_scales: np.ndarray, a_edge: int, b_codes: np.ndarray, b_scales: np.ndarray, b_edge: int, order: str
+    a_codes: np.ndarray,
+    a_scales: np.ndarray,
+    a_edge: int,
+    b_codes: np.ndarray,
+    b_scales: np.ndarray,
+    b_edge: int,
+    order: str,
 ) -> np.ndarray:
     """FP32 accumulator [M, N] of a [M, K] times b [N, K] transposed; scales per (edge rows, 128 of K)."""
     sa = row_scales(a_scales, a_edge, a_codes.shape[0])

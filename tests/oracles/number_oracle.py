@@ -1,8 +1,11 @@
-r"""A slow reading of numbers in LaTeX, character by character, for the tests; imports none of the code under test.
+r"""A slow reading of numbers in LaTeX, character by character, for the tests; imports none of the code under
+test.
 
-``visible`` writes out what a reader of the typeset text sees.  ``digits_if_a_number`` then takes that apart by hand: it gives
-the digits (with sign and point) where everything seen belongs to one number or to a unit in words, else None.  It knows
-less than a reader does: words are units if they are in ``WORDS``, or stand apart, have three letters and a vowel.
+``visible`` writes out what a reader of the typeset text sees.  ``digits_if_a_number`` then takes that apart
+by hand: it gives the digits (with sign and point) where everything seen belongs to one number or to a unit in
+  words, else None.  It knows
+less than a reader does: words are units if they are in ``WORDS``, or stand apart, have three letters and a
+  vowel.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ MATHEMATICAL = set("^_/*=!()[]|<>~±×÷√∞½²:;'")
 
 
 def visible(text: str) -> str | None:
-    r"""What is seen: spaces of TeX as spaces, braces gone; None where a command or an index makes it mathematics."""
+    r"""What is seen: spaces of TeX as spaces, braces gone;
+    None where a command or an index makes it mathematics.
+    """
     seen, place, braces = "", 0, 0
     while place < len(text):
         c = text[place]
@@ -84,7 +89,11 @@ def digits_if_a_number(text: str) -> str | None:
     for separator in (",", THIN):
         pieces = whole.split(separator)
         if len(pieces) > 1:
-            if not 1 <= len(pieces[0]) <= 3 or pieces[0].startswith("0") or any(len(piece) != 3 for piece in pieces[1:]):
+            if (
+                not 1 <= len(pieces[0]) <= 3
+                or pieces[0].startswith("0")
+                or any(len(piece) != 3 for piece in pieces[1:])
+            ):
                 return None
             whole = "".join(pieces)
     if not all("0" <= c <= "9" for c in whole) or not whole + part:

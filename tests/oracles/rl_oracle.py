@@ -1,4 +1,6 @@
-"""The RL formulas once more, in float64 with plain loops, straight from the papers; imports none of the code under test."""
+"""The RL formulas once more, in float64 with plain loops, straight from the papers;
+imports none of the code under test.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import numpy as np
 
 
 def advantages(name, rewards, mask):
-    """GRPO, Dr.GRPO, RLOO or REINFORCE++ of rewards [P][G]; masked samples are out, groups of fewer than two left are zero."""
+    """GRPO, Dr.GRPO, RLOO or REINFORCE++ of rewards [P][G]; masked samples are out,
+    groups of fewer than two left are zero.
+    """
     result = [[0.0] * len(group) for group in rewards]
     for p, group in enumerate(rewards):
         kept = [g for g in range(len(group)) if mask[p][g]]
@@ -99,7 +103,20 @@ def aggregate(values, mask, sequence_index, aggregation, max_tokens):
 
 
 def objective(
-    logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high, dual_clip, kl_coef, ref, estimator, aggregation, max_tokens
+    logprobs,
+    old,
+    advantage,
+    mask,
+    sequence_index,
+    *,
+    clip_low,
+    clip_high,
+    dual_clip,
+    kl_coef,
+    ref,
+    estimator,
+    aggregation,
+    max_tokens,
 ):
     """The whole loss of a batch [R, T]."""
     # a float32 scalar of numpy would turn a product with a Python float into float32
@@ -107,13 +124,17 @@ def objective(
     values = np.zeros(np.shape(logprobs))
     for place in np.ndindex(*values.shape):
         if mask[place]:
-            values[place] = token_loss(logprobs[place], old[place], advantage[place], clip_low, clip_high, dual_clip)
+            values[place] = token_loss(
+                logprobs[place], old[place], advantage[place], clip_low, clip_high, dual_clip
+            )
             values[place] += kl_coef * kl(logprobs[place], ref[place], estimator)
     return aggregate(values, mask, sequence_index, aggregation, max_tokens)
 
 
 def gspo(logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high):
-    """GSPO's objective: one ratio, the geometric mean, and one clipped loss for each sequence; mean over sequences."""
+    """GSPO's objective: one ratio, the geometric mean, and one clipped loss for each sequence;
+    mean over sequences.
+    """
     sequences: dict[int, list[tuple[float, float, float]]] = {}
     for place in np.ndindex(*np.shape(logprobs)):
         if mask[place]:
@@ -153,7 +174,12 @@ def correction(old, rollout, *, weight, low, high, normalize, reject, level, rej
                 value = 0.0
             row.append(value)
         weights.append(row)
-        statistic = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x, "none": lambda x: 0.0}[reject]
+        statistic = {
+            "k1": lambda x: -x,
+            "k2": lambda x: x * x / 2,
+            "k3": lambda x: math.exp(x) - 1 - x,
+            "none": lambda x: 0.0,
+        }[reject]
         values = [statistic(ratio) for ratio in ratios]
         reduced = {"token": values, "sequence_sum": [math.fsum(values)], "sequence_mean": [math.fsum(values) / len(values)],
                    "sequence_max": [max(values)]}[level]  # fmt: skip
@@ -167,7 +193,12 @@ def correction(old, rollout, *, weight, low, high, normalize, reject, level, rej
         if weight.startswith("sequence"):
             kept = [row[0] for row, keep in zip(weights, keeps, strict=True) if any(keep)]
         else:
-            kept = [value for row, keep in zip(weights, keeps, strict=True) for value, k in zip(row, keep, strict=True) if k]
+            kept = [
+                value
+                for row, keep in zip(weights, keeps, strict=True)
+                for value, k in zip(row, keep, strict=True)
+                if k
+            ]
         mean = math.fsum(kept) / len(kept) if kept else 1.0
         weights = [[value / mean if mean > 0 else value for value in row] for row in weights]
     return weights, keeps
@@ -186,14 +217,18 @@ def central_difference(function, point, step=1e-6):
 
 def mismatch(old, rollout):
     """The mismatch metrics from lists of sequences of log-probabilities."""
-    tokens = [(float(o), float(r)) for so, sr in zip(old, rollout, strict=True) for o, r in zip(so, sr, strict=True)]
+    tokens = [
+        (float(o), float(r)) for so, sr in zip(old, rollout, strict=True) for o, r in zip(so, sr, strict=True)
+    ]
     n = len(tokens)
     weights = [math.exp(min(max(o - r, -20.0), 20.0)) for o, r in tokens]
     mean_weight = math.fsum(weights) / n
     perplexity_ratios, squares = [], []
     for so, sr in zip(old, rollout, strict=True):
         perplexity_ratios.append(math.exp(sum(map(float, sr)) / len(sr) - sum(map(float, so)) / len(so)))
-        product = math.exp(min(max(sum(float(o) - float(r) for o, r in zip(so, sr, strict=True)), -20.0), 20.0))
+        product = math.exp(
+            min(max(sum(float(o) - float(r) for o, r in zip(so, sr, strict=True)), -20.0), 20.0)
+        )
         squares.append(product**2)
     return {
         "mismatch/k1": sum(r - o for o, r in tokens) / n,

@@ -1,8 +1,9 @@
 """Random transformers models in FP32 and their twins in true float64, for the parity tests.
 
-``model.double()`` alone is no float64 model: transformers' RMSNorm, softmax and rotary embedding cast to float32
-by name, and with left padding that float32 softmax of a mask of -1.8e308 gives NaN. ``true_float64`` makes the name
-mean float64 while a twin is built and run; that it does is checked against a float64 numpy decoder.
+``model.double()`` alone is no float64 model: transformers' RMSNorm, softmax and rotary embedding cast to
+float32 by name, and with left padding that float32 softmax of a mask of -1.8e308 gives NaN. ``true_float64``
+makes the name mean float64 while a twin is built and run; that it does is checked against a float64 numpy
+decoder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the reference is a torch model: pip install jetrl-jax[torch]")
-transformers = pytest.importorskip("transformers", reason="the reference is a transformers model: pip install jetrl-jax[hf]")
+transformers = pytest.importorskip(
+    "transformers", reason="the reference is a transformers model: pip install jetrl-jax[hf]"
+)
 
 SIZES = {
     "vocab_size": 61,
@@ -52,8 +55,18 @@ YARN_ROPE = {
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CASES: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False, "rope_parameters": PLAIN_ROPE},
-    "qwen3_yarn": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False, "rope_parameters": YARN_ROPE},
+    "qwen3": {
+        "model_type": "qwen3",
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+        "rope_parameters": PLAIN_ROPE,
+    },
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        "head_dim": 24,
+        "tie_word_embeddings": False,
+        "rope_parameters": YARN_ROPE,
+    },
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": PLAIN_ROPE},
     "llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     "llama_bias": {
@@ -100,14 +113,18 @@ def random_model(case: str, seed: int = 0) -> Any:
 
 
 def float64_twin(model: Any) -> Any:
-    """The same weights in float64, its rotary frequencies computed in float64; run it inside ``true_float64``."""
+    """The same weights in float64, its rotary frequencies computed in float64;
+    run it inside ``true_float64``.
+    """
     with true_float64():
         twin = type(model)(copy.deepcopy(model.config)).eval().double()
         twin.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
     return twin
 
 
-def ragged_batch(lengths: list[int], side: str, vocab_size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def ragged_batch(
+    lengths: list[int], side: str, vocab_size: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(token ids, positions, mask), int32 [B, T]: random tokens padded with 0 on the given side."""
     rng = np.random.default_rng(seed)
     tokens, positions, mask = (np.zeros((len(lengths), max(lengths)), np.int32) for _ in range(3))
@@ -123,7 +140,9 @@ def hf_logits(model: Any, tokens: np.ndarray, positions: np.ndarray, mask: np.nd
     """Logits [B, T, V] as numpy in the model's own dtype."""
     ids, places, attended = (torch.from_numpy(x.astype(np.int64)) for x in (tokens, positions, mask))
     with torch.no_grad():
-        return model(input_ids=ids, position_ids=places, attention_mask=attended, use_cache=False).logits.numpy()
+        return model(
+            input_ids=ids, position_ids=places, attention_mask=attended, use_cache=False
+        ).logits.numpy()
 
 
 def save(model: Any, directory: Path) -> Path:

@@ -1,4 +1,6 @@
-"""A paged cache as vLLM keeps it, filled with random requests, and what the trainer's attention makes of them."""
+"""A paged cache as vLLM keeps it, filled with random requests,
+and what the trainer's attention makes of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.parity.small_policy import resolved
 
 LAYOUTS = ("separate", "side by side")
 BLOCK_SIZE = 16
-# Requests of one step: (tokens in the cache, new ones of them); decoding, a prefill, one with nothing new, a prompt's second part.
+# Requests of one step: (tokens in the cache, new ones of them); decoding, a prefill, one with nothing new, a
+# prompt's second part.
 REQUESTS = [(37, 1), (20, 20), (5, 0), (50, 13), (1, 1), (16, 1)]
 
 
@@ -32,9 +35,11 @@ def normal(rng: np.random.Generator, *shape: int) -> Any:
 
 
 class Paged:
-    """Keys and values of `REQUESTS` in the blocks of a cache, in a random order, with NaN wherever no token is.
+    """Keys and values of `REQUESTS` in the blocks of a cache, in a random order, with NaN wherever no token
+    is.
 
-    layout: "separate" as vLLM 0.24 and 0.25 have it, "side by side" as later ones; head_major: the memory's order below either.
+    layout: "separate" as vLLM 0.24 and 0.25 have it, "side by side" as later ones; head_major: the memory's
+      order below either.
     """
 
     def __init__(self, layout: str, head_major: bool, heads: int, width: int, seed: int = 0) -> None:
@@ -50,7 +55,8 @@ class Paged:
         else:
             memory = torch.full((*shape, 2 * width), float("nan"), dtype=torch.bfloat16)
             self.cache = memory if head_major else memory.transpose(1, 2)
-        self.keys, self.values = [], []
+        self.keys = []
+        self.values = []
         for row, (length, _) in enumerate(REQUESTS):
             mine, names = names[: used[row]], names[used[row] :]
             table[row, : used[row]] = mine
@@ -79,6 +85,8 @@ class Paged:
         for row, (length, new) in enumerate(REQUESTS):
             start = int(self.starts[row])
             mine = padded(query[start : start + new], length - new)
-            out = attention.attend(mine, padded(self.keys[row], 0), padded(self.values[row], 0), None, resolved())
+            out = attention.attend(
+                mine, padded(self.keys[row], 0), padded(self.values[row], 0), None, resolved()
+            )
             outputs.append(np.asarray(out[0, length - new : length], np.float32))
         return np.concatenate(outputs)

@@ -23,7 +23,9 @@ CONFIG = small_model(vocab_size=VOCAB)  # one layer; tests/parity/test_rollout_e
 
 
 def resolved(numerics: Numerics | None = None, **options: Any) -> Numerics:
-    """Numerics with the implementations that the small model has, for operations that are called by themselves."""
+    """Numerics with the implementations that the small model has,
+    for operations that are called by themselves.
+    """
     return resolve(Numerics(**options) if numerics is None else numerics, CONFIG)
 
 
@@ -31,7 +33,13 @@ class SmallPolicy:
     """Model, masters, plan and published weights of one preset; the masters are the same for every preset."""
 
     def __init__(
-        self, preset: str, config: ModelConfig = CONFIG, *, seed: int = 0, overrides: Sequence[tuple[str, str]] = (), **options: Any
+        self,
+        preset: str,
+        config: ModelConfig = CONFIG,
+        *,
+        seed: int = 0,
+        overrides: Sequence[tuple[str, str]] = (),
+        **options: Any,
     ) -> None:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
         self.model = Decoder(config, Numerics(compute_dtype=dtype, **options), rngs=nnx.Rngs(seed))
@@ -41,7 +49,11 @@ class SmallPolicy:
 
         def spread(_: str, value: jax.Array) -> jax.Array:
             """Larger matrices (distributions neither flat nor certain), vectors that are not all alike."""
-            return value * 6 if value.ndim == 2 else value + np.asarray(rng.normal(size=value.shape) * 0.2, np.float32)
+            return (
+                value * 6
+                if value.ndim == 2
+                else value + np.asarray(rng.normal(size=value.shape) * 0.2, np.float32)
+            )
 
         self.params = map_params(spread, params)
         self.paths = [path for path, _ in named_params(self.params)]
@@ -63,6 +75,8 @@ def trajectories(lengths: list[tuple[int, int]], seed: int = 0) -> list[Trajecto
         return rng.integers(2, VOCAB, count).astype(np.int32)
 
     return [
-        Trajectory.of_completion(i, tokens(prompt), tokens(completion), np.full(completion, -3, np.float32), "stop", 0)
+        Trajectory.of_completion(
+            i, tokens(prompt), tokens(completion), np.full(completion, -3, np.float32), "stop", 0
+        )
         for i, (prompt, completion) in enumerate(lengths)
     ]

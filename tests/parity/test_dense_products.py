@@ -1,4 +1,6 @@
-"""Products that are not FP8: what forms them where, their values and gradients by each form, and decode against a whole forward."""
+"""Products that are not FP8: what forms them where, their values and gradients by each form,
+and decode against a whole forward.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,39 @@ from tests.kernels.test_implementations import pretend
 from tests.oracles import tolerances
 from tests.parity.small_policy import CONFIG, SmallPolicy, resolved
 
-interpreted = pytest.mark.skipif(interpreter_problem() is not None, reason=f"mosaic_interpret: {interpreter_problem()}")
+interpreted = pytest.mark.skipif(
+    interpreter_problem() is not None, reason=f"mosaic_interpret: {interpreter_problem()}"
+)
 FORMS = ["xla_fast", "xla", pytest.param("mosaic_interpret", marks=interpreted)]
 
 
 def take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Makes `dense` of numerics that are resolved from now on run on this form, as on a device that it is for."""
+    """Makes `dense` of numerics that are resolved from now on run on this form,
+    as on a device that it is for.
+    """
     monkeypatch.setattr(choices, "dense_implementation", lambda numerics: Choice(name, "asked for by a test"))
 
 
 @pytest.mark.parametrize(
     ("platform", "capability", "version", "options", "name", "reason"),
     [
-        ("cpu", "", (0, 12, 0), {}, "xla_fast", "the platform is 'cpu', whose sums do not depend on the number of rows from 8 on"),
+        (
+            "cpu",
+            "",
+            (0, 12, 0),
+            {},
+            "xla_fast",
+            "the platform is 'cpu', whose sums do not depend on the number of rows from 8 on",
+        ),
         ("gpu", "9.0", (0, 12, 0), {}, "mosaic_gpu", "auto: a GPU of compute capability 9.0"),
-        ("gpu", "9.0", (0, 12, 0), {"compute_dtype": "float16"}, "mosaic_gpu", "auto: a GPU of compute capability 9.0"),
+        (
+            "gpu",
+            "9.0",
+            (0, 12, 0),
+            {"compute_dtype": "float16"},
+            "mosaic_gpu",
+            "auto: a GPU of compute capability 9.0",
+        ),
         ("gpu", "9.0", (0, 12, 0), {"compute_dtype": "float32"}, "xla_fast", "operands are float32"),
         ("gpu", "9.0", (0, 12, 0), {"exact": False}, "xla_fast", "numerics.exact is false"),
         ("gpu", "9.0", (0, 10, 2), {}, "xla", "JAX is .*, expected 0.11 or newer"),
@@ -62,11 +82,15 @@ def test_choice_follows_device_and_numerics(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "out_dtype", "bias"), [("bfloat16", "float32", False), ("float16", "float16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "bias"), [("bfloat16", "float32", False), ("float16", "float16", True)]
+)
 def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
     monkeypatch: pytest.MonkeyPatch, dtype: str, out_dtype: str, bias: bool, form: str
 ) -> None:
-    """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.  The backward is XLA's product in each form."""
+    """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.
+    The backward is XLA's product in each form.
+    """
     rng = np.random.default_rng(0)
     m, n, k = 3, 40, 72
     x, w = jnp.asarray(rng.normal(size=(m, k)), dtype), jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
@@ -91,7 +115,9 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
     if b is not None:
         wide_b = np.asarray(b.astype(dtype), np.float64)
         exact, magnitude = exact + wide_b, magnitude + np.abs(wide_b)
-    bound = tolerances.output_rounding(exact, tolerances.fp32_dot(k + 1, magnitude), tolerances.U_FP16 if out_dtype == "float16" else 0.0)
+    bound = tolerances.output_rounding(
+        exact, tolerances.fp32_dot(k + 1, magnitude), tolerances.U_FP16 if out_dtype == "float16" else 0.0
+    )
     assert out.dtype == out_dtype and np.all(np.abs(np.asarray(out, np.float64) - exact) <= bound)
     chex.assert_trees_all_equal(gradients, expected)
 
@@ -104,7 +130,9 @@ def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
         pytest.param("bf16", "mosaic_interpret", marks=[interpreted, pytest.mark.long, pytest.mark.newest]),
     ],
 )
-def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatch, preset: str, form: str) -> None:
+def test_decode_gives_the_bits_of_a_whole_forward(
+    monkeypatch: pytest.MonkeyPatch, preset: str, form: str
+) -> None:
     """Each token of three rows decoded alone, against all of them at once: 3 rows of products, and 21."""
     take(monkeypatch, form)
     policy = SmallPolicy(preset, dataclasses.replace(CONFIG, attention_bias=True))
@@ -116,7 +144,9 @@ def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatc
     def bind(weights: Any) -> Decoder:
         return nnx.merge(graphdef, weights)
 
-    whole = jit(lambda weights: bind(weights).logits(bind(weights)(ids, positions, jnp.ones_like(ids))))(weights)
+    whole = jit(lambda weights: bind(weights).logits(bind(weights)(ids, positions, jnp.ones_like(ids))))(
+        weights
+    )
 
     def step(weights: Any, ids: jax.Array, positions: jax.Array, cache: Any) -> Any:
         hidden, cache = bind(weights).extend(ids[:, None], positions[:, None], cache)
@@ -125,4 +155,6 @@ def test_decode_gives_the_bits_of_a_whole_forward(monkeypatch: pytest.MonkeyPatc
     decode, cache = jit(step), empty_cache(model.config, policy.numerics, 3, 16)
     for position in range(7):
         logits, cache = decode(weights, ids[:, position], positions[:, position], cache)
-        np.testing.assert_array_equal(np.asarray(logits), np.asarray(whole[:, position]), err_msg=str(position))
+        np.testing.assert_array_equal(
+            np.asarray(logits), np.asarray(whole[:, position]), err_msg=str(position)
+        )

@@ -1,7 +1,9 @@
-"""Attention by cuDNN: its formulation against float64 on a CPU, its lowering for CUDA without one, and what is chosen where.
+"""Attention by cuDNN: its formulation against float64 on a CPU, its lowering for CUDA without one, and what
+is chosen where.
 
-cuDNN itself runs in the tests marked `gpu` alone.  On a CPU the same calls of `jax.nn.dot_product_attention` run as XLA, which
-shows that mask, scale, grouped heads, layouts and padding are the right ones, and says nothing of cuDNN.
+cuDNN itself runs in the tests marked `gpu` alone.  On a CPU the same calls of `jax.nn.dot_product_attention`
+run as XLA, which shows that mask, scale, grouped heads, layouts and padding are the right ones, and says
+nothing of cuDNN.
 """
 
 from __future__ import annotations
@@ -70,13 +72,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def packed(length: int) -> np.ndarray:
     """Segments of two rows: two segments and padding; padding, one segment, padding."""
     segments = np.zeros((B, length), np.int32)
-    segments[0, :5], segments[0, 5 : length - 2], segments[1, 1 : length - 1] = 1, 2, 1
+    segments[0, :5] = 1
+    segments[0, 5 : length - 2] = 2
+    segments[1, 1 : length - 1] = 1
     return segments
 
 
 def packed_mask(segments: np.ndarray) -> jax.Array:
     """As the decoder makes it for cuDNN."""
-    return attention.packed_mask(jnp.asarray(segments), resolved(dataclasses.replace(FAST, attention="planned")))
+    return attention.packed_mask(
+        jnp.asarray(segments), resolved(dataclasses.replace(FAST, attention="planned"))
+    )
 
 
 def operands(length: int, dtype: Any, segments: np.ndarray) -> tuple[jax.Array, ...]:
@@ -86,7 +92,9 @@ def operands(length: int, dtype: Any, segments: np.ndarray) -> tuple[jax.Array, 
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v, dy * (segments > 0)[..., None, None]))
 
 
-def value_and_gradient(function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> list[np.ndarray]:
+def value_and_gradient(
+    function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array
+) -> list[np.ndarray]:
     def both(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
         out, pullback = jax.vjp(function, q, k, v)
         return out, *pullback(dy)
@@ -94,9 +102,13 @@ def value_and_gradient(function: Callable[..., jax.Array], q: jax.Array, k: jax.
     return [np.asarray(x, np.float64) for x in jax.jit(both)(q, k, v, dy)]
 
 
-def check(found: list[np.ndarray], expected: attention_oracle.Attended, used: np.ndarray, length: int, u: float) -> None:
+def check(
+    found: list[np.ndarray], expected: attention_oracle.Attended, used: np.ndarray, length: int, u: float
+) -> None:
     relative = tolerances.attention(length, H, expected.spread, u)
-    for name, got, value, size in zip(("out", "dq", "dk", "dv"), found, expected.values, expected.magnitudes, strict=False):
+    for name, got, value, size in zip(
+        ("out", "dq", "dk", "dv"), found, expected.values, expected.magnitudes, strict=False
+    ):
         bound = tolerances.output_rounding(value, relative * size, u) + 1e-30
         assert np.isfinite(got).all(), name
         worst = np.max((np.abs(got - value) / bound)[used])
@@ -113,13 +125,23 @@ def test_packed_rows_match_float64_in_value_and_gradient(length: int, dtype: str
     mask = packed_mask(segments)
     index = np.arange(length)
     visible = (segments[:, :, None] == segments[:, None, :]) & (index[None, :, None] >= index[None, None, :])
-    expected = attention_oracle.attention(*(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64))
+    expected = attention_oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64)
+    )
     found = value_and_gradient(functools.partial(flash.flash_attention, mask=mask), q, k, v, dy)
-    check(found if dtype == "float32" else found[:1], expected, segments > 0, length, 0.0 if dtype == "float32" else tolerances.U_BF16)
+    check(
+        found if dtype == "float32" else found[:1],
+        expected,
+        segments > 0,
+        length,
+        0.0 if dtype == "float32" else tolerances.U_BF16,
+    )
     for gradient in found[1:]:
         np.testing.assert_array_equal(gradient[segments == 0], 0)
     if dtype == "bfloat16":
-        ours = attention.attend(q, k, v, mask, resolved(dataclasses.replace(FAST, attention="xla"))).reshape(q.shape)
+        ours = attention.attend(q, k, v, mask, resolved(dataclasses.replace(FAST, attention="xla"))).reshape(
+            q.shape
+        )
         assert ours.dtype == jnp.bfloat16
         check([np.asarray(ours, np.float64)], expected, segments > 0, length, tolerances.U_BF16)
 
@@ -133,7 +155,13 @@ def test_a_prompt_in_its_own_row_needs_no_mask() -> None:
     found = value_and_gradient(functools.partial(flash.flash_attention, mask=None), q, k, v, dy)
     check(found, expected, np.ones((B, length), bool), length, 0.0)
     xla = resolved(dataclasses.replace(FAST, compute_dtype="float32", attention="xla"))
-    check([np.asarray(attention.attend(q, k, v, None, xla)).reshape(q.shape)], expected, np.ones((B, length), bool), length, 0.0)
+    check(
+        [np.asarray(attention.attend(q, k, v, None, xla)).reshape(q.shape)],
+        expected,
+        np.ones((B, length), bool),
+        length,
+        0.0,
+    )
 
 
 @pytest.mark.usefixtures("as_xla")
@@ -145,7 +173,9 @@ def test_a_decoded_token_sees_its_cache_up_to_itself() -> None:
     k, v = (rng.normal(size=(B, K, size, H)).astype(np.float32) for _ in range(2))
     visible = np.arange(size)[None] <= positions[:, None]
     k, v = (np.where(visible[:, None, :, None], x, 1e4).astype(np.float32) for x in (k, v))
-    expected = attention_oracle.attention(q[:, None], np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2), visible[:, None], np.zeros((B, 1, N, H)))
+    expected = attention_oracle.attention(
+        q[:, None], np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2), visible[:, None], np.zeros((B, 1, N, H))
+    )
     found = flash.flash_cached_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(positions))
     check([np.asarray(found)[:, None]], expected, np.ones((B, 1), bool), size, 0.0)
 
@@ -153,19 +183,36 @@ def test_a_decoded_token_sees_its_cache_up_to_itself() -> None:
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("length", [64, 65])
 def test_the_planned_call_has_cudnns_shapes(cuda: None, masked: bool, length: int) -> None:
-    """What the planner counts: operands, results and what the backward keeps, against the equations that JAX traces."""
+    """What the planner counts: operands, results and what the backward keeps,
+    against the equations that JAX traces.
+    """
     shape = jax.ShapeDtypeStruct
-    q, k, mask = shape((B, length, N, H), jnp.bfloat16), shape((B, length, K, H), jnp.bfloat16), shape((B, length, length), bool)
+    q, k, mask = (
+        shape((B, length, N, H), jnp.bfloat16),
+        shape((B, length, K, H), jnp.bfloat16),
+        shape((B, length, length), bool),
+    )
 
     def traced(planned: bool) -> list[Any]:
         def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-            return flash.flash_attention(q, k, v, mask if masked else None, planned=planned).astype(jnp.float32).sum()
+            return (
+                flash.flash_attention(q, k, v, mask if masked else None, planned=planned)
+                .astype(jnp.float32)
+                .sum()
+            )
 
         equations = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(q, k, k, mask).jaxpr.eqns
-        calls = [e for e in equations if "dot_product_attention" in e.primitive.name or e.primitive.name == "ffi_call"]
+        calls = [
+            e
+            for e in equations
+            if "dot_product_attention" in e.primitive.name or e.primitive.name == "ffi_call"
+        ]
         assert len(calls) == 2
         unused = (0,)  # JAX passes empty arrays for what it was not given
-        inputs = [sorted((v.aval.shape, str(v.aval.dtype)) for v in e.invars if v.aval.shape != unused) for e in calls]
+        inputs = [
+            sorted((v.aval.shape, str(v.aval.dtype)) for v in e.invars if v.aval.shape != unused)
+            for e in calls
+        ]
         results = [[(v.aval.shape, str(v.aval.dtype)) for v in e.outvars] for e in calls]
         if jax.__version_info__ < flash.FIRST_JAX and masked and not planned:
             results[1].pop()  # the gradient of the mask
@@ -206,7 +253,10 @@ def test_the_gradient_of_a_policy_lowers_to_cudnn(cuda: None, degree: int) -> No
     text = lowered(gradient, params, ids, ids, ids)
     assert sorted(calls(text)) == ["fmhaScaleBiasSoftmax"] * 2 + ["fmhaScaleBiasSoftmaxBackward"] * 2
     heads, kv_heads = sizes.num_heads // degree, sizes.num_kv_heads // degree
-    assert f"tensor<{rows}x{length}x{heads}x16xbf16>" in text and f"tensor<{rows}x{length}x{kv_heads}x16xbf16>" in text
+    assert (
+        f"tensor<{rows}x{length}x{heads}x16xbf16>" in text
+        and f"tensor<{rows}x{length}x{kv_heads}x16xbf16>" in text
+    )
     scores = set(re.findall(rf"tensor<([\dx]+)x{length}x{length}x(?:bf16|f32)>", text))
     assert scores == {f"{rows}x1"}, "nothing but the mask that all heads share"
 
@@ -219,10 +269,14 @@ def test_prefill_and_decode_lower_to_cudnn(cuda: None, compute_dtype: str) -> No
     graphdef, params = nnx.split(model)
     row = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    text = lowered(lambda params, *arrays: nnx.merge(graphdef, params).prefill(*arrays), params, prompts, prompts)
+    text = lowered(
+        lambda params, *arrays: nnx.merge(graphdef, params).prefill(*arrays), params, prompts, prompts
+    )
     assert calls(text) == ["fmhaSoftmax"] and "CAUSAL" in text and f"{length}x{length}x" not in text
     cache = jax.eval_shape(lambda: empty_cache(CONFIG, model.numerics, rows, length))
-    text = lowered(lambda params, *arrays: nnx.merge(graphdef, params).extend(*arrays), params, row, row, cache)
+    text = lowered(
+        lambda params, *arrays: nnx.merge(graphdef, params).extend(*arrays), params, row, row, cache
+    )
     assert calls(text) == ["fmhaSoftmax"] and "PADDING" in text
     name = {"bfloat16": "bf16", "float16": "f16"}[compute_dtype]
     keys = f"tensor<{rows * CONFIG.num_kv_heads}x{length}x1x{CONFIG.head_dim}x{name}>"
@@ -230,13 +284,20 @@ def test_prefill_and_decode_lower_to_cudnn(cuda: None, compute_dtype: str) -> No
 
 
 @pytest.mark.parametrize("program", ["gradient", "prefill", "decode"])
-def test_programs_of_the_gpu_config_lower_to_cudnn(cuda: None, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_the_gpu_config_lower_to_cudnn(
+    cuda: None, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At one layer; the config's sizes are what the FP8 kernels take whole."""
     monkeypatch.setattr(abstract_run, "PLANNED", "cudnn")  # to be lowered, not counted
     config = load_config(Path(__file__).resolve().parents[2] / "configs" / "qwen3_100m_gpu.yaml")
     sizes = planned_model(config)
     run = abstract_run.AbstractRun(config, dataclasses.replace(sizes, num_layers=1))
-    assert all(size % 128 == 0 for path, value in named_params(run.state.params) if path.endswith("_proj.weight") for size in value.shape)
+    assert all(
+        size % 128 == 0
+        for path, value in named_params(run.state.params)
+        if path.endswith("_proj.weight")
+        for size in value.shape
+    )
     assert sizes.hidden_size in KERNEL_WIDTHS and config.row_tokens % 128 == 0
     found = calls(run.trace(program).lower(lowering_platforms=("cuda",)).as_text())
     training = ["fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"]
@@ -254,10 +315,15 @@ def test_the_choice_says_why() -> None:
         assert choice.name == "xla" and choice.reason.startswith(f"auto: cudnn cannot run: {why}")
         with pytest.raises(UserError, match=f"numerics.attention: cannot run: got 'cudnn', but {why}"):
             flash.attention_implementation(dataclasses.replace(numerics, attention="cudnn"), head_dim)
-    assert flash.attention_implementation(FAST, H, elsewhere=True).name == ("xla" if jax.__version_info__ < flash.FIRST_JAX else "cudnn")
+    assert flash.attention_implementation(FAST, H, elsewhere=True).name == (
+        "xla" if jax.__version_info__ < flash.FIRST_JAX else "cudnn"
+    )
     here = flash.attention_implementation(FAST, H)
     assert here.name == ("cudnn" if NO_GPU is None else "xla")
-    assert flash.attention_implementation(dataclasses.replace(FAST, attention="xla"), H).reason == "asked for by name"
+    assert (
+        flash.attention_implementation(dataclasses.replace(FAST, attention="xla"), H).reason
+        == "asked for by name"
+    )
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
@@ -265,7 +331,11 @@ def test_a_cpu_is_refused_and_a_gpu_without_cudnn_too(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="the platform is 'cpu', expected 'gpu'"):
         flash.attention_implementation(CUDNN, H)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    why = r"JAX is .*, expected 0\.11\.2" if jax.__version_info__ < flash.FIRST_JAX else "its calls do not compile: cuDNN"
+    why = (
+        r"JAX is .*, expected 0\.11\.2"
+        if jax.__version_info__ < flash.FIRST_JAX
+        else "its calls do not compile: cuDNN"
+    )
     with pytest.raises(UserError, match=why):
         flash.attention_implementation(CUDNN, H)
 
@@ -279,12 +349,22 @@ def test_cudnn_matches_float64(length: int) -> None:
     q, k, v, dy = operands(length, "bfloat16", segments)
     index = np.arange(length)
     visible = (segments[:, :, None] == segments[:, None, :]) & (index[None, :, None] >= index[None, None, :])
-    expected = attention_oracle.attention(*(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64))
-    found = value_and_gradient(functools.partial(flash.flash_attention, mask=packed_mask(segments)), q, k, v, dy)
+    expected = attention_oracle.attention(
+        *(np.asarray(x, np.float64) for x in (q, k, v)), visible, np.asarray(dy, np.float64)
+    )
+    found = value_and_gradient(
+        functools.partial(flash.flash_attention, mask=packed_mask(segments)), q, k, v, dy
+    )
     check(found, expected, segments > 0, length, tolerances.U_BF16)
     last = np.array([4, length - 2], np.int32)
-    decoded = flash.flash_cached_attention(q[np.arange(B), last], jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2), jnp.asarray(last))
+    decoded = flash.flash_cached_attention(
+        q[np.arange(B), last], jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2), jnp.asarray(last)
+    )
     seen = (index[None] <= last[:, None])[:, None]
     query = np.asarray(q, np.float64)[np.arange(B), last][:, None]
-    expected = attention_oracle.attention(query, np.asarray(k, np.float64), np.asarray(v, np.float64), seen, np.zeros((B, 1, N, H)))
-    check([np.asarray(decoded, np.float64)[:, None]], expected, np.ones((B, 1), bool), length, tolerances.U_BF16)
+    expected = attention_oracle.attention(
+        query, np.asarray(k, np.float64), np.asarray(v, np.float64), seen, np.zeros((B, 1, N, H))
+    )
+    check(
+        [np.asarray(decoded, np.float64)[:, None]], expected, np.ones((B, 1), bool), length, tolerances.U_BF16
+    )

@@ -1,7 +1,8 @@
-"""Norm and SiLU fused with the quantiser against the same operations in turn: one decoder layer, forward and gradients.
+"""Norm and SiLU fused with the quantiser against the same operations in turn: one decoder layer, forward and
+gradients.
 
-The products are the same both ways (XLA's, for time), so every bit of the layer's outputs must be equal; so must the
-gradients, which are those of the operations in turn whatever makes the codes.
+The products are the same both ways (XLA's, for time), so every bit of the layer's outputs must be equal; so
+must the gradients, which are those of the operations in turn whatever makes the codes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from tests.kernels.runnable import runnable
 from tests.parity.small_policy import CONFIG
 
-SIZES = dataclasses.replace(CONFIG, hidden_size=1024, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=128)
+SIZES = dataclasses.replace(
+    CONFIG, hidden_size=1024, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=128
+)
 TOKENS = 9  # no multiple of 8
 Overrides = tuple[tuple[str, str], ...]
 QUANTISERS = {
@@ -39,14 +42,19 @@ class Layer:
 
     def __init__(self, overrides: Overrides = (), sizes: Any = SIZES, **options: Any) -> None:
         model = Decoder(sizes, Numerics(**options), rngs=nnx.Rngs(0))
-        self.sizes, self.numerics = sizes, model.numerics
+        self.sizes = sizes
+        self.numerics = model.numerics
         self.graphdef, params = nnx.split(model)
         rng = np.random.default_rng(1)
-        self.params = map_params(lambda _, v: v if v.ndim == 2 else v + np.asarray(rng.normal(size=v.shape) * 0.2, np.float32), params)
+        self.params = map_params(
+            lambda _, v: v if v.ndim == 2 else v + np.asarray(rng.normal(size=v.shape) * 0.2, np.float32),
+            params,
+        )
         paths = [path for path, _ in named_params(params)]
         self.plan = PrecisionPlan(paths, "fp8_unified", overrides, wgrad_operand=self.numerics.wgrad_operand)
         shape = (1, TOKENS, sizes.hidden_size)
-        self.arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4)]  # x, residual, two cotangents
+        # x, residual, two cotangents
+        self.arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4)]
 
     def forward(self, weights: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(branch, new residual)."""
@@ -72,7 +80,9 @@ class Layer:
         return {name: np.asarray(value).astype(np.float32) for name, value in named.items()}
 
     def launches(self, *, training: bool) -> Counter[str]:
-        """How often each quantiser is called in a forward, or in forward and backward: 'name' by XLA, 'name*' by a kernel."""
+        """How often each quantiser is called in a forward, or in forward and backward: 'name' by XLA,
+        'name*' by a kernel.
+        """
         counts: Counter[str] = Counter()
 
         def counted(name: str, function: Any) -> Any:
@@ -99,10 +109,16 @@ interpreted = pytest.mark.parametrize("kernels", runnable("mosaic_interpret"))
 @pytest.mark.newest
 @pytest.mark.long
 @interpreted
-def test_fused_layer_has_the_bits_of_the_operations_in_turn(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layer_has_the_bits_of_the_operations_in_turn(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("fprop", "dgrad", "wgrad"):
         product = getattr(linear, name)
-        monkeypatch.setattr(linear, name, lambda *args, f=product, **options: f(*args, **options | {"implementation": "xla_fast"}))
+        monkeypatch.setattr(
+            linear,
+            name,
+            lambda *args, f=product, **options: f(*args, **options | {"implementation": "xla_fast"}),
+        )
     layer = Layer(kernels=kernels)
     fused = layer.run()
     for problem in ("norm_problem", "silu_problem"):
@@ -115,10 +131,17 @@ def test_fused_layer_has_the_bits_of_the_operations_in_turn(kernels: str, monkey
 
 
 def test_every_input_is_quantised_once() -> None:
-    """By XLA: q, k, v share one, gate and up share one; the output gradients of seven layers are quantised both ways."""
+    """By XLA: q, k, v share one, gate and up share one;
+    the output gradients of seven layers are quantised both ways.
+    """
     assert Layer(kernels="xla").launches(training=False) == {"quantize": 4}
-    # WGrad's operand is made again in each layer's backward; equal ones are one operation once XLA has merged them.
-    assert Layer(kernels="xla").launches(training=True) == {"quantize": 4, "requantize": 7, "quantize_dual": 7}
+    # WGrad's operand is made again in each layer's backward; equal ones are one operation once XLA has merged
+    # them.
+    assert Layer(kernels="xla").launches(training=True) == {
+        "quantize": 4,
+        "requantize": 7,
+        "quantize_dual": 7,
+    }
     for operand in ("dual", "block"):
         assert Layer(kernels="xla", wgrad_operand=operand).launches(training=True) == {"quantize_dual": 4 + 7}
 
@@ -137,7 +160,8 @@ def test_kernels_take_the_operation_in_front_where_they_can(kernels: str) -> Non
 @interpreted
 def test_a_reader_that_is_not_fp8_or_another_width_takes_the_operations_in_turn(kernels: str) -> None:
     mixed = Layer((("*.k_proj.weight", "bf16"), ("*.down_proj.weight", "bf16")), kernels=kernels)
-    assert mixed.launches(training=False) == {"rms_norm_quantize*": 1, "quantize*": 2}  # norm -> gate, up; norm | q, v; attention
+    # norm -> gate, up; norm | q, v; attention
+    assert mixed.launches(training=False) == {"rms_norm_quantize*": 1, "quantize*": 2}
     narrow = Layer(sizes=dataclasses.replace(SIZES, hidden_size=384), kernels=kernels)
     assert narrow.launches(training=False) == {"quantize*": 3, "silu_multiply_quantize*": 1}
     ragged = Layer(sizes=dataclasses.replace(SIZES, intermediate_size=160), kernels=kernels)
@@ -165,6 +189,13 @@ def test_record_says_why_a_kernel_is_not_taken(kernels: str) -> None:
         "quantize_partial": "xla",
     }
     why = inputs(sizes, "reason", kernels=kernels)
-    assert "expected a width of (" in why["norm"] and "multiple of 128" in why["silu"] and "is partial" in why["quantize_partial"]
+    assert (
+        "expected a width of (" in why["norm"]
+        and "multiple of 128" in why["silu"]
+        and "is partial" in why["quantize_partial"]
+    )
     dual = {"kernels": kernels, "wgrad_operand": "dual"}
-    assert inputs(SIZES, **dual)["norm"] == kernels and "takes the value" in inputs(SIZES, "reason", **dual)["norm_in_training"]
+    assert (
+        inputs(SIZES, **dual)["norm"] == kernels
+        and "takes the value" in inputs(SIZES, "reason", **dual)["norm_in_training"]
+    )

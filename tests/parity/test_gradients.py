@@ -1,14 +1,14 @@
 """Gradients of the policy: against float64 differences, and of a batch against the sum over its microbatches.
 
-WGrad's FP8 blocks run along tokens, so another split of a batch quantises dY and X in other groups.  With q = Q(a) the codes of
-an operand, |q - a| <= u A, where u = 2**-4 (E4M3) and A = max(|a|, 2**-6 scale) covers subnormal codes, any split is off the
-unquantised product by
+WGrad's FP8 blocks run along tokens, so another split of a batch quantises dY and X in other groups.  With q =
+Q(a) the codes of an operand, |q - a| <= u A, where u = 2**-4 (E4M3) and A = max(|a|, 2**-6 scale) covers
+subnormal codes, any split is off the unquantised product by
 
     |dW_fp8 - dY^T X| <= (2 u + u^2) A_dY^T A_X            elementwise
 
-and two splits differ by at most twice that.  A is taken from the codes of the whole batch: |a| <= |q| / (1 - u), and the
-largest scale of a column bounds that of every split.  Measured here: 1 to 3 % of a tensor's norm; BF16 and FP32 flows
-differ by 2e-7.
+and two splits differ by at most twice that.  A is taken from the codes of the whole batch: |a| <= |q| / (1 -
+u), and the largest scale of a column bounds that of every split.  Measured here: 1 to 3 % of a tensor's norm;
+BF16 and FP32 flows differ by 2e-7.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ ROW_TOKENS = 48
 ADVANTAGES = [1.2, -0.7, 0.4, -1.1, 0.9, -0.3]
 ALGORITHM = resolve_algorithm(algorithm_section(), 44)
 Gradient = dict[str, np.ndarray]
-# The longest chain of FP32 sums behind a gradient.  Between operations a BF16 rounding is tipped over by an FP32 error e with
-# probability e / u, and moves the value by 2 u; at most 20 of them lie in a row, and they add up as squares in the norm.
+# The longest chain of FP32 sums behind a gradient.  Between operations a BF16 rounding is tipped over by an
+# FP32 error e with probability e / u, and moves the value by 2 u; at most 20 of them lie in a row, and they
+# add up as squares in the norm.
 FP32_BOUND = gamma(5 * ROW_TOKENS + 3 * CONFIG.intermediate_size + 4 * CONFIG.hidden_size)
 BF16_BOUND = FP32_BOUND + 2 * U_BF16 * (20 * FP32_BOUND / U_BF16) ** 0.5
 
@@ -54,10 +55,14 @@ class Flow:
     def __init__(self, preset: str) -> None:
         small = SmallPolicy(preset, exact=preset != "fp32")
         self.small = small
-        self.programs = PolicyPrograms(small.model, small.plan, optax.sgd(1.0), temperature=0.8, chunk_tokens=1000)
+        self.programs = PolicyPrograms(
+            small.model, small.plan, optax.sgd(1.0), temperature=0.8, chunk_tokens=1000
+        )
         self.state = TrainState(small.params, (), small.published)
 
-    def gradient(self, batches: list[TrainBatch], denominators: Denominators) -> tuple[Gradient, list[Gradient], float]:
+    def gradient(
+        self, batches: list[TrainBatch], denominators: Denominators
+    ) -> tuple[Gradient, list[Gradient], float]:
         """(accumulated by the trainer's own `add`, the shares, the loss)."""
         total: Any = None
         shares, loss = [], 0.0
@@ -79,7 +84,9 @@ def split(rows: int) -> list[TrainBatch]:
 
 
 def dealt() -> list[TrainBatch]:
-    """Two microbatches of every other trajectory, rows left empty: the program of the whole batch, other blocks of tokens."""
+    """Two microbatches of every other trajectory, rows left empty: the program of the whole batch,
+    other blocks of tokens.
+    """
     ones = np.ones(len(LENGTHS), bool)
 
     def part(indices: list[int]) -> list[TrainBatch]:
@@ -111,7 +118,10 @@ def test_gradient_of_a_batch_is_the_sum_over_any_split(preset: str) -> None:
         assert split_loss == pytest.approx(loss, abs=1e-6)
         for path in whole:
             worst = max(worst, relative(whole[path], summed[path], shares, path))
-    print(f"\n{preset}: largest relative difference of a tensor's gradient between splits {worst:.2e}, bound {bound:.2e}")
+    print(
+        f"\n{preset}: largest relative difference of a tensor's gradient between splits {worst:.2e}, "
+        f"bound {bound:.2e}"
+    )
     assert worst <= bound
 
 
@@ -122,7 +132,8 @@ def test_gradient_of_a_norm_weight_is_an_fp32_sum() -> None:
     numerics = flow("bf16").small.numerics
     for weight in (jnp.ones(64, jnp.float32), jnp.full(64, 1.3, jnp.float32)):
         _, pullback = jax.vjp(lambda w: rms_norm(x, w, 1e-6, numerics), weight)
-        ones = np.asarray(rms_norm(x, jnp.ones(64, jnp.float32), 1e-6, numerics)).astype(np.float64)  # normed, rounded once
+        # normed, rounded once
+        ones = np.asarray(rms_norm(x, jnp.ones(64, jnp.float32), 1e-6, numerics)).astype(np.float64)
         terms = np.asarray(dy).astype(np.float64) * ones
         assert np.all(np.abs(np.asarray(pullback(dy)[0]) - terms.sum(0)) <= gamma(51) * np.abs(terms).sum(0))
 
@@ -137,10 +148,14 @@ def test_every_tensor_has_a_gradient_in_fp32() -> None:
 
 def magnitude(array: ScaledArray) -> jax.Array:
     """A of the module docstring for every element of an operand in (128, 1) blocks, from its codes."""
-    return jnp.maximum(jnp.abs(array.dequantize()) / (1 - U_E4M3), 2.0**-6 * array.scale.max(0, keepdims=True))
+    return jnp.maximum(
+        jnp.abs(array.dequantize()) / (1 - U_E4M3), 2.0**-6 * array.scale.max(0, keepdims=True)
+    )
 
 
-def magnitudes(monkeypatch: pytest.MonkeyPatch, batches: list[TrainBatch], denominators: Denominators) -> Gradient:
+def magnitudes(
+    monkeypatch: pytest.MonkeyPatch, batches: list[TrainBatch], denominators: Denominators
+) -> Gradient:
     """A_dY^T A_X in place of every dW."""
     with monkeypatch.context() as patch:
         patch.setattr(linear, "wgrad", lambda dy, x, **_: magnitude(dy).T @ magnitude(x))
@@ -160,28 +175,40 @@ def test_fp8_gradient_of_a_split_is_within_the_quantisation_bound(monkeypatch: p
             other = max(other, relative(whole[path], summed[path], shares, path))
             continue
         limit = 2 * (2 * U_E4M3 + U_E4M3**2) * magnitude_whole[path]
-        assert np.all(difference <= limit * (1 + BF16_BOUND)), f"{path}: worst ratio {(difference / limit).max()}"
+        assert np.all(difference <= limit * (1 + BF16_BOUND)), (
+            f"{path}: worst ratio {(difference / limit).max()}"
+        )
         measured[path] = float(np.linalg.norm(difference) / np.linalg.norm(whole[path]))
     listed = ", ".join(f"{path.split('.')[-2]} {value:.3f}" for path, value in measured.items())
-    print(f"\nfp8_unified: |difference between splits| / |gradient|, Frobenius: {listed}; other tensors {other:.1e}")
+    print(
+        f"\nfp8_unified: |difference between splits| / |gradient|, Frobenius: {listed}; other tensors "
+        f"{other:.1e}"
+    )
     assert min(measured.values()) > 1e-3, "the blocks did not move: the case shows nothing"
-    # Two independent quantisations of two operands: (2 u + u^2) twice bounds every product; they do not all line up.
+    # Two independent quantisations of two operands: (2 u + u^2) twice bounds every product; they do not all
+    # line up.
     assert max(measured.values()) <= 2 * (2 * U_E4M3 + U_E4M3**2)
     assert other <= BF16_BOUND  # nothing but WGrad reads the blocks along tokens
 
 
 def test_fp8_gradients_resemble_the_unquantised() -> None:
-    """Straight-through: direction and length of the FP32 gradient, within a few times the quantisation's noise."""
+    """Straight-through: direction and length of the FP32 gradient,
+    within a few times the quantisation's noise.
+    """
     denominators = global_denominators()
     reference, _, _ = flow("fp32").gradient(split(5), denominators)
     for preset, least in (("bf16", 1 - 8 * U_BF16), ("fp8_unified", 1 - 4 * U_E4M3)):
         gradient, _, _ = flow(preset).gradient(split(5), denominators)
         for path, expected in reference.items():
-            cosine = np.vdot(gradient[path], expected) / np.linalg.norm(gradient[path]) / np.linalg.norm(expected)
+            cosine = (
+                np.vdot(gradient[path], expected) / np.linalg.norm(gradient[path]) / np.linalg.norm(expected)
+            )
             assert cosine >= least, f"{preset} {path}: {cosine}"
 
 
-def oracle_loss(weights: dict[str, np.ndarray], old: list[np.ndarray] | None) -> tuple[float, list[np.ndarray]]:
+def oracle_loss(
+    weights: dict[str, np.ndarray], old: list[np.ndarray] | None
+) -> tuple[float, list[np.ndarray]]:
     """The GRPO loss (token mean) in float64, and the log-probabilities of the completions."""
     config = {
         "rms_norm_eps": CONFIG.rms_norm_eps,
@@ -210,10 +237,14 @@ def oracle_loss(weights: dict[str, np.ndarray], old: list[np.ndarray] | None) ->
 
 
 def test_gradient_matches_float64_differences_of_the_oracle_decoder() -> None:
-    """The whole chain in FP32, model, packing, temperature, loss: along random directions and along single tensors."""
+    """The whole chain in FP32, model, packing, temperature, loss:
+    along random directions and along single tensors.
+    """
     small = flow("fp32").small
     weights = {f"model.{path}": np.asarray(value, np.float64) for path, value in named_params(small.params)}
-    batches = pack(trajectories(LENGTHS), ADVANTAGES, np.ones(6, bool), ROW_TOKENS, 5 * ROW_TOKENS, indices=[2, 3])
+    batches = pack(
+        trajectories(LENGTHS), ADVANTAGES, np.ones(6, bool), ROW_TOKENS, 5 * ROW_TOKENS, indices=[2, 3]
+    )
     gradient, _, loss = flow("fp32").gradient(batches, count_denominators(batches, 44))
     value, old = oracle_loss(weights, None)
     assert loss == pytest.approx(value, abs=1e-5)
@@ -224,23 +255,33 @@ def test_gradient_matches_float64_differences_of_the_oracle_decoder() -> None:
         step = 1e-5
 
         def at(sign: int, direction: dict[str, np.ndarray] = direction, step: float = step) -> float:
-            return oracle_loss({name: w + sign * step * direction.get(name, 0.0) for name, w in weights.items()}, old)[0]
+            return oracle_loss(
+                {name: w + sign * step * direction.get(name, 0.0) for name, w in weights.items()}, old
+            )[0]
 
         expected = (at(1) - at(-1)) / (2 * step)
-        got = sum(float(np.vdot(gradient[path].astype(np.float64), direction[f"model.{path}"])) for path in paths)
+        got = sum(
+            float(np.vdot(gradient[path].astype(np.float64), direction[f"model.{path}"])) for path in paths
+        )
         length = np.sqrt(sum(float(np.vdot(gradient[path], gradient[path])) for path in paths))
-        assert abs(got - expected) <= 1e-4 * length, f"{paths[0]}: got {got}, expected {expected}, |gradient| {length}"
+        assert abs(got - expected) <= 1e-4 * length, (
+            f"{paths[0]}: got {got}, expected {expected}, |gradient| {length}"
+        )
 
 
 def test_supervised_gradient_is_that_of_the_mean_cross_entropy() -> None:
-    """The same program with weights one: -mean(logprob) has the policy gradient of advantage one at ratio one."""
+    """The same program with weights one: -mean(logprob)
+    has the policy gradient of advantage one at ratio one.
+    """
     programs, state = flow("fp32").programs, flow("fp32").state
     ones = np.ones(len(LENGTHS))
     (batch,) = pack(trajectories(LENGTHS), ones, ones.astype(bool), ROW_TOKENS, 5 * ROW_TOKENS)
     denominators = count_denominators([batch], 44)
     grads, loss = programs.supervised_gradient(state, batch, float(denominators.tokens))
     policy_grads, _, logprobs = programs.policy_gradient(state, batch, denominators, ALGORITHM)
-    assert float(loss) == pytest.approx(-float(np.asarray(logprobs)[batch.loss_mask].mean(dtype=np.float64)), rel=1e-6)
+    assert float(loss) == pytest.approx(
+        -float(np.asarray(logprobs)[batch.loss_mask].mean(dtype=np.float64)), rel=1e-6
+    )
     for (path, a), (_, b) in zip(named_params(grads), named_params(policy_grads), strict=True):
         assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(np.asarray(b)), path
 
@@ -248,8 +289,12 @@ def test_supervised_gradient_is_that_of_the_mean_cross_entropy() -> None:
 def test_masked_tokens_and_padding_have_no_gradient() -> None:
     programs, state = flow("fp32").programs, flow("fp32").state
     (batch,) = split(5)
-    nothing = batch.replace(loss_mask=np.zeros_like(batch.loss_mask), advantages=np.full_like(batch.advantages, np.nan))
+    nothing = batch.replace(
+        loss_mask=np.zeros_like(batch.loss_mask), advantages=np.full_like(batch.advantages, np.nan)
+    )
     grads, stats, _ = programs.policy_gradient(state, nothing, global_denominators(), ALGORITHM)
-    assert float(stats["loss"]) == 0 and all(not np.any(np.asarray(value)) for _, value in named_params(grads))
+    assert float(stats["loss"]) == 0 and all(
+        not np.any(np.asarray(value)) for _, value in named_params(grads)
+    )
     total = programs.add(None, map_params(lambda _, value: value, grads))
     assert all(value.dtype == jnp.float32 for _, value in named_params(total))

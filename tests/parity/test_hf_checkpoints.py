@@ -1,4 +1,6 @@
-"""Checkpoint directories exchanged with transformers, offline: it reads ours, we read its, with equal tensors."""
+"""Checkpoint directories exchanged with transformers, offline: it reads ours, we read its,
+with equal tensors.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_transformers_reads_our_checkpoint(tmp_path, case, dtype, max_shard_byte
     config, params = params_of(model)
     target = save_checkpoint(tmp_path / "out", config, params, dtype=dtype, max_shard_bytes=max_shard_bytes)
     assert (target / "model.safetensors").exists() == (max_shard_bytes == 5e9)
-    read, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True, local_files_only=True)
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(
+        target, output_loading_info=True, local_files_only=True
+    )
     assert not any(info.values()), info  # nothing missing, unexpected, mismatched or failed
     assert type(read) is type(model)
     assert read.dtype == getattr(torch, dtype)
@@ -57,7 +61,9 @@ def test_transformers_reads_our_checkpoint(tmp_path, case, dtype, max_shard_byte
 def test_transformers_computes_the_same_from_our_checkpoint(tmp_path, case):
     model = random_model(case)
     target = save_checkpoint(tmp_path / "out", *params_of(model), dtype="float32")
-    read = transformers.AutoModelForCausalLM.from_pretrained(target, local_files_only=True, attn_implementation="eager")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        target, local_files_only=True, attn_implementation="eager"
+    )
     tokens = torch.arange(1, 31)[None]
     with torch.no_grad():
         assert torch.equal(read(tokens).logits, model(tokens).logits)
@@ -95,7 +101,9 @@ def test_a_checkpoint_goes_round_unchanged(tmp_path, case):
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
 def test_either_rope_spelling_of_our_config_is_the_same_model(tmp_path, case, spelling):
-    """What transformers 4 sees (it ignores rope_parameters) and what transformers 5 sees (it prefers them) agree."""
+    """What transformers 4 sees (it ignores rope_parameters) and what transformers 5 sees (it prefers them)
+    agree.
+    """
     config = from_hf(random_model(case).config.to_dict())
     values = to_hf(config)
     for key in ("rope_parameters",) if spelling == "rope_theta" else ("rope_theta", "rope_scaling"):

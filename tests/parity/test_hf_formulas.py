@@ -1,6 +1,7 @@
 """Three independent decoders agree: transformers in float64, published formulas in numpy, and ours in FP32.
 
-The numpy decoder vouches for the float64 twin of the parity tests, and stands in for it where torch is absent.
+The numpy decoder vouches for the float64 twin of the parity tests, and stands in for it where torch is
+absent.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ QWEN3 = small_model(
     tie_word_embeddings=False,
     eos_token_ids=(),
 )
-YARN = RopeScaling("yarn", 8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.2, truncate=False)
-LLAMA = dataclasses.replace(QWEN3, architecture="llama", qk_norm=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
+YARN = RopeScaling(
+    "yarn", 8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.2, truncate=False
+)
+LLAMA = dataclasses.replace(
+    QWEN3, architecture="llama", qk_norm=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+)
 CONFIGS = {
     "qwen3": QWEN3,
     "qwen3_bias": dataclasses.replace(QWEN3, attention_bias=True, tie_word_embeddings=True),
@@ -57,7 +62,9 @@ def random_weights(decoder: Decoder) -> dict[str, np.ndarray]:
     return weights
 
 
-@pytest.mark.parametrize(("name", "exact"), [*((name, True) for name in CONFIGS), ("qwen3", False), ("llama3", False)])
+@pytest.mark.parametrize(
+    ("name", "exact"), [*((name, True) for name in CONFIGS), ("qwen3", False), ("llama3", False)]
+)
 def test_decoder_matches_float64_formulas(name, exact):
     config, length = CONFIGS[name], 20
     decoder = Decoder(config, Numerics(compute_dtype="float32", exact=exact), rngs=nnx.Rngs(0))
@@ -66,7 +73,8 @@ def test_decoder_matches_float64_formulas(name, exact):
     expected = decoder_oracle.logits(to_hf(config), weights, tokens.tolist())
     row = (jnp.asarray(x, jnp.int32)[None] for x in (tokens, np.arange(length), np.ones(length)))
     got = np.asarray(nnx.jit(lambda d, *batch: d.logits(d(*batch)))(decoder, *row)[0], np.float64)
-    # Some 2 x 8 roundings in a chain, each of 2^-24 relative to the largest value of its tensor, with sums of 48 terms.
+    # Some 2 x 8 roundings in a chain, each of 2^-24 relative to the largest value of its tensor, with sums of
+    # 48 terms.
     assert np.abs(got - expected).max() < 32 * 2.0**-24 * np.abs(expected).max()
     assert np.abs(expected).max() > 1
 

@@ -1,7 +1,9 @@
-"""The decoder in FP32 against transformers, module by module and whole, on random Qwen3, Qwen2 and Llama 3 models.
+"""The decoder in FP32 against transformers, module by module and whole, on random Qwen3, Qwen2 and Llama 3
+models.
 
-Criterion everywhere: the decoder's error against transformers in float64 is at most twice that of transformers in
-FP32, in maximum and in mean, over the same elements. Weights reach the decoder through the checkpoint reader.
+Criterion everywhere: the decoder's error against transformers in float64 is at most twice that of
+transformers in FP32, in maximum and in mean, over the same elements. Weights reach the decoder through the
+checkpoint reader.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from bridge.hf.read import parameters_by_path, read_config
 from jetrl_jax.models import ops
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
-from tests.parity.hf_reference import CASES, errors, float64_twin, hf_logits, ragged_batch, random_model, save, torch, true_float64
+from tests.parity.hf_reference import (
+    CASES,
+    errors,
+    float64_twin,
+    hf_logits,
+    ragged_batch,
+    random_model,
+    save,
+    torch,
+    true_float64,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,26 +73,39 @@ def twin_logits(case: str, batch: tuple[np.ndarray, ...]) -> np.ndarray:
 
 def ratio(got: Any, theirs: Any, reference: Any, valid: np.ndarray | None = None) -> np.ndarray:
     """(max, mean) of our error over transformers' FP32 error."""
-    return errors(got, np.asarray(reference), valid) / errors(np.asarray(theirs), np.asarray(reference), valid)
+    return errors(got, np.asarray(reference), valid) / errors(
+        np.asarray(theirs), np.asarray(reference), valid
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ whole
 
 
-WHOLE = [(case, exact, side) for case in CASES if case != "qwen3_yarn" for exact in (True, False) for side in ("left", "right")]
+WHOLE = [
+    (case, exact, side)
+    for case in CASES
+    if case != "qwen3_yarn"
+    for exact in (True, False)
+    for side in ("left", "right")
+]
 
 
 @pytest.mark.parametrize(("case", "exact", "side"), [*WHOLE, ("qwen3_yarn", True, "left")])
 def test_logits_match_transformers(case, exact, side):
     batch = ragged_batch(LENGTHS, side, 61)
     got = our_logits(decoder_of(case, exact=exact), *batch)
-    assert (ratio(got, hf_logits(models(case)[0], *batch), twin_logits(case, batch), batch[2]) <= ALLOWED_RATIO).all()
+    assert (
+        ratio(got, hf_logits(models(case)[0], *batch), twin_logits(case, batch), batch[2]) <= ALLOWED_RATIO
+    ).all()
 
 
 def test_logits_of_the_cuda_variant_match_transformers():
     batch = ragged_batch(LENGTHS, "left", 61)
     got = our_logits(decoder_of("qwen3", variant="cuda"), *batch)
-    assert (ratio(got, hf_logits(models("qwen3")[0], *batch), twin_logits("qwen3", batch), batch[2]) <= ALLOWED_RATIO).all()
+    assert (
+        ratio(got, hf_logits(models("qwen3")[0], *batch), twin_logits("qwen3", batch), batch[2])
+        <= ALLOWED_RATIO
+    ).all()
 
 
 @pytest.mark.parametrize("case", ["qwen3", "llama3"])
@@ -110,10 +135,16 @@ def _change(path: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[di
 
 LAYER = "layers.1."
 MUTATIONS = {
-    "swap q_norm and k_norm": ("qwen3", _swap(f"{LAYER}self_attn.q_norm.weight", f"{LAYER}self_attn.k_norm.weight")),
+    "swap q_norm and k_norm": (
+        "qwen3",
+        _swap(f"{LAYER}self_attn.q_norm.weight", f"{LAYER}self_attn.k_norm.weight"),
+    ),
     "swap k and v": ("qwen3", _swap(f"{LAYER}self_attn.k_proj.weight", f"{LAYER}self_attn.v_proj.weight")),
     "swap gate and up": ("llama3", _swap(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight")),
-    "swap the layer's norms": ("qwen2", _swap(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight")),
+    "swap the layer's norms": (
+        "qwen2",
+        _swap(f"{LAYER}input_layernorm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    ),
     "transpose q": ("qwen2", _change(f"{LAYER}self_attn.q_proj.weight", jnp.transpose)),
     "transpose o": ("llama3", _change(f"{LAYER}self_attn.o_proj.weight", jnp.transpose)),
     "drop the final norm": ("llama3", _change("norm.weight", jnp.ones_like)),
@@ -124,16 +155,21 @@ MUTATIONS = {
 }
 
 
-SEEN_FIRST = ("swap gate and up", "transpose q", "drop q_norm", "one weight wrong")  # the others in `make test-long`
+# the others in `make test-long`
+SEEN_FIRST = ("swap gate and up", "transpose q", "drop q_norm", "one weight wrong")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SEEN_FIRST else pytest.mark.long) for name in MUTATIONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SEEN_FIRST else pytest.mark.long) for name in MUTATIONS]
+)
 def test_a_broken_weight_is_seen(name):
     case, mutate = MUTATIONS[name]
     decoder = decoder_of(case)
     mutate(parameters_by_path(decoder))
     batch = ragged_batch(LENGTHS, "left", 61)
-    found = ratio(our_logits(decoder, *batch), hf_logits(models(case)[0], *batch), twin_logits(case, batch), batch[2])
+    found = ratio(
+        our_logits(decoder, *batch), hf_logits(models(case)[0], *batch), twin_logits(case, batch), batch[2]
+    )
     assert (found > 10 * ALLOWED_RATIO).all()
 
 
@@ -142,7 +178,9 @@ def test_a_broken_batch_is_seen(what):
     tokens, positions, mask = batch = ragged_batch(LENGTHS, "left", 61)
     reference, theirs = twin_logits("llama3", batch), hf_logits(models("llama3")[0], *batch)
     if what == "positions":
-        positions = np.stack([np.random.default_rng(0).permutation(row) for row in positions]).astype(np.int32)
+        positions = np.stack([np.random.default_rng(0).permutation(row) for row in positions]).astype(
+            np.int32
+        )
     segments = np.ones_like(mask) if what == "segments" else mask
     got = our_logits(decoder_of("llama3"), tokens, positions, segments)
     assert (ratio(got, theirs, reference, mask) > 10 * ALLOWED_RATIO).all()
@@ -200,16 +238,28 @@ def test_embedding_equals_transformers(case):
 def test_rms_norm_matches_transformers(case, exact):
     decoder, x = decoder_of(case, exact=exact), 3 * _inputs(2, 40, 64)
     x[0, 0] = 1e-4 * x[0, 0]  # epsilon matters here
-    got = jax.jit(ops.rms_norm, static_argnums=(2, 3))(x, decoder.norm.weight.get_value(), decoder.config.rms_norm_eps, decoder.numerics)
+    got = jax.jit(ops.rms_norm, static_argnums=(2, 3))(
+        x, decoder.norm.weight.get_value(), decoder.config.rms_norm_eps, decoder.numerics
+    )
     _check(got, _both(case, lambda m, dtype: m.model.norm(torch.from_numpy(x).to(dtype))))
 
 
 @pytest.mark.parametrize(
     ("case", "exact"),
-    [("qwen3", True), ("qwen3", False), ("qwen3_yarn", True), ("qwen3_yarn", False), ("llama3", True), ("llama_bias", True)],
+    [
+        ("qwen3", True),
+        ("qwen3", False),
+        ("qwen3_yarn", True),
+        ("qwen3_yarn", False),
+        ("llama3", True),
+        ("llama_bias", True),
+    ],
 )
 def test_rope_matches_transformers(case, exact):
-    decoder, x = decoder_of(case, exact=exact), _inputs(2, 50, 4, models(case)[0].model.layers[0].self_attn.head_dim)
+    decoder, x = (
+        decoder_of(case, exact=exact),
+        _inputs(2, 50, 4, models(case)[0].model.layers[0].self_attn.head_dim),
+    )
     positions = np.random.default_rng(2).integers(0, 256, (2, 50)).astype(np.int32)
     table = jax.jit(ops.rope_table, static_argnums=(1, 2))(positions, decoder.config, decoder.numerics)
     got = jax.jit(ops.rope, static_argnums=2)(x, table, decoder.numerics)
@@ -217,7 +267,11 @@ def test_rope_matches_transformers(case, exact):
     def run(model: Any, dtype: Any) -> Any:
         heads = torch.from_numpy(x).to(dtype).transpose(1, 2)
         cos, sin = model.model.rotary_emb(heads, torch.from_numpy(positions.astype(np.int64)))
-        return sys.modules[type(model).__module__].apply_rotary_pos_emb(heads, heads, cos, sin)[0].transpose(1, 2)
+        return (
+            sys.modules[type(model).__module__]
+            .apply_rotary_pos_emb(heads, heads, cos, sin)[0]
+            .transpose(1, 2)
+        )
 
     _check(got, _both(case, run))
 
@@ -240,7 +294,11 @@ def test_attention_and_layer_match_transformers(case, exact, module):
     def run(model: Any, dtype: Any) -> Any:
         hidden = torch.from_numpy(x).to(dtype)
         places = model.model.rotary_emb(hidden, torch.from_numpy(positions.astype(np.int64)))
-        arguments = {"hidden_states": hidden, "position_embeddings": places, "attention_mask": _additive(visible, dtype)}
+        arguments = {
+            "hidden_states": hidden,
+            "position_embeddings": places,
+            "attention_mask": _additive(visible, dtype),
+        }
         part = model.model.layers[1].self_attn if module == "attention" else model.model.layers[1]
         out = part(**arguments)
         return out[0] if isinstance(out, tuple) else out

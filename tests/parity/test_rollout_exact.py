@@ -1,7 +1,9 @@
-"""Rollout against trainer and against itself, bit for bit: prefill and cached decode in batches that change, packed full forward.
+"""Rollout against trainer and against itself, bit for bit: prefill and cached decode in batches that change,
+packed full forward.
 
 The trainer's side is its own: trajectories packed into rows (`jetrl_jax.rl.batching`), logprobs in chunks
-(`jetrl_jax.models.logprobs`), weights bound as in training.  Widths that are no multiples of 128 give partial FP8 blocks.
+(`jetrl_jax.models.logprobs`), weights bound as in training.  Widths that are no multiples of 128 give partial
+FP8 blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +34,24 @@ from pallas_kernels import quantize
 from tests.small_model import small_model
 
 VOCAB = 61
-CONFIG = small_model(vocab_size=VOCAB, hidden_size=160, intermediate_size=192, num_layers=2, head_dim=32, max_position_embeddings=256)
+CONFIG = small_model(
+    vocab_size=VOCAB,
+    hidden_size=160,
+    intermediate_size=192,
+    num_layers=2,
+    head_dim=32,
+    max_position_embeddings=256,
+)
 TEMPERATURE, MAX_PROMPT, ROW_TOKENS = 0.7, 16, 160
-# Layers, slots and longest completion.  The larger batch and the longer cache are other programs of XLA's: `make test-long`.
+# Layers, slots and longest completion.  The larger batch and the longer cache are other programs of XLA's:
+# `make test-long`.
 SMALL, LARGE = (1, 12, 40), (1, 32, 116)
-SIZES = {("bf16", True): SMALL, ("fp8_unified", True): (2, 12, 40), ("bf16", False): (2, 12, 40), ("bf16 large", True): LARGE}
+SIZES = {
+    ("bf16", True): SMALL,
+    ("fp8_unified", True): (2, 12, 40),
+    ("bf16", False): (2, 12, 40),
+    ("bf16 large", True): LARGE,
+}
 LONG = pytest.mark.long
 FLOWS = [("bf16", True), ("fp8_unified", True), pytest.param("bf16 large", True, marks=LONG)]
 
@@ -53,7 +68,11 @@ class Setup:
 
         def spread(_: str, value: jax.Array) -> jax.Array:
             """Larger matrices (distributions neither flat nor certain), vectors that are not all ones."""
-            return value * 4 if value.ndim == 2 else value + np.asarray(rng.normal(size=value.shape) * 0.2, np.float32)
+            return (
+                value * 4
+                if value.ndim == 2
+                else value + np.asarray(rng.normal(size=value.shape) * 0.2, np.float32)
+            )
 
         self.params = map_params(spread, params)
         self.plan = PrecisionPlan([path for path, _ in named_params(params)], preset.split()[0])
@@ -64,14 +83,23 @@ class Setup:
 
     def new_engine(self, **sizes: int) -> JaxEngine:
         engine = JaxEngine(
-            self.decoder, self.plan, max_prompt_tokens=MAX_PROMPT, max_completion_tokens=self.max_completion, pad_id=0, **sizes
+            self.decoder,
+            self.plan,
+            max_prompt_tokens=MAX_PROMPT,
+            max_completion_tokens=self.max_completion,
+            pad_id=0,
+            **sizes,
         )
         engine.load(self.published, 3)
         return engine
 
-    def _logprobs_program(self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def _logprobs_program(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> jax.Array:
         model = nnx.merge(self.graphdef, self.plan.training_weights(self.params, self.published))
-        return completion_logprobs(model, token_ids, positions, segment_ids, temperature=TEMPERATURE, chunk_tokens=500)[0]
+        return completion_logprobs(
+            model, token_ids, positions, segment_ids, temperature=TEMPERATURE, chunk_tokens=500
+        )[0]
 
     def compare(self, trajectories: list[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
         """(trainer's logprobs, engine's) of every completion token."""
@@ -115,7 +143,9 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 def test_rollout_logprobs_are_the_trainers_bits(preset: str, exact: bool) -> None:
     trajectories = sampled(preset, exact)
     lengths = np.array([len(t.completion_ids) for t in trajectories])
-    assert lengths.min() < 10 and lengths.max() > 0.7 * setup(preset, exact).max_completion, "the case should have short and long answers"
+    assert lengths.min() < 10 and lengths.max() > 0.7 * setup(preset, exact).max_completion, (
+        "the case should have short and long answers"
+    )
     assert setup(preset, exact).engine.statistics.inserts > 10, "the case should refill slots"
     ours, engines = setup(preset, exact).compare(trajectories)
     unequal = int((ours.view(np.int32) != engines.view(np.int32)).sum())
@@ -128,7 +158,9 @@ def test_scores_are_the_bits_that_sampling_reports() -> None:
     trajectories = one.engine.generate(requests()[:12], dataclasses.replace(one.sampling, temperature=1.0))
     scores = one.engine.score([t.token_ids for t in trajectories])
     for trajectory, row in zip(trajectories, scores, strict=True):
-        assert np.array_equal(row[trajectory.sampled].view(np.int32), trajectory.sampled_logprobs.view(np.int32))
+        assert np.array_equal(
+            row[trajectory.sampled].view(np.int32), trajectory.sampled_logprobs.view(np.int32)
+        )
 
 
 @pytest.mark.parametrize(("preset", "exact"), FLOWS)
@@ -141,10 +173,15 @@ def test_a_request_does_not_see_its_batch(preset: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("preset", "exact"), [("fp8_unified", True)])
-def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(preset: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(
+    preset: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache as it is stored beside a GPU, in programs of other sizes."""
     monkeypatch.setattr(cache_module, "stored_dtype", lambda numerics: numerics.dtype)
-    whole, other = sampled(preset, exact), setup(preset, exact).new_engine(slots=3, prefill_rows=1, decode_chunk_tokens=17)
+    whole, other = (
+        sampled(preset, exact),
+        setup(preset, exact).new_engine(slots=3, prefill_rows=1, decode_chunk_tokens=17),
+    )
     chosen = list(range(0, 96, 8))
     got = other.generate([requests()[i] for i in chosen], setup(preset, exact).sampling)
     assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
@@ -154,7 +191,9 @@ def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         ops,
         "silu_multiply",
-        lambda gate, up, numerics: ops.round_to(jax.nn.silu(gate.astype(np.float32)) * up.astype(np.float32), numerics.dtype),
+        lambda gate, up, numerics: ops.round_to(
+            jax.nn.silu(gate.astype(np.float32)) * up.astype(np.float32), numerics.dtype
+        ),
     )
 
 
@@ -170,7 +209,11 @@ def attention_summed_in_fp32(patch: pytest.MonkeyPatch) -> None:
 def norm_rounded_once(patch: pytest.MonkeyPatch) -> None:
     scale = ops._scale
     patch.setattr(
-        ops, "_scale", lambda normed, weight, numerics: scale(normed, weight, dataclasses.replace(numerics, engine_variant="cuda"))
+        ops,
+        "_scale",
+        lambda normed, weight, numerics: scale(
+            normed, weight, dataclasses.replace(numerics, engine_variant="cuda")
+        ),
     )
 
 
@@ -180,11 +223,17 @@ def cache_in_fp8(patch: pytest.MonkeyPatch) -> None:
 
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
     product = linear.fprop
-    patch.setattr(linear, "fprop", lambda *operands, **options: product(*operands, **options | {"promotion_order": "triton"}))
+    patch.setattr(
+        linear,
+        "fprop",
+        lambda *operands, **options: product(*operands, **options | {"promotion_order": "triton"}),
+    )
 
 
 def other_scales(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(linear, "_quantize", lambda x, block, numerics: quantize(x, block, scale_format="power_of_two"))
+    patch.setattr(
+        linear, "_quantize", lambda x, block, numerics: quantize(x, block, scale_format="power_of_two")
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,11 +241,19 @@ def other_scales(patch: pytest.MonkeyPatch) -> None:
     [other_scales]
     + [
         pytest.param(one, marks=LONG)
-        for one in (cache_in_fp8, rounding_left_out, attention_summed_in_fp32, norm_rounded_once, other_promotion_order)
+        for one in (
+            cache_in_fp8,
+            rounding_left_out,
+            attention_summed_in_fp32,
+            norm_rounded_once,
+            other_promotion_order,
+        )
     ],
 )
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """The engine alone computes one thing otherwise: some of its logprobs are no longer the trainer's bits."""
+    """The engine alone computes one thing otherwise: some of its logprobs are no longer the trainer's
+    bits.
+    """
     one = setup("fp8_unified", True)
     engine = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6)
     with pytest.MonkeyPatch.context() as patch:
@@ -208,9 +265,11 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
 
 @LONG
 def test_without_exact_logprobs_are_close() -> None:
-    """BF16, FP32 reductions: a reduction off by an FP32 ulp flips some BF16 roundings, each by 2**-8 of a value.
+    """BF16, FP32 reductions: a reduction off by an FP32 ulp flips some BF16 roundings, each by 2**-8 of a
+    value.
 
-    The bound is empirical (mean 1.0e-3, largest 0.03 when written); the exact programs above differ by nothing.
+    The bound is empirical (mean 1.0e-3, largest 0.03 when written); the exact programs above differ by
+    nothing.
     """
     ours, engines = setup("bf16", False).compare(sampled("bf16", False))
     difference = np.abs(ours - engines)

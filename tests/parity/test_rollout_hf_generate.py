@@ -1,4 +1,6 @@
-"""Greedy decoding of the embedded engine against transformers' `generate`, both in FP32, on a random Qwen3."""
+"""Greedy decoding of the embedded engine against transformers' `generate`, both in FP32,
+on a random Qwen3.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LENGTHS = (1, 2, 5, 8, 9, 13, 16)
 
 
 def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
-    """Logprobs: both sides are FP32; each is within the model's FP32 error of the truth, 2e-5 here (test_hf_logits)."""
+    """Logprobs: both sides are FP32; each is within the model's FP32 error of the truth,
+    2e-5 here (test_hf_logits).
+    """
     reference = random_model("qwen3")
     save(reference, tmp_path)
     config = read_config(tmp_path)
@@ -34,14 +38,22 @@ def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
     params = nnx.state(decoder, nnx.Param)
     plan = PrecisionPlan([path for path, _ in named_params(params)], "fp32")
     engine = JaxEngine(
-        decoder, plan, slots=5, prefill_rows=3, decode_chunk_tokens=4, max_prompt_tokens=16, max_completion_tokens=MAX_TOKENS, pad_id=0
+        decoder,
+        plan,
+        slots=5,
+        prefill_rows=3,
+        decode_chunk_tokens=4,
+        max_prompt_tokens=16,
+        max_completion_tokens=MAX_TOKENS,
+        pad_id=0,
     )
     engine.load(jit(plan.publish)(params), 0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in LENGTHS * 2]
     stops = config.eos_token_ids
     got = engine.generate(
-        [Request(i, prompt, i) for i, prompt in enumerate(prompts)], SamplingParams(1.0, MAX_TOKENS, stops, 0, greedy=True)
+        [Request(i, prompt, i) for i, prompt in enumerate(prompts)],
+        SamplingParams(1.0, MAX_TOKENS, stops, 0, greedy=True),
     )
     for trajectory, scored in zip(got, engine.score([t.token_ids for t in got]), strict=True):
         ids = torch.tensor(trajectory.token_ids[None].astype(np.int64))
@@ -65,7 +77,9 @@ def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
         expected = output.sequences[0, len(prompt) :].numpy()
         np.testing.assert_array_equal(trajectory.completion_ids, expected)
         log_softmax = torch.log_softmax(torch.stack(output.logits)[:, 0].double(), -1).numpy()
-        np.testing.assert_allclose(trajectory.sampled_logprobs, log_softmax[np.arange(len(expected)), expected], rtol=0, atol=5e-5)
+        np.testing.assert_allclose(
+            trajectory.sampled_logprobs, log_softmax[np.arange(len(expected)), expected], rtol=0, atol=5e-5
+        )
         finish_reasons.add(trajectory.finish_reason)
         assert trajectory.finish_reason == ("stop" if expected[-1] in stops else "length")
     if finish_reasons != {"stop", "length"}:

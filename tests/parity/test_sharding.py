@@ -1,6 +1,8 @@
-"""A policy on meshes of (fake) devices against the same policy on one device: the same bits forward, FP32 roundoff backward.
+"""A policy on meshes of (fake) devices against the same policy on one device: the same bits forward, FP32
+roundoff backward.
 
-Where layers are split, FP32 sums change their order before they are rounded to the dtype between operations, so that
+Where layers are split, FP32 sums change their order before they are rounded to the dtype between operations,
+so that
 gradients of the narrow flows differ: by a fraction of what that dtype costs them anyway.
 """
 
@@ -37,15 +39,33 @@ from pallas_kernels.formats import BLOCK
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 from tests.sections import algorithm_section
 
-# Every degree up to 4 fits; "partial" has a partial block along the axis that is not split, "odd" a vocabulary that is not.
-WIDE = dataclasses.replace(CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
+# Every degree up to 4 fits; "partial" has a partial block along the axis that is not split, "odd" a
+# vocabulary that is not.
+WIDE = dataclasses.replace(
+    CONFIG, vocab_size=40, hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=128
+)
 ROW, ROWS_EACH = 24, 1
-LENGTHS = [(3, 9), (5, 17), (2, 4), (8, 8), (4, 20), (1, 1), (6, 11), (7, 16), (2, 21), (3, 3), (9, 12), (5, 5)]
+LENGTHS = [
+    (3, 9),
+    (5, 17),
+    (2, 4),
+    (8, 8),
+    (4, 20),
+    (1, 1),
+    (6, 11),
+    (7, 16),
+    (2, 21),
+    (3, 3),
+    (9, 12),
+    (5, 5),
+]
 LONG = pytest.mark.long
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
 MESHES = [(1, 2, 2)]
 LONG_MESHES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1)]
-QWEN2 = dataclasses.replace(WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False)
+QWEN2 = dataclasses.replace(
+    WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False
+)
 CONFIGS = {
     "qwen3": WIDE,
     "qwen2": QWEN2,
@@ -53,7 +73,8 @@ CONFIGS = {
     "odd": dataclasses.replace(WIDE, vocab_size=VOCAB),
     "small": CONFIG,
 }
-# Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an error.
+# Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an
+# error.
 SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
 
 
@@ -66,7 +87,9 @@ def section(mesh: tuple[int, ...]) -> ShardingSection:
     return ShardingSection(**dict(zip(("data", "fsdp", "tensor"), mesh, strict=False)))
 
 
-def programs(flow: str, mesh: tuple[int, ...] | None, remat: bool = False, architecture: str = "qwen3") -> PolicyPrograms:
+def programs(
+    flow: str, mesh: tuple[int, ...] | None, remat: bool = False, architecture: str = "qwen3"
+) -> PolicyPrograms:
     one = policy(flow, architecture)
     model = nnx.merge(one.graphdef, one.params)
     model.remat = remat
@@ -97,8 +120,12 @@ def gradient(one: PolicyPrograms, state: TrainState, rows: int) -> tuple[nnx.Sta
 
 
 @functools.cache
-def reference(flow: str, architecture: str = "qwen3") -> tuple[np.ndarray, dict[str, np.ndarray], float, dict[str, np.ndarray]]:
-    """On one device, in microbatches of a device's rows: logprobs, gradient, loss, and the masters after an update."""
+def reference(
+    flow: str, architecture: str = "qwen3"
+) -> tuple[np.ndarray, dict[str, np.ndarray], float, dict[str, np.ndarray]]:
+    """On one device, in microbatches of a device's rows: logprobs, gradient, loss,
+    and the masters after an update.
+    """
     one = programs(flow, None, architecture=architecture)
     state = one.init(policy(flow, architecture).params)
     batch = microbatches(8)[0][0]
@@ -135,7 +162,9 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
             assert difference <= (1e-6 if tensor == 1 else 5e-6) * norm(one[path]), path
             continue
         error = norm(one[path] - exact[path])
-        assert difference <= SHARE_OF_ROUNDING * error and norm(value - exact[path]) <= ERROR_GROWTH * error, path
+        assert (
+            difference <= SHARE_OF_ROUNDING * error and norm(value - exact[path]) <= ERROR_GROWTH * error
+        ), path
 
 
 @pytest.mark.parametrize(
@@ -145,15 +174,20 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     + [pytest.param("fp32", (2, 2, 2), "odd", marks=LONG)]
     + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in FLOWS if flow not in ("bf16", "fp32")]
     + [pytest.param("fp8_unified", mesh, "qwen3", marks=LONG) for mesh in LONG_MESHES]
-    + [pytest.param("fp8_unified", (1, 1, 2), "qwen2", marks=LONG), pytest.param("fp32", (1, 2, 2), "qwen2", marks=LONG)]
+    + [
+        pytest.param("fp8_unified", (1, 1, 2), "qwen2", marks=LONG),
+        pytest.param("fp32", (1, 2, 2), "qwen2", marks=LONG),
+    ]
     + [pytest.param("fp8_unified", (2, 2, 1), "partial", marks=LONG)],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
-    one, (logprobs, gradients, loss, masters) = policy(flow, architecture), one_device
+    one = policy(flow, architecture)
+    (logprobs, gradients, loss, masters) = one_device
     many = programs(flow, mesh, remat=mesh[1] > 1, architecture=architecture)
     state = many.init(one.params)
     found = many.logprobs(many.frozen(state), microbatches(8)[0][0])
-    if flow in ("fp32", "fp16") and mesh[2] > 1:  # XLA's dot on CPU sums in an order that depends on the number of outputs
+    # XLA's dot on CPU sums in an order that depends on the number of outputs
+    if flow in ("fp32", "fp16") and mesh[2] > 1:
         np.testing.assert_allclose(found, logprobs, rtol=0, atol=3e-5)
     else:
         np.testing.assert_array_equal(found, logprobs)
@@ -167,7 +201,8 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
     assert abs(report.grad_norm - whole) <= 1e-6 * whole
     after = arrays(state.params)
     moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(one.params)}
-    assert min(value for path, value in moved.items() if "k_proj.bias" not in path) > 1e-4  # softmax does not see a bias of keys
+    # softmax does not see a bias of keys
+    assert min(value for path, value in moved.items() if "k_proj.bias" not in path) > 1e-4
     for path, value in after.items():  # the norm's sum has another order, and it scales the gradient
         assert np.abs(value - masters[path]).max() <= 1e-6, path
     check_codes(one, state)
@@ -176,19 +211,29 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
 def check_codes(one: SmallPolicy, state: TrainState) -> None:
     """Each device's codes and scales are the slices of those that one device makes of the whole masters."""
     masters = jax.tree.map(lambda value: jax.numpy.asarray(np.asarray(value)), state.params)
-    for (path, value), (_, sharded) in zip(named_params(one.plan.publish(masters)), named_params(state.published), strict=True):
-        pairs = [(value, sharded)] if not isinstance(value, ScaledArray) else [(value.qvalue, sharded.qvalue), (value.scale, sharded.scale)]
+    for (path, value), (_, sharded) in zip(
+        named_params(one.plan.publish(masters)), named_params(state.published), strict=True
+    ):
+        pairs = (
+            [(value, sharded)]
+            if not isinstance(value, ScaledArray)
+            else [(value.qvalue, sharded.qvalue), (value.scale, sharded.scale)]
+        )
         for whole, split in pairs:
             for shard in split.addressable_shards:
                 slices = np.asarray(whole)[shard.index]
-                np.testing.assert_array_equal(np.asarray(shard.data).view(np.uint8), np.ascontiguousarray(slices).view(np.uint8), path)
+                np.testing.assert_array_equal(
+                    np.asarray(shard.data).view(np.uint8), np.ascontiguousarray(slices).view(np.uint8), path
+                )
 
 
 def test_loss_scale_lies_on_every_device():
     one = policy("fp16", "small")
     layout = Layout(section((2, 1, 1)), one.plan, one.model)
     scale = LossScale.start(LossScaleSection())
-    many = PolicyPrograms(one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, loss_scale=scale, layout=layout)
+    many = PolicyPrograms(
+        one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, loss_scale=scale, layout=layout
+    )
     leaves = jax.tree.leaves(many.init(one.params).loss_scale)
     assert leaves and all(leaf.sharding.device_set == set(layout.mesh.devices.flat) for leaf in leaves)
 
@@ -196,21 +241,32 @@ def test_loss_scale_lies_on_every_device():
 def test_state_lies_where_the_layout_says():
     many = programs("fp8_unified", (2, 4))
     state = many.init(policy("fp8_unified").params)
-    sizes = {path: (value.size, value.addressable_shards[0].data.size) for path, value in named_params(state.params)}
-    assert all(whole == 4 * part for path, (whole, part) in sizes.items() if many.layout.axes[path] is not None)
-    assert {path for path, axis in many.layout.axes.items() if axis is None} == {path for path in sizes if "norm" in path}
+    sizes = {
+        path: (value.size, value.addressable_shards[0].data.size)
+        for path, value in named_params(state.params)
+    }
+    assert all(
+        whole == 4 * part for path, (whole, part) in sizes.items() if many.layout.axes[path] is not None
+    )
+    assert {path for path, axis in many.layout.axes.items() if axis is None} == {
+        path for path in sizes if "norm" in path
+    }
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 2]
     assert len(moments) == 2 * sum(axis is not None for axis in many.layout.axes.values())
     assert all(leaf.size == 4 * leaf.addressable_shards[0].data.size for leaf in moments)
     codes = dict(named_params(state.published))["layers.0.mlp.up_proj.weight"]
-    assert codes.qvalue.addressable_shards[0].data.shape == (128, 512) and codes.scale.addressable_shards[0].data.shape == (1, 4)
+    assert codes.qvalue.addressable_shards[0].data.shape == (128, 512) and codes.scale.addressable_shards[
+        0
+    ].data.shape == (1, 4)
 
 
 @functools.cache
 def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
     one = policy("fp32", "small")
     layout = Layout(section(mesh), one.plan, one.model)
-    return PolicyPrograms(one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, layout=layout)
+    return PolicyPrograms(
+        one.model, one.plan, optax.sgd(1.0), temperature=1.0, chunk_tokens=32, layout=layout
+    )
 
 
 @LONG  # in `make test`: tests/unit/test_rl_splits.py, and the meshes above
@@ -224,7 +280,9 @@ def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
 )
 def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):
     one = policy("fp32", "small")
-    algorithm = resolve_algorithm(algorithm_section(name=name, loss_aggregation=aggregation), ROW, RunConfig().correction)
+    algorithm = resolve_algorithm(
+        algorithm_section(name=name, loss_aggregation=aggregation), ROW, RunConfig().correction
+    )
     found = {}
     for mesh, rows in (((1, 1, 1), 12), ((2, 1, 1), 2), ((2, 2, 2), 8)):
         many = small_programs(mesh)
@@ -244,23 +302,45 @@ def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_collectives_are_those_that_are_written(tensor):
-    """Codes and scales of seven matrices and the embedding (as input and as head): gathered once, reduced once.
+    """Codes and scales of seven matrices and the embedding (as input and as head): gathered once, reduced
+    once.
 
-    Of split layers besides: the input's codes and scales of o_proj and down_proj, forward and backward, their outputs, and
-    the sums of their dX into shards.
+    Of split layers besides: the input's codes and scales of o_proj and down_proj, forward and backward, their
+    outputs, and the sums of their dX into shards.
     """
     many = programs("fp8_unified", (2, 2, tensor))
     state = many.init(policy("fp8_unified").params)
     micro, algorithm = microbatches(4)
-    text = many.trace_gradient(state, micro[0], batching.count_denominators(micro, ROW), algorithm).lower().as_text()
-    count = {name: len(re.findall(rf'"?stablehlo\.{name}"?', text)) for name in ("all_gather", "reduce_scatter", "collective_permute")}
+    text = (
+        many.trace_gradient(state, micro[0], batching.count_denominators(micro, ROW), algorithm)
+        .lower()
+        .as_text()
+    )
+    count = {
+        name: len(re.findall(rf'"?stablehlo\.{name}"?', text))
+        for name in ("all_gather", "reduce_scatter", "collective_permute")
+    }
     split = 2 if tensor > 1 else 0
-    assert count == {"all_gather": 7 * 2 + 2 + split * (2 * 2 + 1), "reduce_scatter": 7 + 2 + split, "collective_permute": 0}
+    assert count == {
+        "all_gather": 7 * 2 + 2 + split * (2 * 2 + 1),
+        "reduce_scatter": 7 + 2 + split,
+        "collective_permute": 0,
+    }
     assert text.count("f8E4M3FN") and "all_to_all" not in text
 
 
-REQUESTS, SAMPLING = [Request(i, [2 + i % 7, 3, 4 + i // 9], 17 * i) for i in range(23)], SamplingParams(1.0, 12, (1,), 7)
-SIZES = {"slots": 4, "prefill_rows": 2, "decode_chunk_tokens": 4, "max_prompt_tokens": 8, "max_completion_tokens": 12, "pad_id": 0}
+REQUESTS, SAMPLING = (
+    [Request(i, [2 + i % 7, 3, 4 + i // 9], 17 * i) for i in range(23)],
+    SamplingParams(1.0, 12, (1,), 7),
+)
+SIZES = {
+    "slots": 4,
+    "prefill_rows": 2,
+    "decode_chunk_tokens": 4,
+    "max_prompt_tokens": 8,
+    "max_completion_tokens": 12,
+    "pad_id": 0,
+}
 
 
 @pytest.fixture
@@ -283,7 +363,11 @@ def engine_on(flow: str, mesh: tuple[int, ...]) -> DataParallelEngine:
 
 
 @pytest.mark.parametrize(
-    ("flow", "mesh"), [("fp8_unified", (2, 1, 2)), *(pytest.param("bf16", mesh, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2)))]
+    ("flow", "mesh"),
+    [
+        ("fp8_unified", (2, 1, 2)),
+        *(pytest.param("bf16", mesh, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2))),
+    ],
 )
 def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_one):
     engines = engine_on(flow, mesh)
@@ -310,18 +394,34 @@ def test_engine_on_many_devices_scores_as_one(flow, mesh):
 
 def test_degrees_that_cut_a_block_are_refused():
     assert FP8_BLOCKS.weight == (BLOCK, BLOCK)
-    assert [shard_axis(shape, 2, True) for shape in ((256, 100), (100, 256), (384, 320), (256,))] == [0, 1, None, None]
+    assert [shard_axis(shape, 2, True) for shape in ((256, 100), (100, 256), (384, 320), (256,))] == [
+        0,
+        1,
+        None,
+        None,
+    ]
     assert [shard_axis(shape, 2, False) for shape in ((384, 320), (3, 320), (3, 5))] == [0, 1, None]
     assert fitting_degrees((1024, 384), True) == [1, 2, 3, 4, 8]
     one = SmallPolicy("fp8_unified")
-    with pytest.raises(UserError, match=r"got 2, expected a degree that fits\n  layers.0.mlp.down_proj.weight \(64, 160\): 1\n"):
+    with pytest.raises(
+        UserError,
+        match=r"got 2, expected a degree that fits\n  layers.0.mlp.down_proj.weight \(64, 160\): 1\n",
+    ):
         Layout(ShardingSection(fsdp=2), one.plan, one.model)
-    with pytest.raises(UserError, match=r"got 8 \(cpu\), expected sharding.data \* sharding.fsdp \* sharding.tensor = 3 \* 4 \* 1 = 12"):
+    with pytest.raises(
+        UserError,
+        match=r"got 8 \(cpu\), expected sharding.data \* sharding.fsdp \* sharding.tensor = 3 \* 4 \* 1 = 12",
+    ):
         Layout(ShardingSection(data=3, fsdp=4), one.plan, one.model)
     assert fitting_tensor_degrees(1024, 128, 9) == [1, 2, 4, 8]
     wide = policy("fp8_unified")
     mixed = PrecisionPlan(wide.paths, "fp8_unified", [("*gate_proj*", "bf16"), ("*up_proj*", "bf16")])
-    with pytest.raises(UserError, match=r"mlp.gate_proj.weight \(512, 512\): 1, 2, 4\n"):  # down_proj reads them in blocks
+    # down_proj reads them in blocks
+    with pytest.raises(UserError, match=r"mlp.gate_proj.weight \(512, 512\): 1, 2, 4\n"):
         Layout(ShardingSection(tensor=8), mixed, wide.model)
-    with pytest.raises(UserError, match=r"tensor: shards would cut .*: got 8, .*\n  layers.0.mlp.down_proj.weight \(512, 512\): 1, 2, 4\n"):
+    with pytest.raises(
+        UserError,
+        match=r"tensor: shards would cut .*: got 8, .*\n  layers.0.mlp.down_proj.weight \(512, 512\): "
+        r"1, 2, 4\n",
+    ):
         Layout(ShardingSection(tensor=8), wide.plan, wide.model)

@@ -1,4 +1,6 @@
-"""The exact operations as vLLM's classes, without an engine: CUDA's attention, every layer, how they are registered and asked for."""
+"""The exact operations as vLLM's classes, without an engine: CUDA's attention, every layer,
+how they are registered and asked for.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 64
 @contextmanager
 def engine_given(settings: dict[str, Any] | None) -> Iterator[None]:
     """As while vLLM builds an engine with these settings under ``jetrl``."""
-    with set_current_vllm_config(VllmConfig(additional_config={} if settings is None else {"jetrl": settings})):
+    with set_current_vllm_config(
+        VllmConfig(additional_config={} if settings is None else {"jetrl": settings})
+    ):
         vllm_exact.register_operations()
         yield
 
@@ -62,7 +66,9 @@ def flash_attention(settings: dict[str, Any] | None, **options: Any) -> Any:
     with engine_given(settings):
         arguments = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"} | options
         backend = registry.resolve_obj_by_qualname("bridge.vllm.worker.exact_cuda.ExactFlashBackend")
-        return backend.get_impl_cls()(num_heads=HEADS, head_size=WIDTH, scale=WIDTH**-0.5, num_kv_heads=KV_HEADS, **arguments)
+        return backend.get_impl_cls()(
+            num_heads=HEADS, head_size=WIDTH, scale=WIDTH**-0.5, num_kv_heads=KV_HEADS, **arguments
+        )
 
 
 def metadata(paged: Paged) -> FlashAttentionMetadata:
@@ -75,7 +81,11 @@ def metadata(paged: Paged) -> FlashAttentionMetadata:
         "block_table": paged.table,
     }
     told |= {"max_query_len": 20, "max_seq_len": 50, "use_cascade": False, "common_prefix_len": 0}
-    rest = {field.name: None for field in dataclasses.fields(FlashAttentionMetadata) if field.default is dataclasses.MISSING}
+    rest = {
+        field.name: None
+        for field in dataclasses.fields(FlashAttentionMetadata)
+        if field.default is dataclasses.MISSING
+    }
     return FlashAttentionMetadata(**rest | {name: value for name, value in told.items() if name in names})
 
 
@@ -85,9 +95,22 @@ def test_attention_on_cuda_is_the_trainers(layout: str, head_major: bool) -> Non
     """Called as vLLM calls it, with more rows than tokens, as it pads them."""
     paged, attention = Paged(layout, head_major, KV_HEADS, WIDTH), flash_attention({"engine_variant": "cuda"})
     tokens = int(paged.starts[-1])
-    query, key = normal(np.random.default_rng(1), tokens + 3, HEADS, WIDTH), torch.zeros(tokens + 3, KV_HEADS, WIDTH)
+    query, key = (
+        normal(np.random.default_rng(1), tokens + 3, HEADS, WIDTH),
+        torch.zeros(tokens + 3, KV_HEADS, WIDTH),
+    )
     output = torch.full_like(query, 7.0)
-    got = attention.forward(None, query, key, key, paged.cache, metadata(paged), output=output, output_scale=None, output_block_scale=None)
+    got = attention.forward(
+        None,
+        query,
+        key,
+        key,
+        paged.cache,
+        metadata(paged),
+        output=output,
+        output_scale=None,
+        output_block_scale=None,
+    )
     assert got is output and (output[tokens:] == 7).all()
     assert_equal(output[:tokens].reshape(tokens, -1), paged.attended_by_the_trainer(query))
 
@@ -96,22 +119,35 @@ def test_attention_on_cuda_measures_memory_without_requests() -> None:
     attention = flash_attention({})
     attention.vllm_flash_attn_version = 3  # without FlashAttention there is none here
     query = normal(np.random.default_rng(0), 5, HEADS, WIDTH)
-    assert (attention.forward(None, query, query, query, torch.empty(0), None, output=torch.ones_like(query)) == 0).all()
+    assert (
+        attention.forward(None, query, query, query, torch.empty(0), None, output=torch.ones_like(query)) == 0
+    ).all()
 
 
 def test_attention_on_cuda_is_vllms_where_exact_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *arguments, **options: "FlashAttention")
     for settings in (None, {"exact": False}):
-        assert flash_attention(settings).forward(None, None, None, None, None, object(), None) == "FlashAttention"
+        assert (
+            flash_attention(settings).forward(None, None, None, None, None, object(), None)
+            == "FlashAttention"
+        )
     assert exact_cuda.ExactFlashBackend.get_name() == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"sliding_window": 8}, "sliding windows"), ({"logits_soft_cap": 30.0}, "soft caps"), ({"kv_cache_dtype": "fp8"}, "cache in fp8")],
+    [
+        ({"sliding_window": 8}, "sliding windows"),
+        ({"logits_soft_cap": 30.0}, "soft caps"),
+        ({"kv_cache_dtype": "fp8"}, "cache in fp8"),
+    ],
 )
-def test_what_exact_attention_lacks_is_refused(option: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True, raising=False)
+def test_what_exact_attention_lacks_is_refused(
+    option: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True, raising=False
+    )
     with pytest.raises(NotImplementedError, match=message):
         flash_attention({}, **option)
     assert flash_attention(None, **option).exact is False
@@ -121,13 +157,19 @@ def test_what_exact_attention_lacks_is_refused(option: dict[str, Any], message: 
 @pytest.mark.parametrize("variant", ["native", "cuda"])
 def test_norms_round_as_the_variant_says(method: str, variant: str) -> None:
     rng, numerics = np.random.default_rng(0), Numerics(engine_variant=variant)
-    x, residual, weight = normal(rng, 200, 256), normal(rng, 200, 256), torch.from_numpy(1 + rng.normal(size=256)).bfloat16()
+    x, residual, weight = (
+        normal(rng, 200, 256),
+        normal(rng, 200, 256),
+        torch.from_numpy(1 + rng.normal(size=256)).bfloat16(),
+    )
     with engine_given({"engine_variant": variant}):
         norm = vllm_exact.RMSNorm(256, eps=1e-5, dtype=torch.bfloat16)
     norm.weight.data.copy_(weight)
     run, master = getattr(norm, method), bf16(weight).astype(jnp.float32)
     assert_equal(run(x), ops.rms_norm(bf16(x), master, 1e-5, numerics))
-    for mine, theirs in zip(run(x, residual), ops.add_rms_norm(bf16(x), bf16(residual), master, 1e-5, numerics), strict=True):
+    for mine, theirs in zip(
+        run(x, residual), ops.add_rms_norm(bf16(x), bf16(residual), master, 1e-5, numerics), strict=True
+    ):
         assert_equal(mine, theirs)
 
 
@@ -143,13 +185,19 @@ def test_norms_take_a_view_of_some_heads() -> None:
 def test_rope_table_of_the_engine_is_the_trainers(head_dim: int, theta: float) -> None:
     positions = 40960
     with engine_given({}):
-        table = vllm_exact.RotaryEmbedding(head_dim, head_dim, positions, theta, True, torch.bfloat16).cos_sin_cache
-    config = dataclasses.replace(QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions)
+        table = vllm_exact.RotaryEmbedding(
+            head_dim, head_dim, positions, theta, True, torch.bfloat16
+        ).cos_sin_cache
+    config = dataclasses.replace(
+        QWEN3, head_dim=head_dim, rope_theta=theta, max_position_embeddings=positions
+    )
     trainers = ops.rope_table(jnp.arange(positions, dtype=jnp.int32)[None], config, Numerics())
     assert_equal(table, np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1))
 
 
-YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=512, mscale=0.7, mscale_all_dim=0.2, truncate=False)
+YARN = RopeScaling(
+    "yarn", 4.0, original_max_position_embeddings=512, mscale=0.7, mscale_all_dim=0.2, truncate=False
+)
 SCALINGS = {
     "none": None,
     "linear": RopeScaling("linear", 4.0),
@@ -170,14 +218,20 @@ def rope_of_vllm(config: ModelConfig, settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_of_the_engine_is_the_trainers(name: str, method: str) -> None:
-    """The class that vLLM takes for each kind of scaling, called by each of its names; the trainer's table and rotation."""
+    """The class that vLLM takes for each kind of scaling, called by each of its names;
+    the trainer's table and rotation.
+    """
     positions, rng = np.array([0, 1, 63, 500, 1999]), np.random.default_rng(0)
     query, key = normal(rng, 5, 4 * 64), normal(rng, 5, 2 * 64)
-    config = dataclasses.replace(QWEN3, head_dim=64, rope_scaling=SCALINGS[name], max_position_embeddings=2048)
+    config = dataclasses.replace(
+        QWEN3, head_dim=64, rope_scaling=SCALINGS[name], max_position_embeddings=2048
+    )
     rope = rope_of_vllm(config, {})
     assert type(rope).__name__.startswith("Exact")
     table = ops.rope_table(jnp.asarray(positions, jnp.int32)[None], config, Numerics())
-    for mine, given in zip(getattr(rope, method)(torch.from_numpy(positions), query, key), (query, key), strict=True):
+    for mine, given in zip(
+        getattr(rope, method)(torch.from_numpy(positions), query, key), (query, key), strict=True
+    ):
         heads = given.view(5, -1, 64)
         assert_equal(mine.view(heads.shape), ops.rope(bf16(heads)[None], table, Numerics())[0])
 
@@ -186,14 +240,17 @@ def test_rope_of_the_engine_is_the_trainers(name: str, method: str) -> None:
 def test_linear_layers_are_the_trainers(bias: bool) -> None:
     rng = np.random.default_rng(0)
     x, layer = normal(rng, 9, 96), torch.nn.Module()
-    layer.weight, layer.bias = normal(rng, 64, 96), normal(rng, 64) if bias else None
+    layer.weight = normal(rng, 64, 96)
+    layer.bias = normal(rng, 64) if bias else None
     with engine_given({}):
         method = vllm_exact.UnquantizedLinearMethod()
     assert type(method) is vllm_exact.ExactLinearMethod
     method.process_weights_after_loading(layer)
     master = None if layer.bias is None else bf16(layer.bias).astype(jnp.float32)
     numerics = resolved(dense="float64")
-    assert_equal(method.apply(layer, x, layer.bias), dense(bf16(x), bf16(layer.weight), jnp.bfloat16, numerics, master))
+    assert_equal(
+        method.apply(layer, x, layer.bias), dense(bf16(x), bf16(layer.weight), jnp.bfloat16, numerics, master)
+    )
 
 
 def test_linear_layers_and_samplers_are_vllms_where_exact_is_not_asked_for() -> None:
@@ -201,7 +258,9 @@ def test_linear_layers_and_samplers_are_vllms_where_exact_is_not_asked_for() -> 
         with engine_given(settings):
             made = (vllm_exact.UnquantizedLinearMethod(), vllm_exact.Sampler(), vllm_exact.TopKTopPSampler())
         assert [type(one) for one in made] == list(vllm_exact.STAND_INS)
-    assert type(vllm_exact.UnquantizedLinearMethod()) is vllm_exact.UnquantizedLinearMethod, "without an engine"
+    assert type(vllm_exact.UnquantizedLinearMethod()) is vllm_exact.UnquantizedLinearMethod, (
+        "without an engine"
+    )
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
@@ -210,7 +269,9 @@ def test_sampled_logprobs_are_the_trainers_of_what_is_drawn_from(mode: str) -> N
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 50)) * 3).float()
     with engine_given({}):
         sampler = vllm_exact.Sampler(logprobs_mode=mode)
-    assert isinstance(sampler, vllm_exact.ExactSampler) and torch.equal(sampler.compute_logprobs(logits), exact_torch.log_softmax(logits))
+    assert isinstance(sampler, vllm_exact.ExactSampler) and torch.equal(
+        sampler.compute_logprobs(logits), exact_torch.log_softmax(logits)
+    )
     generators = {row: torch.Generator().manual_seed(row) for row in range(6)}
     tokens, logprobs = sampler.topk_topp_sampler(logits.clone(), generators, None, None)
     assert tokens.shape == (6,) and (logprobs is None) == (mode == "raw_logprobs")
@@ -231,12 +292,18 @@ def test_temperatures_are_those_that_vllm_takes_as_they_are() -> None:
 @pytest.mark.parametrize("name", ["yarn", "yarn truncated"])
 def test_yarn_of_vllm_is_the_trainers_but_for_fp32_powers(name: str) -> None:
     """Its own class: as many positions, frequencies and factor alike."""
-    config = dataclasses.replace(QWEN3, head_dim=64, max_position_embeddings=2048, rope_scaling=SCALINGS[name])
+    config = dataclasses.replace(
+        QWEN3, head_dim=64, max_position_embeddings=2048, rope_scaling=SCALINGS[name]
+    )
     engines = rope_of_vllm(config, {"exact": False})
     assert engines.mscale == SCALINGS[name].attention_scaling
     frequencies = ops.rope_frequencies(64, config.rope_theta, SCALINGS[name])
-    np.testing.assert_allclose(frequencies, engines._compute_inv_freq(SCALINGS[name].factor).numpy(), rtol=2.0**-21)
-    trainers = ops.rope_table(jnp.arange(2048, dtype=jnp.int32)[None], config, Numerics(compute_dtype="float32"))
+    np.testing.assert_allclose(
+        frequencies, engines._compute_inv_freq(SCALINGS[name].factor).numpy(), rtol=2.0**-21
+    )
+    trainers = ops.rope_table(
+        jnp.arange(2048, dtype=jnp.int32)[None], config, Numerics(compute_dtype="float32")
+    )
     got = np.concatenate([np.asarray(part[0], np.float32) for part in trainers], axis=-1)
     table = engines._compute_cos_sin_cache().numpy()
     assert table.shape == got.shape
@@ -248,7 +315,10 @@ def test_silu_is_the_trainers(method: str) -> None:
     gate_up = normal(np.random.default_rng(0), 300, 512)
     with engine_given({}):
         silu = vllm_exact.SiluAndMul()
-    assert_equal(getattr(silu, method)(gate_up), ops.silu_multiply(bf16(gate_up[:, :256]), bf16(gate_up[:, 256:]), Numerics()))
+    assert_equal(
+        getattr(silu, method)(gate_up),
+        ops.silu_multiply(bf16(gate_up[:, :256]), bf16(gate_up[:, 256:]), Numerics()),
+    )
 
 
 class Head:
@@ -261,9 +331,16 @@ class Head:
         self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t())
 
 
-@pytest.mark.parametrize(("method", "heeded"), [(vllm_exact.HAS_HEAD_METHOD, vllm_exact.HEAD_DTYPE_HEEDED), (False, False), (False, True)])
-def test_logits_are_float64_products_in_fp32(method: bool, heeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this vLLM; in one that, as 0.24, does not heed `head_dtype`; in one that heeds it without a method of the head's own."""
+@pytest.mark.parametrize(
+    ("method", "heeded"),
+    [(vllm_exact.HAS_HEAD_METHOD, vllm_exact.HEAD_DTYPE_HEEDED), (False, False), (False, True)],
+)
+def test_logits_are_float64_products_in_fp32(
+    method: bool, heeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this vLLM; in one that, as 0.24, does not heed `head_dtype`;
+    in one that heeds it without a method of the head's own.
+    """
     rng = np.random.default_rng(0)
     head, hidden = Head(rng), normal(rng, 9, 96)
     monkeypatch.setattr(vllm_exact, "HAS_HEAD_METHOD", method)
@@ -288,10 +365,16 @@ def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "op_registry_oot", replaced)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", backends)
     monkeypatch.setattr(vllm_exact, "WEIGHT_LOADER_V2_SUPPORTED", [])
-    for cpu, cuda, expected in ((False, False, {}), (False, True, {"FLASH_ATTN"}), (True, False, {"CPU_ATTN"})):
+    for cpu, cuda, expected in (
+        (False, False, {}),
+        (False, True, {"FLASH_ATTN"}),
+        (True, False, {"CPU_ATTN"}),
+    ):
         replaced.clear()
         backends.clear()
-        monkeypatch.setattr(vllm_exact, "current_platform", SimpleNamespace(is_cpu=lambda c=cpu: c, is_cuda=lambda c=cuda: c))
+        monkeypatch.setattr(
+            vllm_exact, "current_platform", SimpleNamespace(is_cpu=lambda c=cpu: c, is_cuda=lambda c=cuda: c)
+        )
         vllm_exact.register_operations()
         vllm_exact.register_operations()  # once
         assert {backend.name for backend in backends} == set(expected)
@@ -299,27 +382,47 @@ def test_plugin_registers_on_cuda_what_cuda_calls(monkeypatch: pytest.MonkeyPatc
         assert all(replaced[base.__name__].name == base.name for base in vllm_exact.LAYERS if expected)
         for backend in backends:
             exact = backend.get_class()
-            assert exact.__module__.startswith("bridge.") and issubclass(exact.get_impl_cls(), vllm_exact.ExactAttention)
+            assert exact.__module__.startswith("bridge.") and issubclass(
+                exact.get_impl_cls(), vllm_exact.ExactAttention
+            )
 
 
 @pytest.mark.parametrize("variant", ["native", "cuda"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_settings_reach_the_engine(variant: str, exact: bool) -> None:
     """From the config through vLLM's arguments to what the layers read."""
-    changes = [f"numerics.engine_variant={variant}", f"numerics.exact={str(exact).lower()}", "precision.promotion_order=triton"]
+    changes = [
+        f"numerics.engine_variant={variant}",
+        f"numerics.exact={str(exact).lower()}",
+        "precision.promotion_order=triton",
+    ]
     settings = engine_settings(load_config(None, ["rollout.engine=vllm", *changes]), on_gpu=False)
     given = settings.arguments(Path("model"), QWEN3, on_cpu=True)["additional_config"]["jetrl"]
     with engine_given(given):
         read = fp8_kernel.engine_settings()
-    assert (read.engine_variant, read.exact, read.promotion_order, read.scale_format) == (variant, exact, "triton", "float32")
+    assert (read.engine_variant, read.exact, read.promotion_order, read.scale_format) == (
+        variant,
+        exact,
+        "triton",
+        "float32",
+    )
 
 
 def test_exact_operations_are_refused_in_an_engine_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for eager, given, refused in ((True, {}, False), (False, {}, True), (False, {"exact": False}, False), (False, None, False)):
+    for eager, given, refused in (
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"exact": False}, False),
+        (False, None, False),
+    ):
         config = SimpleNamespace(additional_config={} if given is None else {"jetrl": given})
         config.model_config = SimpleNamespace(enforce_eager=eager)
         monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda config=config: config)
-        with pytest.raises(ValueError, match="got enforce_eager=False") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(ValueError, match="got enforce_eager=False")
+            if refused
+            else contextlib.nullcontext()
+        ):
             fp8_kernel.engine_settings()
 
 
@@ -330,35 +433,61 @@ def test_unknown_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 def test_an_engine_on_a_gpu_names_its_kernels(order: str) -> None:
-    """Attention by the backend that the exact one stands for, products by the kernel of the promotion order; on a CPU neither."""
+    """Attention by the backend that the exact one stands for,
+    products by the kernel of the promotion order; on a CPU neither.
+    """
     settings = vllm_settings("vllm", promotion_order=order)
     arguments = settings.arguments(Path("model"), QWEN3, on_cpu=False)
-    assert arguments["attention_backend"] == "FLASH_ATTN" and arguments["linear_backend"] == {"deepgemm": "cutlass"}.get(order, order)
+    assert arguments["attention_backend"] == "FLASH_ATTN" and arguments["linear_backend"] == {
+        "deepgemm": "cutlass"
+    }.get(order, order)
     kernels = {kernel.__name__ for kernel in _LINEAR_BACKEND_KERNEL_MAP[arguments["linear_backend"]]}
-    assert {"deepgemm": "CutlassFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}[order] in kernels
-    assert "attention_backend" not in changed(settings, exact=False).arguments(Path("model"), QWEN3, on_cpu=False)
-    assert not {"attention_backend", "linear_backend"} & set(settings.arguments(Path("model"), QWEN3, on_cpu=True))
+    assert {"deepgemm": "CutlassFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}[
+        order
+    ] in kernels
+    assert "attention_backend" not in changed(settings, exact=False).arguments(
+        Path("model"), QWEN3, on_cpu=False
+    )
+    assert not {"attention_backend", "linear_backend"} & set(
+        settings.arguments(Path("model"), QWEN3, on_cpu=True)
+    )
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_vllm_knows_the_arguments_by_name_and_as_flags(on_cpu: bool, tmp_path: Path) -> None:
-    arguments = vllm_settings("vllm", kv_cache_memory_mb=64).arguments(write_model_directory(tmp_path, QWEN3, []), QWEN3, on_cpu)
+    arguments = vllm_settings("vllm", kv_cache_memory_mb=64).arguments(
+        write_model_directory(tmp_path, QWEN3, []), QWEN3, on_cpu
+    )
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(as_flags(arguments))
     by_name, by_flag = EngineArgs(**arguments), EngineArgs.from_cli_args(parsed)
-    for name in ("attention_backend", "linear_backend", "additional_config", "enforce_eager", "max_model_len"):
+    for name in (
+        "attention_backend",
+        "linear_backend",
+        "additional_config",
+        "enforce_eager",
+        "max_model_len",
+    ):
         one, other = getattr(by_name, name), getattr(by_flag, name)
         assert getattr(one, "name", one) == getattr(other, "name", other) == arguments.get(name, one), name
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_vllm_that_never_says_finish_gets_weights_on_receipt_if_they_are_whole(damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM 0.24, which gives `receive_weights` a function to load with and tells a backend nothing afterwards."""
+def test_a_vllm_that_never_says_finish_gets_weights_on_receipt_if_they_are_whole(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.24, which gives `receive_weights` a function to load with and tells a backend nothing
+    afterwards.
+    """
     tensors = [("a.weight", torch.arange(4.0)), ("b.weight", torch.ones(2, 2))]
     manifest = vllm_transfer.manifest_of(tensors, 3)
-    ticket = vllm_transfer.hand_over(manifest, [("a.weight", torch.zeros(4)), tensors[1]] if damaged else tensors)
+    ticket = vllm_transfer.hand_over(
+        manifest, [("a.weight", torch.zeros(4)), tensors[1]] if damaged else tensors
+    )
     applied: list[Any] = []
     monkeypatch.setattr(vllm_transfer, "APPLIES_ON_RECEIPT", True)
-    monkeypatch.setattr(vllm_transfer.JetrlWeightTransfer, "finish_weight_update", lambda self: applied.append(self._staged))
+    monkeypatch.setattr(
+        vllm_transfer.JetrlWeightTransfer, "finish_weight_update", lambda self: applied.append(self._staged)
+    )
     transfer = object.__new__(vllm_transfer.JetrlWeightTransfer)
     if damaged:
         with pytest.raises(ValueError, match="not those of their manifest"):

@@ -1,4 +1,6 @@
-"""An exported FP8 checkpoint directory, loaded by vLLM itself (with the plugin) and scored against the trainer."""
+"""An exported FP8 checkpoint directory, loaded by vLLM itself (with the plugin)
+and scored against the trainer.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,25 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 from bridge.vllm.worker import plugin  # noqa: E402
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 
 
 def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None:
-    """`additional_config` is what the plugin asks for: without it vLLM takes AMX attention where there is AMX, another rounding."""
-    policy = build_policy(config_from_dict({"model": SIZES, "precision": {"preset": "fp8_unified"}, "rollout": {"engine": "vllm"}}))
+    """`additional_config` is what the plugin asks for:
+    without it vLLM takes AMX attention where there is AMX, another rounding.
+    """
+    policy = build_policy(
+        config_from_dict(
+            {"model": SIZES, "precision": {"preset": "fp8_unified"}, "rollout": {"engine": "vllm"}}
+        )
+    )
     published = published_weights(policy)
     path = save_published(tmp_path / "fp8", policy.model.config, published)
     plugin.register()
@@ -46,7 +61,11 @@ def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None
     params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False)
     engine = [
-        np.array([0.0] + [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
+        np.array(
+            [0.0]
+            + [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)],
+            np.float32,
+        )
         for out, ids in zip(outputs, sequences, strict=True)
     ]
     llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,5 @@
-"""Trainer and vLLM on one GPU: the same log-probabilities, and memory that the one gives up and the other takes.
+"""Trainer and vLLM on one GPU: the same log-probabilities, and memory that the one gives up and the other
+takes.
 
 Needs a Hopper GPU and vLLM's CUDA build; not run yet.
 """
@@ -35,10 +36,19 @@ def problem() -> str | None:
 
 
 def alone(arguments: list[str], directory: Path) -> Any:
-    """What this file prints last as a program, in a process of its own: JAX here has taken the GPU already."""
+    """What this file prints last as a program, in a process of its own:
+    JAX here has taken the GPU already.
+    """
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
-    ran = subprocess.run(command, cwd=directory, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900)
+    ran = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     print(ran.stdout)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -47,7 +57,9 @@ def alone(arguments: list[str], directory: Path) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("context", [0, 2000])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
-def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(architecture: str, context: int, tmp_path: Path) -> None:
+def test_an_exact_trainer_and_vllm_with_its_operations_agree_on_every_token(
+    architecture: str, context: int, tmp_path: Path
+) -> None:
     """Prompts of some tokens, and of so many that FlashAttention would split them."""
     if (why := problem()) is not None:
         pytest.skip(why)
@@ -66,7 +78,9 @@ def test_trainer_and_vllm_take_turns_on_one_gpu(mode: str, tmp_path: Path) -> No
 
 
 def exact_gaps(architecture: str, context: int) -> dict[str, Any]:
-    """The gaps of `tests/benchmarks/vllm_gap.py` for one policy, with the trainer's operations in vLLM; also runs on a CPU."""
+    """The gaps of `tests/benchmarks/vllm_gap.py` for one policy, with the trainer's operations in vLLM;
+    also runs on a CPU.
+    """
     from tests.benchmarks.vllm_gap import rows  # first: it leaves vLLM room before JAX starts
     from tests.parity.vllm_policy import QWEN2, QWEN3
 
@@ -76,7 +90,9 @@ def exact_gaps(architecture: str, context: int) -> dict[str, Any]:
 
 
 def take_turns(mode: str) -> dict[str, Any]:
-    """Three rollouts of a small policy by a vLLM that may take `SHARE` of the GPU; between them the trainer takes as much."""
+    """Three rollouts of a small policy by a vLLM that may take `SHARE` of the GPU;
+    between them the trainer takes as much.
+    """
     import jax.numpy as jnp
     import numpy as np
 
@@ -86,9 +102,14 @@ def take_turns(mode: str) -> dict[str, Any]:
     from jetrl_jax.runs.engines import build_vllm_engine
     from jetrl_jax.runs.policy import build_policy, published_weights
 
-    sizes = "{hidden_size: 256, intermediate_size: 256, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 64}"
+    sizes = (
+        "{hidden_size: 256, intermediate_size: 256, num_layers: 2, num_heads: 4, num_kv_heads: 2, "
+        "head_dim: 64}"
+    )
     changes = [f"model={sizes}", f"rollout.engine={mode}", "numerics.engine_variant=cuda"]
-    config = load_config(None, [*changes, f"rollout.engine.gpu_memory_utilization={SHARE}", "rollout.engine.on_mismatch=warn"])
+    config = load_config(
+        None, [*changes, f"rollout.engine.gpu_memory_utilization={SHARE}", "rollout.engine.on_mismatch=warn"]
+    )
     share_gpu(config)
     policy = build_policy(config)
     published = published_weights(policy)
@@ -98,13 +119,16 @@ def take_turns(mode: str) -> dict[str, Any]:
     try:
         for version in range(3):
             engine.load(published, version)
-            sampled = engine.generate([Request(i, [5, 6, 7], i) for i in range(8)], SamplingParams(1.0, 8, (1,), 0))
+            sampled = engine.generate(
+                [Request(i, [5, 6, 7], i) for i in range(8)], SamplingParams(1.0, 8, (1,), 0)
+            )
             assert {t.oldest_version for t in sampled} == {version}
             engine.sleep()
             ballast = jnp.ones(int(SHARE * total) // 4, jnp.float32)
             assert float(ballast[-1]) == 1.0
             del ballast
-            np.asarray(jnp.zeros(1))  # what was freed returns to the driver when the device is next waited for
+            # what was freed returns to the driver when the device is next waited for
+            np.asarray(jnp.zeros(1))
     finally:
         engine.close()
     largest = max(row["probe_logprob_abs_max"] for row in rows)

@@ -1,4 +1,6 @@
-"""The real vLLM in this process against the trainer: the same log-probabilities on the same tokens, and a certificate that sees."""
+"""The real vLLM in this process against the trainer: the same log-probabilities on the same tokens,
+and a certificate that sees.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def shared_policy() -> Iterator[SmallPolicy]:
 
 @pytest.fixture
 def qwen3(shared_policy: SmallPolicy) -> tuple[SmallPolicy, InProcessEngine]:
-    """The engine that tests share, with the policy's weights loaded anew as a run loads them at every step."""
+    """The engine that tests share, with the policy's weights loaded anew as a run loads them at every
+    step.
+    """
     if SHARED:
         SHARED[0].load(shared_policy.published, 0)
     else:
@@ -84,7 +88,9 @@ def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.Mon
 
     def build(enforce_eager: bool, **_: Any) -> None:
         torch._dynamo.reset()
-        torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(enforce_eager) or graph.forward)(torch.ones(2))
+        torch.compile(
+            lambda x: x + 1, backend=lambda graph, _: compiled.append(enforce_eager) or graph.forward
+        )(torch.ones(2))
         raise RuntimeError("seen")
 
     monkeypatch.setattr(in_process, "LLM", build)
@@ -95,7 +101,9 @@ def test_each_engine_of_a_process_compiles_as_it_is_told(monkeypatch: pytest.Mon
             make_engine(policy, enforce_eager=eager)
     assert compiled == [False, False]
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with pytest.raises(UserError, match=r"rollout\.engine\.enforce_eager: got false with TORCH_COMPILE_DISABLE=1"):
+    with pytest.raises(
+        UserError, match=r"rollout\.engine\.enforce_eager: got false with TORCH_COMPILE_DISABLE=1"
+    ):
         make_engine(policy, enforce_eager=False)
 
 
@@ -120,7 +128,9 @@ def swapped_heads(published: nnx.State) -> nnx.State:
     q, k = values["layers.0.self_attn.q_proj.weight"], values["layers.0.self_attn.k_proj.weight"]
     rows, blocks = k.qvalue.shape[0], k.scale.shape[0]
     new = {
-        "layers.0.self_attn.q_proj.weight": ScaledArray(q.qvalue.at[:rows].set(k.qvalue), q.scale.at[:blocks].set(k.scale), q.block_shape),
+        "layers.0.self_attn.q_proj.weight": ScaledArray(
+            q.qvalue.at[:rows].set(k.qvalue), q.scale.at[:blocks].set(k.scale), q.block_shape
+        ),
         "layers.0.self_attn.k_proj.weight": ScaledArray(q.qvalue[:rows], q.scale[:blocks], k.block_shape),
     }
     return map_params(lambda path, value: new.get(path, value), published)
@@ -133,7 +143,9 @@ FAULTS: dict[str, Callable[[nnx.State], nnx.State]] = {
 }
 
 
-def check(policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool = True, faults: Any = FAULTS) -> None:
+def check(
+    policy: SmallPolicy, engine: InProcessEngine, count: int, exact: bool = True, faults: Any = FAULTS
+) -> None:
     trajectories = engine.generate(requests(count), SAMPLING)
     rollout = np.concatenate([t.sampled_logprobs for t in trajectories])
     score = Scorer(policy)
@@ -186,7 +198,9 @@ BF16_ATTENTION = [("*.self_attn.*", "bf16")]
         pytest.param(QWEN2, "fp8_unified", BF16_ATTENTION, id="qwen2-both", marks=pytest.mark.long),
     ],
 )
-def test_trainer_and_vllm_agree_where_layers_are_bf16(architecture: ModelConfig, preset: str, overrides: list[tuple[str, str]]) -> None:
+def test_trainer_and_vllm_agree_where_layers_are_bf16(
+    architecture: ModelConfig, preset: str, overrides: list[tuple[str, str]]
+) -> None:
     """In BF16 a bias joins the FP32 sums before the one rounding; in FP8 it joins the rounded product."""
     policy = sampled_policy(preset, architecture, overrides=overrides)
     engine = make_engine(policy)
@@ -196,7 +210,9 @@ def test_trainer_and_vllm_agree_where_layers_are_bf16(architecture: ModelConfig,
     scored, parted = engine.score(prompts), where_they_part(policy.rollout_model(), engine, prompts[:2])
     engine.close()
     score = Scorer(policy)
-    gap = Gap.of(score(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
+    gap = Gap.of(
+        score(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories])
+    )
     print(f"\n{gap}")
     assert gap.exact and parted["first_difference"] == NEVER
     again = [score.whole(policy.published, t) for t in trajectories[:4]]
@@ -225,7 +241,9 @@ def vllms_norm(patch: pytest.MonkeyPatch) -> None:
 
 def vllms_linear_layers(patch: pytest.MonkeyPatch) -> None:
     for method in ("apply", "process_weights_after_loading"):
-        patch.setattr(vllm_exact.ExactLinearMethod, method, getattr(vllm_exact.UnquantizedLinearMethod, method))
+        patch.setattr(
+            vllm_exact.ExactLinearMethod, method, getattr(vllm_exact.UnquantizedLinearMethod, method)
+        )
 
 
 def vllms_log_softmax(patch: pytest.MonkeyPatch) -> None:
@@ -245,21 +263,35 @@ def truncated_rotation(patch: pytest.MonkeyPatch) -> None:
 
 def other_promotion_order(patch: pytest.MonkeyPatch) -> None:
     product = fp8_kernel.block_scaled_matmul
-    patch.setattr(fp8_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton"))
+    patch.setattr(
+        fp8_kernel, "block_scaled_matmul", lambda a, b, sa, sb, order: product(a, b, sa, sb, "triton")
+    )
 
 
-INGREDIENTS = (other_promotion_order, vllms_attention, vllms_norm, vllms_linear_layers, vllms_log_softmax, truncated_rotation)
+INGREDIENTS = (
+    other_promotion_order,
+    vllms_attention,
+    vllms_norm,
+    vllms_linear_layers,
+    vllms_log_softmax,
+    truncated_rotation,
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
-def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equality_needs_each_ingredient(
+    ingredient: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingredient(monkeypatch)
     policy = sampled_policy("bf16" if ingredient is vllms_linear_layers else "fp8_unified", QWEN3)
     engine = make_engine(policy)
     trajectories = engine.generate(requests(16), SAMPLING)
     engine.close()
-    gap = Gap.of(Scorer(policy)(policy.published, trajectories), np.concatenate([t.sampled_logprobs for t in trajectories]))
+    gap = Gap.of(
+        Scorer(policy)(policy.published, trajectories),
+        np.concatenate([t.sampled_logprobs for t in trajectories]),
+    )
     print(f"\n{ingredient.__name__}: {gap}")
     assert not gap.exact
 
@@ -272,11 +304,18 @@ def test_syncs_with_optimiser_steps_between_them(
     programs = PolicyPrograms(policy.model, policy.plan, optax.adam(1e-3), temperature=1.0, chunk_tokens=64)
     state = programs.init(policy.params)
     rows: list[dict[str, Any]] = []
-    monkeypatch.setattr(engine, "after_load", [certificate(engine, policy, rows=rows, probe=probe_tokens(128, 32), tolerance=0.0)])
+    monkeypatch.setattr(
+        engine,
+        "after_load",
+        [certificate(engine, policy, rows=rows, probe=probe_tokens(128, 32), tolerance=0.0)],
+    )
     memory = []
     for version in range(1, syncs + 1):
         noise = jax.random.normal(jax.random.key(version), (256, 256))
-        grads = map_params(lambda _, value, noise=noise: jnp.resize(noise, value.shape) * jnp.sign(value + 1e-6), policy.params)
+        grads = map_params(
+            lambda _, value, noise=noise: jnp.resize(noise, value.shape) * jnp.sign(value + 1e-6),
+            policy.params,
+        )
         state, report = programs.update(state, grads)
         assert report.nonfinite == ()
         engine.load(state.published, version)
@@ -287,7 +326,10 @@ def test_syncs_with_optimiser_steps_between_them(
         row["holds"] and not row["differences"] for row in rows
     )
     seconds = np.median([row["sync_s"] for row in rows])
-    print(f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS in MiB: {[round(size) for size in memory]}")
+    print(
+        f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS in MiB: "
+        f"{[round(size) for size in memory]}"
+    )
     if syncs == 20:
         assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
     before = engine.generate(requests(8, 99), SAMPLING)
@@ -301,9 +343,17 @@ def test_syncs_with_optimiser_steps_between_them(
         np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
 
 
-def certificate(engine: InProcessEngine, policy: SmallPolicy, *, rows: list[dict[str, Any]], **changes: Any) -> Certificate:
+def certificate(
+    engine: InProcessEngine, policy: SmallPolicy, *, rows: list[dict[str, Any]], **changes: Any
+) -> Certificate:
     """Of an engine against a policy's trainer; without a probe, unless one is given."""
-    fields = {"score": trainer.Scorer(policy.rollout_model()), "probe": [], "tolerance": 0.02, "record": rows.append, "warn": print}
+    fields = {
+        "score": trainer.Scorer(policy.rollout_model()),
+        "probe": [],
+        "tolerance": 0.02,
+        "record": rows.append,
+        "warn": print,
+    }
     return Certificate(engine=engine, **(fields | changes))
 
 
@@ -320,7 +370,9 @@ def test_certificate_sees_an_engine_that_kept_its_weights(
     monkeypatch.setattr(engine, "after_load", [hook])
     monkeypatch.setattr(engine, "_hand_over", lambda published, version: sent)  # it says that it took them
     if on_mismatch == "stop":
-        with pytest.raises(RunStopped, match=r"1 tensors differ: .*layers\.1\.mlp\.down_proj\.weight_scale_inv"):
+        with pytest.raises(
+            RunStopped, match=r"1 tensors differ: .*layers\.1\.mlp\.down_proj\.weight_scale_inv"
+        ):
             engine.load(changed, 1)
         with pytest.raises(RuntimeError, match="policy version 1 was not accepted"):
             engine.generate(requests(1), SAMPLING)
@@ -336,7 +388,13 @@ def test_probe_sees_weights_that_are_held_but_computed_otherwise(
     """The same bytes on both sides, and a trainer that multiplies other ones: only the probe can tell."""
     policy, engine = qwen3
     score, probe = trainer.Scorer(policy.rollout_model()), probe_tokens(128, 32)
-    hook = certificate(engine, policy, rows=[], probe=probe, score=lambda published, ids: score(map_params(dropped_scale, published), ids))
+    hook = certificate(
+        engine,
+        policy,
+        rows=[],
+        probe=probe,
+        score=lambda published, ids: score(map_params(dropped_scale, published), ids),
+    )
     monkeypatch.setattr(engine, "after_load", [hook])
     with pytest.raises(RunStopped, match=r"logprob difference\| of the probe: got .* expected at most 0\.02"):
         engine.load(policy.published, 3)
@@ -352,21 +410,39 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     engine.generate(requests(1), sampling)
     engine.sleep()
     engine.sleep()  # it does already
-    for ask in (lambda: engine.generate(requests(1), sampling), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
+    for ask in (
+        lambda: engine.generate(requests(1), sampling),
+        lambda: engine.score([[3, 4]]),
+        lambda: engine.held([]),
+    ):
         with pytest.raises(RuntimeError, match="the engine sleeps: got no load"):
             ask()
     manifest = engine.load(policy.published, 1).manifest
-    assert stub.calls[4:] == ["sleep 2", "wake weights", "start", "update", "finish", "wake kv_cache", "reset"]
-    assert engine.held(list(manifest.entries)) == manifest and engine.generate(requests(1), sampling)[0].oldest_version == 1
+    assert stub.calls[4:] == [
+        "sleep 2",
+        "wake weights",
+        "start",
+        "update",
+        "finish",
+        "wake kv_cache",
+        "reset",
+    ]
+    assert (
+        engine.held(list(manifest.entries)) == manifest
+        and engine.generate(requests(1), sampling)[0].oldest_version == 1
+    )
 
 
 def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its CPU worker ignores them with a warning, its scheduler pauses and goes on: the same tokens before and after."""
+    """Its CPU worker ignores them with a warning, its scheduler pauses and goes on:
+    the same tokens before and after.
+    """
     policy, engine = qwen3
     before = engine.generate(requests(8), SAMPLING)
-    monkeypatch.setattr(engine, "settings", changed(engine.settings, sleep=True))  # as if it had been started so
+    # as if it had been started so
+    monkeypatch.setattr(engine, "settings", changed(engine.settings, sleep=True))
     engine.sleep()
     assert engine.llm.llm_engine.is_sleeping()
     engine.load(policy.published, 1)
@@ -377,14 +453,20 @@ def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
         make_engine(policy, sleep=True)  # last: it ends the shared engine
 
 
-def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exact_cpu.ExactCpuBackend, "get_impl_cls", exact_cpu.CPUAttentionBackend.get_impl_cls)
     with pytest.raises(EngineFailed, match="got attention by CPUAttentionBackendImpl"):
         make_engine(sampled_policy("fp8_unified", QWEN3))
 
 
-def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no earlier one."""
+def test_the_first_operator_that_differs_is_named(
+    qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them,
+    and no earlier one.
+    """
     policy, engine = qwen3
     assert engine.describe()["operations"] == {
         "attention": "ExactCpuAttention",
@@ -395,7 +477,9 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
         "rope": "ExactRotaryEmbedding",
         "silu": "ExactSiluAndMul",
     }
-    sequences = [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in engine.generate(requests(3), SAMPLING)]
+    sequences = [
+        [*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in engine.generate(requests(3), SAMPLING)
+    ]
     graphdef = nnx.graphdef(policy.rollout_model())
 
     def differences(published: nnx.State) -> list[Difference]:
@@ -403,11 +487,21 @@ def test_the_first_operator_that_differs_is_named(qwen3: tuple[SmallPolicy, InPr
 
     equal = differences(policy.published)
     assert first_difference(equal) == NEVER
-    assert [d.operator for d in equal[:10]] == [*_LAYER] and len(equal) == 2 * 10 + 1 and equal[-1].operator == "norm"
-    for wrong, place in ((map_params(dropped_scale, policy.published), "layer 1 down"), (swapped_heads(policy.published), "layer 0 qkv")):
+    assert (
+        [d.operator for d in equal[:10]] == [*_LAYER]
+        and len(equal) == 2 * 10 + 1
+        and equal[-1].operator == "norm"
+    )
+    for wrong, place in (
+        (map_params(dropped_scale, policy.published), "layer 1 down"),
+        (swapped_heads(policy.published), "layer 0 qkv"),
+    ):
         found = differences(wrong)
         said = first_difference(found)
         print(f"\n{said}")
         assert said.startswith(f"they part at {place} (") and max(d.largest for d in found) > 0.01
     monkeypatch.setattr(engine, "describe", lambda: {"mode": "server"})
-    assert "rollout.engine=vllm" in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
+    assert (
+        "rollout.engine=vllm"
+        in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
+    )

@@ -1,4 +1,6 @@
-"""Policies for the tests with the real vLLM on CPU, in shapes that it holds in block FP8, and the gap of two sides."""
+"""Policies for the tests with the real vLLM on CPU, in shapes that it holds in block FP8,
+and the gap of two sides.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,18 @@ from tests.parity.small_policy import CONFIG, SmallPolicy
 from tests.sections import engine_settings
 
 QWEN3 = dataclasses.replace(
-    CONFIG, vocab_size=128, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64
+    CONFIG,
+    vocab_size=128,
+    hidden_size=256,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
 )
-QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False)
+QWEN2 = dataclasses.replace(
+    QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True, tie_word_embeddings=False
+)
 PROMPT, COMPLETION = 24, 40
 LENGTHS = {"max_prompt_tokens": PROMPT, "max_completion_tokens": COMPLETION}
 LIMITS = {"max_num_seqs": 32, "kv_cache_memory_mb": 64}
@@ -29,7 +40,9 @@ SAMPLING = SamplingParams(1.0, COMPLETION, (1,), 0)
 
 
 def sampled_policy(preset: str, config: ModelConfig, **options: Any) -> SmallPolicy:
-    """A policy whose engine is vLLM: the trainer's products that are not FP8 are float64, as a run's are then."""
+    """A policy whose engine is vLLM: the trainer's products that are not FP8 are float64,
+    as a run's are then.
+    """
     return SmallPolicy(preset, config, **{"dense": "float64", **options})
 
 
@@ -41,7 +54,10 @@ def fp8_paths(policy: SmallPolicy) -> list[str]:
 def requests(count: int, seed: int = 0) -> list[Request]:
     """Prompts of 2 to 23 random tokens."""
     rng = np.random.default_rng(seed)
-    return [Request(i, rng.integers(3, CONFIG.vocab_size, int(rng.integers(2, PROMPT))).tolist(), seed + i) for i in range(count)]
+    return [
+        Request(i, rng.integers(3, CONFIG.vocab_size, int(rng.integers(2, PROMPT))).tolist(), seed + i)
+        for i in range(count)
+    ]
 
 
 class Scorer:
@@ -76,7 +92,13 @@ class Gap:
         """The gap of two arrays of log-probabilities."""
         difference = np.asarray(trainer, np.float64) - np.asarray(engine, np.float64)
         size, k3 = np.abs(difference), np.expm1(difference) - difference
-        return cls(difference.size, float(np.mean(size <= 1e-5)), float(size.mean()), float(size.max()), float(k3.mean()))
+        return cls(
+            difference.size,
+            float(np.mean(size <= 1e-5)),
+            float(size.mean()),
+            float(size.max()),
+            float(k3.mean()),
+        )
 
     @property
     def exact(self) -> bool:
@@ -84,7 +106,8 @@ class Gap:
         return self.largest == 0
 
     def within_budget(self, floor: Gap) -> bool:
-        """Whether this is one policy on both sides, but for single BF16 roundings that vLLM's own operations take otherwise.
+        """Whether this is one policy on both sides, but for single BF16 roundings that vLLM's own operations
+        take otherwise.
 
         `floor`: BF16 training beside the same FP8 rollout.
         """
@@ -107,4 +130,8 @@ def children(parent: int) -> list[int]:
 
 def alive(pids: list[int]) -> list[int]:
     """Those that still run."""
-    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()]
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]

@@ -1,4 +1,5 @@
-"""A vLLM that computes nothing and holds a caller to the contract: what may be asked while what is asleep, in which order.
+"""A vLLM that computes nothing and holds a caller to the contract: what may be asked while what is asleep, in
+which order.
 
 As vLLM 0.32 has it (`Executor.sleep`, `Executor.wake_up`, the worker's weight update, the routes of
 `entrypoints/serve`), but an error where vLLM itself would answer from memory that is not there.
@@ -17,14 +18,16 @@ from bridge.vllm.settings import EXACT, FP8_PRODUCTS
 from jetrl_jax.rollout.manifest import Manifest
 
 TOKEN, LOGPROB = 1, -0.5  # what it samples: one token, always
-OPERATIONS = {name: f"Exact{name.title()}" for name in EXACT} | {"fp8_product": FP8_PRODUCTS["deepgemm"][0]}  # what it says it runs
+# what it says it runs
+OPERATIONS = {name: f"Exact{name.title()}" for name in EXACT} | {"fp8_product": FP8_PRODUCTS["deepgemm"][0]}
 
 
 class StubVllm:
     """`vllm.LLM` and the engine behind the routes; `calls` are those that change it, in order."""
 
     def __init__(self, **arguments: Any) -> None:
-        self.arguments, self.calls = arguments, []
+        self.arguments = arguments
+        self.calls = []
         self.asleep: set[str] = set()
         self.staged: Manifest | None = None
         self.weights: Manifest | None = None
@@ -44,7 +47,9 @@ class StubVllm:
     def sleep(self, level: int = 1) -> None:
         assert not self.asleep and level == 2
         self.calls.append("sleep 2")
-        self.asleep, self.weights, self.stale = {"weights", "kv_cache"}, None, False
+        self.asleep = {"weights", "kv_cache"}
+        self.weights = None
+        self.stale = False
 
     def wake_up(self, tags: list[str]) -> bool:
         assert set(tags) <= self.asleep, f"{tags} are awake"
@@ -73,7 +78,10 @@ class StubVllm:
     def finish_weight_update(self, weight_version: str) -> None:
         assert self.updating and self.staged is not None and "weights" not in self.asleep
         self.calls.append("finish")
-        self.weights, self.staged, self.updating, self.stale = self.staged, None, False, True
+        self.weights = self.staged
+        self.staged = None
+        self.updating = False
+        self.stale = True
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset")
@@ -102,7 +110,9 @@ class StubVllm:
         entry = SimpleNamespace(logprob=LOGPROB)
         completion = SimpleNamespace(token_ids=[TOKEN], logprobs=[{TOKEN: entry}], finish_reason="stop")
         of_prompt = [None, *({token: entry} for token in prompt["prompt_token_ids"][1:])]
-        return [SimpleNamespace(request_id=name, finished=True, outputs=[completion], prompt_logprobs=of_prompt)]
+        return [
+            SimpleNamespace(request_id=name, finished=True, outputs=[completion], prompt_logprobs=of_prompt)
+        ]
 
     def abort(self, names: list[str], internal: bool) -> None:
         assert internal and names == [f"{name}-abcdef" for name, _ in self.queue]
@@ -129,16 +139,25 @@ class StubVllm:
         assert route == "/inference/v1/generate"
         self.enqueue([], [], False)
         assert self.weights is not None
-        choice = {"token_ids": [TOKEN], "logprobs": {"content": [{"logprob": LOGPROB}]}, "finish_reason": "stop"}
+        choice = {
+            "token_ids": [TOKEN],
+            "logprobs": {"content": [{"logprob": LOGPROB}]},
+            "finish_reason": "stop",
+        }
         logprobs = [None, *({str(token): {"logprob": LOGPROB}} for token in body["token_ids"][1:])]
-        return {"choices": [choice | {"weight_versions": [{"version": self.weights.policy_version}]}], "prompt_logprobs": logprobs}
+        return {
+            "choices": [choice | {"weight_versions": [{"version": self.weights.policy_version}]}],
+            "prompt_logprobs": logprobs,
+        }
 
 
 class StubServer:
     """A `StubVllm` behind HTTP on loopback; `with StubServer() as server`."""
 
     def __init__(self) -> None:
-        self.engine, self.connections, self._closed = StubVllm(), 0, 0
+        self.engine = StubVllm()
+        self.connections = 0
+        self._closed = 0
         stub = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -80,7 +80,8 @@ def test_numbers_come_back_from_their_text(value):
         assert np.float32(shown) == narrow and len(shown.replace(".", "").strip("-0")) <= 9
 
 
-# ------------------------------------------------------------------------------------------------------ thoughts
+# ------------------------------------------------------------------------------------------------------
+# thoughts
 
 
 @pytest.mark.parametrize("name", ["exact_match", "gsm8k", "last_number", "boxed", "math_verify"])
@@ -112,7 +113,7 @@ def test_answer_part_is_what_stands_behind_the_last_thought():
     [
         ("user\nq\nassistant\n<think>\n", "q", True), ("user\nq\nassistant\n<think>", "q", True), ("user\nq\nassistant\n", "q", False),
         ("user\nq\nassistant\n<think>\n\n</think>\n\n", "q", False), ("Think in <think>.\nq\nassistant\n", "q", False),
-        ("q\nassistant\n<think>\nOkay, ", "q", True), ("say <think> twice", "say <think> twice", False), ("q <think>", "q <think>", True),
+        ("q\nassistant\n<think>\nOkay, ", "q", True), ("say <think> twice", "say <think> twice", False), ("q " "<think>", "q " "<think>", True),
         ("user\nwhat is <think>?\nassistant\n<think>\n", "what is <think>?", True), ("", "", False),
     ],
 )  # fmt: skip
@@ -139,30 +140,38 @@ def test_rewards_tell_verifiers_and_functions_that_ask_how_the_prompt_ended():
         np.testing.assert_array_equal(result.parts["task"], [0, 1, 1])
         assert seen["asks"] == (texts, [True, True, False])
         assert seen["takes_all"]["completions"] == texts and "thought_opened" not in seen["takes_all"]
-        np.testing.assert_array_equal(rewards(["p"] * 3, texts, examples, ["stop"] * 3, [[1]] * 3).parts["task"], [1, 1, 1])
+        np.testing.assert_array_equal(
+            rewards(["p"] * 3, texts, examples, ["stop"] * 3, [[1]] * 3).parts["task"], [1, 1, 1]
+        )
         with pytest.raises(ValueError, match="'thought_opened': 1"):
             rewards(["p"] * 3, texts, examples, ["stop"] * 3, [[1]] * 3, [True])
 
 
-# ------------------------------------------------------------------------------------------------ asked at load
+# ------------------------------------------------------------------------------------------------ asked at
+# load
 
 
 def test_rewards_ask_their_verifier_about_every_answer_of_the_task():
     rows = [{"prompt": f"q{i}", "answer": "1/2" if i == 7 else str(i)} for i in range(41)]
     task = as_task(rows, task_section(eval_fraction=0.1))
     with pytest.raises(
-        UserError, match=r"reward boxed: 1 broken record:\n  dataset:train\[7\]: boxed cannot compare .*got '1/2', expected a number"
+        UserError,
+        match=r"reward boxed: 1 broken record:\n  dataset:train\[7\]: boxed cannot compare .*got '1/2', "
+        r"expected a number",
     ):
         RewardFunctions.from_config((RewardSection(name="boxed"),), task)
     RewardFunctions.from_config((RewardSection(name="exact_match"), RewardSection(name="task")), task)
     bad = ListTask("mine", [Example("a", "x")], [Example("b", True)], "gsm8k")
     with pytest.raises(
-        UserError, match=r"2 broken records:\n  mine:train\[0\]: gsm8k .*got 'x'.*\n  mine:eval\[0\]: gsm8k .*got bool True"
+        UserError,
+        match=r"2 broken records:\n  mine:train\[0\]: gsm8k .*got 'x'.*\n  mine:eval\[0\]: gsm8k .*got "
+        r"bool True",
     ):
         RewardFunctions.from_config((RewardSection(),), bad)
 
 
-# ---------------------------------------------------------------------------------------------------- math_verify
+# ----------------------------------------------------------------------------------------------------
+# math_verify
 
 
 def in_thread(function) -> object:
@@ -184,7 +193,12 @@ def in_thread(function) -> object:
 def test_math_verify_works_from_any_thread():
     pytest.importorskip("math_verify", reason="math-verify (extra tasks) is not installed")
     verifier = verify.MathVerify()
-    cases = [("\\boxed{\\frac{2}{4}}", "1/2", 1.0), ("\\boxed{3}", "4", 0.0), ("<think>\\boxed{4}", "4", 0.0), ("4", "", None)]
+    cases = [
+        ("\\boxed{\\frac{2}{4}}", "1/2", 1.0),
+        ("\\boxed{3}", "4", 0.0),
+        ("<think>\\boxed{4}", "4", 0.0),
+        ("4", "", None),
+    ]
     try:
         for completion, answer, expected in cases:
             assert (

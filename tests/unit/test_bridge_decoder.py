@@ -1,4 +1,6 @@
-"""The bridge against the decoder itself: the same paths and shapes, and reading into it changes all or nothing."""
+"""The bridge against the decoder itself: the same paths and shapes,
+and reading into it changes all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -93,5 +95,7 @@ def test_read_into_raises_on_another_model_and_changes_nothing(tmp_path, field, 
 
 def test_read_into_takes_other_lengths_and_special_ids(tmp_path):
     save_checkpoint(tmp_path / "out", QWEN3, decoder_parameters(make_decoder(QWEN3)))
-    decoder = make_decoder(dataclasses.replace(QWEN3, max_position_embeddings=32, eos_token_ids=(), pad_token_id=0))
+    decoder = make_decoder(
+        dataclasses.replace(QWEN3, max_position_embeddings=32, eos_token_ids=(), pad_token_id=0)
+    )
     assert read_into(decoder, tmp_path / "out") == load_checkpoint(tmp_path / "out")[0] == QWEN3

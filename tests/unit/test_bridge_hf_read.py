@@ -1,4 +1,6 @@
-"""The checkpoint reader: exact float32 masters from good directories, one clear error from each damaged one."""
+"""The checkpoint reader: exact float32 masters from good directories,
+one clear error from each damaged one.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ from tests.small_model import MINUTE, small_model
 
 def make_config(architecture: str = "qwen3", tied: bool = False) -> ModelConfig:
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 32) if architecture == "llama" else None
-    return small_model(architecture, **MINUTE, max_position_embeddings=64, rope_scaling=scaling, tie_word_embeddings=tied)
+    return small_model(
+        architecture, **MINUTE, max_position_embeddings=64, rope_scaling=scaling, tie_word_embeddings=tied
+    )
 
 
 def make_tensors(config: ModelConfig, dtype=np.float32) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {to_hf_name(path): rng.normal(size=shape).astype(dtype) for path, shape in parameter_shapes(config).items()}
+    return {
+        to_hf_name(path): rng.normal(size=shape).astype(dtype)
+        for path, shape in parameter_shapes(config).items()
+    }
 
 
 def write(root, config: ModelConfig, tensors, *, shards: int = 1):
@@ -79,9 +86,13 @@ def test_load_checkpoint_lists_every_bad_tensor_in_one_error(tmp_path):
     config = make_config()
     tensors = make_tensors(config)
     del tensors["model.norm.weight"], tensors["lm_head.weight"]
-    tensors["model.layers.0.self_attn.q_proj.weight"] = np.ascontiguousarray(tensors["model.layers.0.self_attn.q_proj.weight"].T)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.ascontiguousarray(
+        tensors["model.layers.0.self_attn.q_proj.weight"].T
+    )
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(12, np.float32)
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].astype(np.float64)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].astype(
+        np.float64
+    )
     with pytest.raises(UserError) as caught:
         load_checkpoint(write(tmp_path, config, tensors))
     message = str(caught.value)
@@ -134,7 +145,18 @@ def test_load_checkpoint_takes_eos_from_the_generation_config(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "", "x.bin", "C:\\x.safetensors", "a\0.safetensors", 3, None],
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "sub/x.safetensors",
+        "..",
+        "",
+        "x.bin",
+        "C:\\x.safetensors",
+        "a\0.safetensors",
+        3,
+        None,
+    ],
     ids=repr,
 )
 def test_index_raises_on_file_names_that_leave_the_directory(tmp_path, name):
@@ -175,7 +197,10 @@ def test_index_raises_where_shards_disagree(tmp_path):
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", '{"weight_map": {"a": "b", "a": "c"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", '{"weight_map": {"a": "b", "a": "c"}}'],
+)
 def test_index_raises_on_damage(tmp_path, text):
     config = make_config()
     write(tmp_path, config, make_tensors(config), shards=2)

@@ -20,13 +20,17 @@ from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from tests.small_model import MINUTE, small_model
 
-CONFIG = small_model(**MINUTE, max_position_embeddings=64, tie_word_embeddings=False, eos_token_ids=(1, 2), pad_token_id=0)
+CONFIG = small_model(
+    **MINUTE, max_position_embeddings=64, tie_word_embeddings=False, eos_token_ids=(1, 2), pad_token_id=0
+)
 NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
 def make_params(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {path: rng.normal(size=shape).astype(np.float32) for path, shape in parameter_shapes(CONFIG).items()}
+    return {
+        path: rng.normal(size=shape).astype(np.float32) for path, shape in parameter_shapes(CONFIG).items()
+    }
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 700], ids=["single", "sharded"])
@@ -40,7 +44,10 @@ def test_save_checkpoint_rounds_once_and_reads_back(tmp_path, dtype, max_shard_b
         np.testing.assert_array_equal(got[path], array.astype(NUMPY_DTYPES[dtype]).astype(np.float32))
     stored = json.loads((target / "config.json").read_text())
     assert stored["torch_dtype"] == stored["dtype"] == dtype
-    assert json.loads((target / "generation_config.json").read_text()) == {"eos_token_id": [1, 2], "pad_token_id": 0}
+    assert json.loads((target / "generation_config.json").read_text()) == {
+        "eos_token_id": [1, 2],
+        "pad_token_id": 0,
+    }
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
@@ -55,7 +62,8 @@ def test_save_checkpoint_index_is_right(tmp_path):
     assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     assert len(shards) >= 3 and not (target / "model.safetensors").exists()
     for shard in shards:
-        with safe_open(target / shard, framework="numpy") as file:  # the library's own reader, for names and metadata
+        # the library's own reader, for names and metadata
+        with safe_open(target / shard, framework="numpy") as file:
             assert set(file.keys()) == {name for name, where in index["weight_map"].items() if where == shard}
             assert file.metadata() == {"format": "pt"}
             sizes = [2 * int(np.prod(file.get_slice(name).get_shape())) for name in file.keys()]
@@ -64,7 +72,10 @@ def test_save_checkpoint_index_is_right(tmp_path):
 
 def test_save_checkpoint_takes_strided_and_device_arrays(tmp_path):
     params = make_params()
-    strided = {path: np.asfortranarray(array) if array.ndim == 2 else np.repeat(array, 2)[::2] for path, array in params.items()}
+    strided = {
+        path: np.asfortranarray(array) if array.ndim == 2 else np.repeat(array, 2)[::2]
+        for path, array in params.items()
+    }
     assert not strided["lm_head.weight"].flags.c_contiguous
     on_device = {path: jnp.asarray(array).astype(jnp.bfloat16) for path, array in params.items()}
     for number, values in enumerate((strided, on_device)):
@@ -75,10 +86,13 @@ def test_save_checkpoint_takes_strided_and_device_arrays(tmp_path):
 
 def test_save_checkpoint_rounds_to_nearest_even_like_jax(tmp_path):
     params = make_params()
-    ties = np.float32(1) + np.arange(88, dtype=np.float32) * np.float32(2**-8)  # every other one is a tie in bfloat16
+    # every other one is a tie in bfloat16
+    ties = np.float32(1) + np.arange(88, dtype=np.float32) * np.float32(2**-8)
     params["lm_head.weight"] = ties.reshape(11, 8)
     _, got = load_checkpoint(save_checkpoint(tmp_path / "out", CONFIG, params))
-    np.testing.assert_array_equal(got["lm_head.weight"], np.asarray(jax.lax.reduce_precision(params["lm_head.weight"], 8, 7)))
+    np.testing.assert_array_equal(
+        got["lm_head.weight"], np.asarray(jax.lax.reduce_precision(params["lm_head.weight"], 8, 7))
+    )
 
 
 def test_save_checkpoint_lists_every_bad_parameter(tmp_path):
@@ -88,12 +102,18 @@ def test_save_checkpoint_lists_every_bad_parameter(tmp_path):
     params["model.norm.weight"] = np.zeros(8, np.float32)
     with pytest.raises(ValueError) as caught:
         save_checkpoint(tmp_path / "out", CONFIG, params)
-    for line in ("missing norm.weight", "unmapped model.norm.weight", "wrong shape lm_head.weight: got [8, 11]"):
+    for line in (
+        "missing norm.weight",
+        "unmapped model.norm.weight",
+        "wrong shape lm_head.weight: got [8, 11]",
+    ):
         assert line in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("bfloat16", 3.4e38), ("float16", 70000.0)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", np.nan), ("bfloat16", 3.4e38), ("float16", 70000.0)]
+)
 def test_save_checkpoint_raises_on_non_finite_after_rounding(tmp_path, dtype, value):
     params = make_params()
     params["norm.weight"][2] = value
@@ -151,7 +171,9 @@ def test_save_checkpoint_leaves_the_old_one_whole_when_it_fails(tmp_path, monkey
     with pytest.raises(Crash):
         save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    np.testing.assert_array_equal(load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"])
+    np.testing.assert_array_equal(
+        load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"]
+    )
 
 
 def test_save_checkpoint_brings_the_old_one_back_when_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
@@ -167,7 +189,9 @@ def test_save_checkpoint_brings_the_old_one_back_when_the_new_one_cannot_be_rena
     with pytest.raises(OSError, match="the disk is tired"):
         save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
-    np.testing.assert_array_equal(load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"])
+    np.testing.assert_array_equal(
+        load_checkpoint(tmp_path / "out")[1]["norm.weight"], make_params(0)["norm.weight"]
+    )
 
 
 def test_save_checkpoint_starts_over_after_a_kill(tmp_path):

@@ -1,4 +1,6 @@
-"""The name map is a bijection, lists every mismatch, and names exactly the tensors that transformers' models have."""
+"""The name map is a bijection, lists every mismatch, and names exactly the tensors that transformers'
+models have.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ def test_name_map_knows_these_names():
     assert names["layers.2.self_attn.q_norm.weight"] == "model.layers.2.self_attn.q_norm.weight"
     assert names["lm_head.weight"] == "lm_head.weight"
     assert "lm_head.weight" not in name_map(small_config("qwen3", tied=True))
-    biases = {path for path in name_map(small_config("qwen2")) if path.startswith("layers.0.") and path.endswith("bias")}
+    biases = {
+        path
+        for path in name_map(small_config("qwen2"))
+        if path.startswith("layers.0.") and path.endswith("bias")
+    }
     assert biases == {f"layers.0.self_attn.{letter}_proj.bias" for letter in "qkv"}
     assert "layers.0.self_attn.o_proj.bias" in name_map(small_config("llama", bias=True))
 
 
-@pytest.mark.parametrize("name", ["model.lm_head.weight", "embed_tokens.weight", "transformer.h.0.weight", ""])
+@pytest.mark.parametrize(
+    "name", ["model.lm_head.weight", "embed_tokens.weight", "transformer.h.0.weight", ""]
+)
 def test_from_hf_name_is_none_outside_the_image(name):
     assert from_hf_name(name) is None
 
@@ -63,12 +71,20 @@ def test_mismatches_lists_every_tensor(hf_names):
     assert mismatches(config, good, hf_names=hf_names) == []
     bad = dict(good)
     prefix = "model." if hf_names else ""
-    norm, up, down = (prefix + path for path in ("norm.weight", "layers.1.mlp.up_proj.weight", "layers.2.mlp.down_proj.weight"))
+    norm, up, down = (
+        prefix + path
+        for path in ("norm.weight", "layers.1.mlp.up_proj.weight", "layers.2.mlp.down_proj.weight")
+    )
     del bad[norm]
     bad[up] = bad[up][::-1]
     del bad[down]
     bad["surprise"] = (3,)
     lines = mismatches(config, bad, hf_names=hf_names)
     assert len(lines) == 4
-    for start in (f"missing {norm}", f"missing {down}", f"wrong shape {up}: got [24, 40], expected [40, 24]", "unmapped surprise"):
+    for start in (
+        f"missing {norm}",
+        f"missing {down}",
+        f"wrong shape {up}: got [24, 40], expected [40, 24]",
+        "unmapped surprise",
+    ):
         assert any(line.startswith(start) for line in lines), (start, lines)

@@ -1,4 +1,6 @@
-"""The contract's golden vectors: made by the oracle, kept by the trainer and by vLLM with the plugin, and able to tell others."""
+"""The contract's golden vectors: made by the oracle, kept by the trainer and by vLLM with the plugin,
+and able to tell others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_other_roundings_are_told_apart(monkeypatch):
     contract = check_engine.load_contract()
 
     def broken():
-        return {row.case for row in check_engine.operator_rows(contract, "trainer", trainer_operators.run, "native") if row.different}
+        return {
+            row.case
+            for row in check_engine.operator_rows(contract, "trainer", trainer_operators.run, "native")
+            if row.different
+        }
 
     def truncated(x, dtype):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0xFFFF0000)
@@ -53,7 +59,9 @@ def test_other_roundings_are_told_apart(monkeypatch):
     monkeypatch.setattr(dense, "round_to", truncated)
     assert broken() == {"linear with bias"}  # without a bias the product rounds by itself
     monkeypatch.undo()
-    monkeypatch.setattr(vocabulary, "log_normalizer", lambda logits, **_: jax.nn.logsumexp(logits, axis=-1) * (1 + 2e-7))
+    monkeypatch.setattr(
+        vocabulary, "log_normalizer", lambda logits, **_: jax.nn.logsumexp(logits, axis=-1) * (1 + 2e-7)
+    )
     assert broken() == {"head"}
 
 
@@ -62,7 +70,9 @@ def quantize_by(scale_of):
 
     def run(bits):
         x = bits.view(ml_dtypes.bfloat16).astype(np.float32)
-        scales = np.stack([scale_of(np.abs(x[:, at : at + 128]).max(1)) for at in range(0, x.shape[1], 128)], 1)
+        scales = np.stack(
+            [scale_of(np.abs(x[:, at : at + 128]).max(1)) for at in range(0, x.shape[1], 128)], 1
+        )
         wide = np.repeat(scales, 128, 1)[:, : x.shape[1]]
         return fp8_oracle.encode_by_cast(np.clip(x / wide, -448, 448)), scales
 
@@ -73,13 +83,18 @@ def quantize_by(scale_of):
     ("scale_of", "caught"),
     [
         (lambda amax: np.maximum(amax, np.float32(1e-10)) / np.float32(448), set()),
-        (lambda amax: np.maximum(amax / np.float32(448), np.float32(1 / (448 * 512))), {"floor", "zero_block"}),
+        (
+            lambda amax: np.maximum(amax / np.float32(448), np.float32(1 / (448 * 512))),
+            {"floor", "zero_block"},
+        ),
         (lambda amax: np.maximum(amax, np.float32(1e-10)) * np.float32(1 / 448), {"division"}),
     ],
     ids=["contract", "other_floor", "reciprocal"],
 )
 def test_other_formulas_are_told_apart(scale_of, caught):
-    rows = check_engine.quantizer_rows(check_engine.load_contract(), "trainer", quantize_by(scale_of), "float32", "", True)
+    rows = check_engine.quantizer_rows(
+        check_engine.load_contract(), "trainer", quantize_by(scale_of), "float32", "", True
+    )
     found = {row.case for row in rows if row.different}
     assert found >= caught and bool(found) == bool(caught)
 
@@ -102,9 +117,15 @@ def test_vllm_with_the_plugin_keeps_the_contract_and_without_it_does_not(capsys,
     lines = capsys.readouterr().out.splitlines()
     (native,) = [line.split() for line in lines if line.startswith("vllm/cpu_native") and " floor " in line]
     assert int(native[2]) > 0
-    changes = ("precision.scale_format=power_of_two", "precision.promotion_order=triton", "numerics.exact=false")
+    changes = (
+        "precision.scale_format=power_of_two",
+        "precision.promotion_order=triton",
+        "numerics.exact=false",
+    )
     assert check_engine.main([word for change in changes for word in ("--set", change)]) == 0
-    assert " rope" in "\n".join(lines) and " rope" not in capsys.readouterr().out, "without exact the operators are vLLM's own"
+    assert " rope" in "\n".join(lines) and " rope" not in capsys.readouterr().out, (
+        "without exact the operators are vLLM's own"
+    )
     monkeypatch.setattr("bridge.vllm.worker.fp8_kernel.AMAX_FLOOR", 1e-4)
     with pytest.raises(RunStopped, match=r"plugin/float32: floor"):
         check_engine.main([])

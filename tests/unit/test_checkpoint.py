@@ -1,4 +1,6 @@
-"""Checkpoints: bit-equal round trips, what is kept, damage of every file, kills during a save, refused resumes."""
+"""Checkpoints: bit-equal round trips, what is kept, damage of every file, kills during a save,
+refused resumes.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,22 @@ class Model(nnx.Module):
 
 
 def state(seed: int = 0) -> dict[str, Any]:
-    """A state with everything a trainer may hold: nnx parameters, optax state, narrow dtypes, keys, host arrays, numbers."""
+    """A state with everything a trainer may hold: nnx parameters, optax state, narrow dtypes, keys,
+    host arrays, numbers.
+    """
     params = nnx.state(Model(nnx.Rngs(seed)), nnx.Param)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    opt_state = jax.tree.map(lambda leaf: jnp.asarray(np.full(leaf.shape, 3 + seed / 10, leaf.dtype)), optimizer.init(params))
+    opt_state = jax.tree.map(
+        lambda leaf: jnp.asarray(np.full(leaf.shape, 3 + seed / 10, leaf.dtype)), optimizer.init(params)
+    )
     special = jnp.array([0.0, -0.0, jnp.inf, jnp.nan, 1e-45, 3.4e38], jnp.float32)
     return {
         "params": params,
         "optimizer": opt_state,
-        "narrow": {"bf16": jnp.array([[1.5, -2.25]], jnp.bfloat16), "fp8": jnp.array([448.0, -0.0, jnp.nan], jnp.float8_e4m3fn)},
+        "narrow": {
+            "bf16": jnp.array([[1.5, -2.25]], jnp.bfloat16),
+            "fp8": jnp.array([448.0, -0.0, jnp.nan], jnp.float8_e4m3fn),
+        },
         "special": special,
         "key": jax.random.key(seed + 7),
         "raw_key": jax.random.PRNGKey(seed + 8),
@@ -59,7 +68,10 @@ def as_bytes(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 def assert_bit_equal(left: Any, right: Any) -> None:
     chex.assert_trees_all_equal_comparator(
-        lambda a, b: type(a) is type(b) and as_bytes(a) == as_bytes(b), lambda a, b: f"{type(a)} {a} is not {type(b)} {b}", left, right
+        lambda a, b: type(a) is type(b) and as_bytes(a) == as_bytes(b),
+        lambda a, b: f"{type(a)} {a} is not {type(b)} {b}",
+        left,
+        right,
     )
 
 
@@ -79,7 +91,12 @@ def small(value: float) -> dict[str, Any]:
 
 def test_checkpoint_round_trip_is_bit_equal(store: CheckpointStore) -> None:
     saved = state(0)
-    metadata = {"policy_version": 12, "rng": {"state": 2**100 + 1}, "losses": [0.1, float("inf")], "text": "ü✓"}
+    metadata = {
+        "policy_version": 12,
+        "rng": {"state": 2**100 + 1},
+        "losses": [0.1, float("inf")],
+        "text": "ü✓",
+    }
     assert store.save(12, saved, metadata, {"reward/mean": 0.5})
     restored = store.restore_latest(state(1))
     assert restored is not None
@@ -102,7 +119,8 @@ def test_checkpoint_restores_a_subset_by_name(store: CheckpointStore) -> None:
     store.save(1, saved, {})
     restored = store.restore(1, {"params": state(1)["params"]}, subset=True)
     assert_bit_equal(restored.state, {"params": saved["params"]})
-    assert "params/layers/1/kernel" in store.read_metadata(1)["manifest"]  # as a reader in another program would name it
+    # as a reader in another program would name it
+    assert "params/layers/1/kernel" in store.read_metadata(1)["manifest"]
 
 
 def test_checkpoint_keeps_the_last_and_the_best(store: CheckpointStore, tmp_path: Path) -> None:
@@ -111,7 +129,8 @@ def test_checkpoint_keeps_the_last_and_the_best(store: CheckpointStore, tmp_path
         store.save(step, small(step), {}, {"reward/mean": reward})
     assert store.steps() == [2, 4, 5]
     store.close()
-    reopened = CheckpointStore(tmp_path / "checkpoints", keep_last=2, keep_best=1)  # scores are read back from disk
+    # scores are read back from disk
+    reopened = CheckpointStore(tmp_path / "checkpoints", keep_last=2, keep_best=1)
     reopened.save(6, small(6), {}, None)
     assert reopened.steps() == [2, 5, 6]
     reopened.save(7, small(7), {}, {"reward/mean": 0.9})  # of equals the later
@@ -178,10 +197,13 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's, of the reads that it gives up
+# Orbax's, of the reads that it gives up
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["missing", "truncated", "zeros", "flipped"])
 def test_no_damage_to_any_file_passes_unnoticed(tmp_path: Path, how: str) -> None:
-    """Each file of the newest checkpoint in turn: either the values are intact or the one before it is restored, with a warning."""
+    """Each file of the newest checkpoint in turn: either the values are intact or the one before it is
+    restored, with a warning.
+    """
     source = tmp_path / "source"
     with CheckpointStore(source) as store:
         for step in (1, 2):
@@ -205,7 +227,8 @@ def test_no_damage_to_any_file_passes_unnoticed(tmp_path: Path, how: str) -> Non
                 assert len(warnings) == 1
                 assert str(copy / "2") in warnings[0]
                 assert (copy / "2.corrupt").is_dir()
-            assert store.save(3, small(3), {"policy_version": 3}, {})  # and the run goes on, whatever else was damaged
+            # and the run goes on, whatever else was damaged
+            assert store.save(3, small(3), {"policy_version": 3}, {})
         assert 3 in CheckpointStore(copy).steps()
     assert outcomes["metadata/metadata"] == 1
     assert 1 in [step for name, step in outcomes.items() if name.startswith("state/")]
@@ -228,7 +251,9 @@ def test_flipped_bit_in_array_bytes_is_found_by_the_hash(
         return array
 
     monkeypatch.setattr(checkpoint, "_look_up", flip)
-    with pytest.raises(CorruptCheckpoint, match=r"1 of 2 arrays are not what was saved \(SHA-256 differs\): w"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"1 of 2 arrays are not what was saved \(SHA-256 differs\): w"
+    ):
         store.restore(2, small(0))
     restored = store.restore_latest(small(0))
     assert restored is not None
@@ -256,7 +281,9 @@ def test_all_checkpoints_damaged_is_an_error_that_removes_nothing(store: Checkpo
     assert store.steps() == [1, 2]
 
 
-def test_half_written_and_half_deleted_checkpoints_are_cleaned_up(tmp_path: Path, warnings: list[str]) -> None:
+def test_half_written_and_half_deleted_checkpoints_are_cleaned_up(
+    tmp_path: Path, warnings: list[str]
+) -> None:
     with CheckpointStore(tmp_path) as store:
         store.save(1, small(1), {})
     for name in ("2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-1234", ".deleted/0"):
@@ -301,9 +328,13 @@ with CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1) as store:
 
 
 def save_until_killed(directory: Path, delay_s: float) -> int:
-    """Start the loop above, SIGKILL it ``delay_s`` after it is ready; the last step whose save had returned."""
+    """Start the loop above, SIGKILL it ``delay_s`` after it is ready;
+    the last step whose save had returned.
+    """
     command = [sys.executable, "-c", SAVE_UNTIL_KILLED, str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]
+    ) as process:
         assert process.stdout is not None
         step = int(process.stdout.readline().removeprefix("ready "))
         time.sleep(delay_s)
@@ -324,7 +355,8 @@ def test_kills_at_random_moments_lose_at_most_the_save_in_progress(tmp_path: Pat
                 assert last == 0
                 continue
             assert not warnings
-            assert last <= restored.step <= last + 1  # the save whose message was on its way may have been done
+            # the save whose message was on its way may have been done
+            assert last <= restored.step <= last + 1
             assert restored.metadata == {"policy_version": restored.step}
             np.testing.assert_array_equal(restored.state["w"], restored.step)
             for step in store.steps():  # the earlier ones are whole too
@@ -353,7 +385,12 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def test_compare_for_resume_lists_every_differing_field() -> None:
-    changed = config(model__hidden_size=256, rollout__prompts_per_step=4, rewards=[{"name": "task", "weight": 2.0}], seed=False)
+    changed = config(
+        model__hidden_size=256,
+        rollout__prompts_per_step=4,
+        rewards=[{"name": "task", "weight": 2.0}],
+        seed=False,
+    )
     with pytest.raises(UserError) as error:
         compare_for_resume(config(), changed)
     message = str(error.value)
@@ -365,7 +402,13 @@ def test_compare_for_resume_lists_every_differing_field() -> None:
 
 
 def test_compare_for_resume_allows_what_does_not_change_the_run() -> None:
-    allowed = config(run__steps=200, run__directory="b", run__tensorboard=False, eval__every_steps=5, checkpoint__every_steps=1)
+    allowed = config(
+        run__steps=200,
+        run__directory="b",
+        run__tensorboard=False,
+        eval__every_steps=5,
+        checkpoint__every_steps=1,
+    )
     compare_for_resume(config(), allowed)
     compare_for_resume(config(rewards=[{"name": "task", "weight": 1.0}]), config())  # YAML knows no tuples
 
@@ -386,5 +429,9 @@ def test_compare_for_resume_raises_on(saved: dict[str, Any], current: dict[str, 
 
 
 def test_compare_for_resume_ties_run_steps_to_a_schedule_that_follows_it() -> None:
-    with pytest.raises(UserError, match=r"run.steps: saved 100, now 200; the learning-rate schedule ends there"):
-        compare_for_resume(config(optimizer__schedule="cosine"), config(optimizer__schedule="cosine", run__steps=200))
+    with pytest.raises(
+        UserError, match=r"run.steps: saved 100, now 200; the learning-rate schedule ends there"
+    ):
+        compare_for_resume(
+            config(optimizer__schedule="cosine"), config(optimizer__schedule="cosine", run__steps=200)
+        )

@@ -33,7 +33,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", *COMMANDS])
-def test_help_of_a_command_shows_an_example_of_its_own_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_shows_an_example_of_its_own_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = f"jetrl_jax.commands.{name.replace('-', '_')}" if name in COMMANDS else f"jetrl_jax.{name}"
     with pytest.raises(SystemExit) as end:
         import_module(command).main(["--help"])
@@ -43,7 +45,9 @@ def test_help_of_a_command_shows_an_example_of_its_own_options(name: str, capsys
     for line in lines:
         start = f"  python -m jetrl_jax{' ' if name in COMMANDS else '.'}{name} "
         assert line.startswith(start)
-        assert {word for word in line.split() if word.startswith("--")} <= set(re.findall(r"--[a-z-]+", options))
+        assert {word for word in line.split() if word.startswith("--")} <= set(
+            re.findall(r"--[a-z-]+", options)
+        )
         assert all((ROOT / path).exists() for path in re.findall(r"configs/\S+", line))
 
 
@@ -52,7 +56,9 @@ def test_config_prints_each_config_of_the_checkout(capsys: pytest.CaptureFixture
     assert set(shipped_configs()) == set(files)
     assert main(["config", "tiny_cpu"]) == 0
     assert capsys.readouterr().out == files["tiny_cpu"].read_text()
-    with pytest.raises(UserError, match=r"no such config: got 'tiny_gpu', expected one of .*Did you mean 'tiny_cpu'"):
+    with pytest.raises(
+        UserError, match=r"no such config: got 'tiny_gpu', expected one of .*Did you mean 'tiny_cpu'"
+    ):
         main(["config", "tiny_gpu"])
 
 
@@ -71,6 +77,14 @@ def test_unknown_command_is_one_message(argv: list[str], said: str) -> None:
 def test_the_command_ends_with_its_status_and_loads_no_jax() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for words, status in ((["no-such"], 2), (["check_engine", "--set", "run.stepz=1"], 2), (["config"], 0)):
-        program = "import runpy, sys; sys.modules['jax'] = None; runpy.run_module('jetrl_jax', run_name='__main__')"
-        done = subprocess.run([sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, check=False)
+        program = (
+            "import runpy, sys; sys.modules['jax'] = None; runpy.run_module('jetrl_jax', run_name='__main__')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == status and "Traceback" not in done.stderr, done.stderr

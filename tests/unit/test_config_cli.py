@@ -17,7 +17,9 @@ from jetrl_jax.commands.entry import add_config_arguments, run_entry_point
 from jetrl_jax.errors import RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {
+    "PYTHONPATH": str(ROOT)
+}
 ENTRY_POINT = """
 import argparse, sys
 from jetrl_jax.commands.entry import add_config_arguments, config_from_arguments, run_entry_point
@@ -31,14 +33,20 @@ def main(argv):
 
 run_entry_point(main)
 """
-NO_JAX = "import sys\nsys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['flax'] = None\n"  # importing one of them is an error
+# importing one of them is an error
+NO_JAX = "import sys\nsys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['flax'] = None\n"
 
 
 def run(body: str, *arguments: str, cwd: Path, preamble: str = "") -> subprocess.CompletedProcess[str]:
     """An entry point whose main does `body` after its config is read."""
     program = preamble + ENTRY_POINT.format(body=body)
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True, check=False, env=ENVIRONMENT
+        [sys.executable, "-c", program, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
     )
 
 
@@ -90,7 +98,9 @@ def end(error: BaseException | int | None) -> int | str | None:
         (SystemExit(5), 5, ""),
     ],
 )
-def test_entry_point_ends_without_a_traceback(error: Any, status: int, stderr: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_entry_point_ends_without_a_traceback(
+    error: Any, status: int, stderr: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert end(error) == status
     assert capfd.readouterr() == ("before\n", stderr)
 
@@ -101,7 +111,9 @@ def test_entry_point_lets_a_bug_through(error: Exception) -> None:
         end(error)
 
 
-@pytest.mark.parametrize("body", ["[print('x' * 100) for _ in range(10000)]", "print('x'); raise UserError('late')"])
+@pytest.mark.parametrize(
+    "body", ["[print('x' * 100) for _ in range(10000)]", "print('x'); raise UserError('late')"]
+)
 def test_entry_point_is_quiet_when_nobody_reads(body: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     program = ENTRY_POINT.format(body=f"sys.stdin.read(); {body}")
@@ -143,7 +155,14 @@ except AttributeError as error:
 else:
     raise AssertionError("an unknown name was found")
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -155,7 +174,10 @@ def test_package_version_is_that_of_the_distribution() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jetrl_jax.__version__
 
 
-@pytest.mark.parametrize("name", ["Decoder", "GRPOTrainer", "ModelConfig", "PrecisionPlan", "RunConfig", "load_config", "load_policy"])
+@pytest.mark.parametrize(
+    "name",
+    ["Decoder", "GRPOTrainer", "ModelConfig", "PrecisionPlan", "RunConfig", "load_config", "load_policy"],
+)
 def test_public_name_can_be_imported(name: str) -> None:
     import jetrl_jax
 
@@ -175,12 +197,16 @@ COMMANDS = [
 
 
 def test_every_command_reads_its_config_before_jax(tmp_path: Path) -> None:
-    """Of a run directory, and of a Hugging Face directory; an import of JAX would be an error, and no message."""
+    """Of a run directory, and of a Hugging Face directory; an import of JAX would be an error,
+    and no message.
+    """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    calls = [[word.replace("RUN", folder) for word in command] for command in COMMANDS for folder in ("run", "hf")]
+    calls = [
+        [word.replace("RUN", folder) for word in command] for command in COMMANDS for folder in ("run", "hf")
+    ]
     program = f"""
 import importlib
 from jetrl_jax.errors import UserError
@@ -190,7 +216,13 @@ for module, *words in {calls!r}:
     except UserError as error:
         print(module, "rollout.temperature: FP32 cannot sample at such a temperature" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", NO_JAX + program], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_JAX + program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
     lines = done.stdout.splitlines()
     assert lines == [f"{call[0]} True" for call in calls] and not done.stderr, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"run", "hf"}
@@ -209,7 +241,11 @@ def test_home_is_expanded_wherever_a_path_is_given(tmp_path: Path, monkeypatch: 
     (tmp_path / "run" / "config.yaml").write_text("seed: 7\nmodel: {path: ~/hf}\n")
     shutil.copytree(ROOT / "configs" / "models" / "qwen3_8b", tmp_path / "hf")
     assert load_config("~/run/config.yaml").seed == 7 and is_run("~/run") and policy_config("~/run").seed == 7
-    assert read_config("~/hf").num_layers == 36 == plan.planned_model(load_config("~/run/config.yaml")).num_layers
+    assert (
+        read_config("~/hf").num_layers
+        == 36
+        == plan.planned_model(load_config("~/run/config.yaml")).num_layers
+    )
     arguments = argparse.ArgumentParser()
     add_config_arguments(arguments)
     assert arguments.parse_args(["--config=~/run/config.yaml"]).config == tmp_path / "run" / "config.yaml"
@@ -222,7 +258,11 @@ def test_every_path_argument_expands_the_home() -> None:
     found = []
     for path in sorted([*(ROOT / "jetrl_jax").rglob("*.py"), *(ROOT / "bridge").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "add_argument"
+            ):
                 options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 if options.get("metavar") in ("'DIR'", "'FILE'", "'PAGE'", "'RUN'"):
                     found.append((path.name, ast.unparse(node.args[0]), options.get("type")))

@@ -72,7 +72,11 @@ def test_lists_become_tuples_of_sections(tmp_path: Path) -> None:
     assert config.rewards == (RewardSection(), RewardSection(name="my.module:length", weight=2.0))
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")),
+    ids=lambda path: path.name,
+)
 def test_config_of_the_repository_loads_and_is_short(path: Path, tmp_path: Path) -> None:
     config = load_config(path, [])
     assert reload(config, tmp_path) == config
@@ -135,13 +139,24 @@ def test_override_of_a_list_entry_keeps_the_rest(tmp_path: Path) -> None:
     assert load_config(None, ["rewards.0.weight=2"]).rewards == (RewardSection(weight=2.0),)
     text = "rewards:\n- {name: task, weight: 3}\n- {name: a:b, timeout_s: 1}\n"
     config = load(tmp_path, text, "rewards.1.weight=0.5", "rewards.0={name: math_verify}")
-    assert config.rewards == (RewardSection(name="math_verify"), RewardSection(name="a:b", timeout_s=1.0, weight=0.5))
+    assert config.rewards == (
+        RewardSection(name="math_verify"),
+        RewardSection(name="a:b", timeout_s=1.0, weight=0.5),
+    )
 
 
 def test_overrides_come_after_the_file_and_the_last_one_counts(tmp_path: Path) -> None:
-    config = load(tmp_path, "rollout:\n  top_k: 0\n  group_size: 4\n", "rollout.prompts_per_step=5", "rollout.prompts_per_step=6")
+    config = load(
+        tmp_path,
+        "rollout:\n  top_k: 0\n  group_size: 4\n",
+        "rollout.prompts_per_step=5",
+        "rollout.prompts_per_step=6",
+    )
     assert (config.rollout.prompts_per_step, config.rollout.group_size) == (6, 4)
-    assert load(tmp_path, "rollout: {group_size: 4}", "rollout={prompts_per_step: 5}").rollout.group_size == RunConfig().rollout.group_size
+    assert (
+        load(tmp_path, "rollout: {group_size: 4}", "rollout={prompts_per_step: 5}").rollout.group_size
+        == RunConfig().rollout.group_size
+    )
 
 
 def test_override_may_repair_the_file(tmp_path: Path) -> None:
@@ -151,9 +166,19 @@ def test_override_may_repair_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "override", "gone", "kept"),
     [
-        ("model: {hidden_size: 64, num_heads: 2, num_kv_heads: 2}", "model.path=some/dir", "model.hidden_size", ""),
+        (
+            "model: {hidden_size: 64, num_heads: 2, num_kv_heads: 2}",
+            "model.path=some/dir",
+            "model.hidden_size",
+            "",
+        ),
         ("warm_start: {steps: 10, batch_size: 4, noise: 0.5}", "warm_start=null", "warm_start.steps", ""),
-        ("algorithm: {name: gspo, dual_clip: 3.0, kl_coef: 0.1}", "algorithm=cispo", "algorithm.dual_clip", "algorithm.kl_coef"),
+        (
+            "algorithm: {name: gspo, dual_clip: 3.0, kl_coef: 0.1}",
+            "algorithm=cispo",
+            "algorithm.dual_clip",
+            "algorithm.kl_coef",
+        ),
         ("algorithm: gspo", "algorithm.name=dapo", "algorithm.no", "algorithm.dynamic_sampling"),
         (
             "precision: {wgrad_operand: dual, scale_format: power_of_two}",
@@ -161,8 +186,18 @@ def test_override_may_repair_the_file(tmp_path: Path) -> None:
             "precision.wgrad_operand",
             "precision.scale_format",
         ),
-        ("precision: {overrides: [{pattern: layers.0.*, format: bf16}]}", "precision.preset=bf16", "precision.overrides", ""),
-        ("task: {kind: jsonl, path: a.jsonl, eval_fraction: 0.5}", "task.kind=arithmetic", "task.path", "task.eval_fraction"),
+        (
+            "precision: {overrides: [{pattern: layers.0.*, format: bf16}]}",
+            "precision.preset=bf16",
+            "precision.overrides",
+            "",
+        ),
+        (
+            "task: {kind: jsonl, path: a.jsonl, eval_fraction: 0.5}",
+            "task.kind=arithmetic",
+            "task.path",
+            "task.eval_fraction",
+        ),
         ("rollout: {engine: {kind: jax, slots: 4}}", "rollout.engine=vllm", "rollout.engine.slots", ""),
         (
             "rollout: {engine: {kind: vllm, max_num_seqs: 4}}",
@@ -170,10 +205,17 @@ def test_override_may_repair_the_file(tmp_path: Path) -> None:
             "rollout.engine.no",
             "rollout.engine.max_num_seqs",
         ),
-        ("correction: {weight: {kind: token_mask, low: 0.1}, veto: 0.1}", "correction.mode=bypass", "correction.weight", ""),
+        (
+            "correction: {weight: {kind: token_mask, low: 0.1}, veto: 0.1}",
+            "correction.mode=bypass",
+            "correction.weight",
+            "",
+        ),
     ],
 )
-def test_override_of_a_kind_drops_what_the_file_says_of_the_old_one(text: str, override: str, gone: str, kept: str, tmp_path: Path) -> None:
+def test_override_of_a_kind_drops_what_the_file_says_of_the_old_one(
+    text: str, override: str, gone: str, kept: str, tmp_path: Path
+) -> None:
     config = load(tmp_path, text, override)
     written = flatten(yaml.safe_load(dump_config(config)))
     assert not any(f"{name}.".startswith(f"{gone}.") for name in written)
@@ -183,25 +225,38 @@ def test_override_of_a_kind_drops_what_the_file_says_of_the_old_one(text: str, o
 
 
 def test_override_of_a_kind_and_of_a_field_of_another_is_an_error(tmp_path: Path) -> None:
-    for overrides in (["algorithm=cispo", "algorithm.dual_clip=3"], ["algorithm.dual_clip=3", "algorithm=cispo"]):
+    for overrides in (
+        ["algorithm=cispo", "algorithm.dual_clip=3"],
+        ["algorithm.dual_clip=3", "algorithm=cispo"],
+    ):
         with pytest.raises(UserError, match=r"dual_clip belongs to name grpo, .*; this is name cispo\n"):
             load(tmp_path, "seed: 1", *overrides)
 
 
 def test_a_kind_may_stand_alone(tmp_path: Path) -> None:
-    short = load(tmp_path, "algorithm: dapo\nrollout: {engine: vllm}\ncorrection: {weight: token_truncate, reject: k3}\ntask: gsm8k\n")
+    short = load(
+        tmp_path,
+        "algorithm: dapo\nrollout: {engine: vllm}\ncorrection: {weight: token_truncate, reject: "
+        "k3}\ntask: gsm8k\n",
+    )
     assert short == config_from_dict(
         {
             "algorithm": {"name": "dapo"},
             "rollout": {"engine": {"kind": "vllm"}},
-            "correction": {"mode": "decoupled", "weight": {"kind": "token_truncate"}, "reject": {"kind": "k3"}},
+            "correction": {
+                "mode": "decoupled",
+                "weight": {"kind": "token_truncate"},
+                "reject": {"kind": "k3"},
+            },
             "task": {"kind": "gsm8k"},
         }
     )
 
 
 def test_override_config_changes_a_config_that_is_there() -> None:
-    config = override_config(config_from_dict({"seed": 3, "rollout": {"group_size": 4}}), ["rollout.group_size=5"])
+    config = override_config(
+        config_from_dict({"seed": 3, "rollout": {"group_size": 4}}), ["rollout.group_size=5"]
+    )
     assert (config.seed, config.rollout.group_size) == (3, 5)
     with pytest.raises(UserError, match=r"rollout\.slotz"):
         override_config(config, ["rollout.slotz=5"])
@@ -211,7 +266,11 @@ def test_override_config_changes_a_config_that_is_there() -> None:
 
 
 def test_dump_config_tells_every_field_and_what_nulls_stand_for() -> None:
-    text = dump_config(config_from_dict({"algorithm": "dapo", "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}}))
+    text = dump_config(
+        config_from_dict(
+            {"algorithm": "dapo", "rollout": {"max_completion_tokens": 40}, "model": {"path": "a/b"}}
+        )
+    )
     data = yaml.safe_load(text)
     assert list(data) == list(RunConfig.model_fields)
     assert data["model"] == {"path": "a/b"}  # the sizes come from the checkpoint
@@ -230,10 +289,15 @@ HOSTILE = [
 
 
 def test_text_of_every_kind_reads_back(tmp_path: Path) -> None:
-    options = {f"k{i}": text for i, text in enumerate(HOSTILE)} | {text: i for i, text in enumerate(HOSTILE)} | {"list": HOSTILE}
+    options = (
+        {f"k{i}": text for i, text in enumerate(HOSTILE)}
+        | {text: i for i, text in enumerate(HOSTILE)}
+        | {"list": HOSTILE}
+    )
     config = config_from_dict({"task": {"options": options}})
     assert reload(config, tmp_path).task.options == options
-    assert yaml.safe_load(dump_config(config))["task"]["options"] == options  # readers of YAML 1.1 see the same
+    # readers of YAML 1.1 see the same
+    assert yaml.safe_load(dump_config(config))["task"]["options"] == options
 
 
 plain = st.recursive(
@@ -243,7 +307,10 @@ plain = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(HOSTILE),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(HOSTILE), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.sampled_from(HOSTILE), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 VALUES = {
@@ -264,7 +331,9 @@ VALUES = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> RunConfig:
-    """Valid configs: sections of drawn kinds with drawn fields, of which those that a rule blames are taken out again."""
+    """Valid configs: sections of drawn kinds with drawn fields,
+    of which those that a rule blames are taken out again.
+    """
 
     def section(owner: type[Section], prefix: str) -> dict[str, Any]:
         return {
@@ -279,7 +348,13 @@ def configs(draw: st.DrawFn) -> RunConfig:
             return section(owner, path + ".") | ({kind.tag: label} if kind.tag else {})
         if kind.kind == "list":
             return [section(kind.sections[0], path + ".0.") for _ in range(draw(st.integers(1, 2)))]
-        values = VALUES[path] if path in VALUES else st.sampled_from(kind.choices) if kind.kind == "choice" else VALUES[kind.kind]
+        values = (
+            VALUES[path]
+            if path in VALUES
+            else st.sampled_from(kind.choices)
+            if kind.kind == "choice"
+            else VALUES[kind.kind]
+        )
         return draw(st.none() | values if kind.optional else values)
 
     data = section(RunConfig, "")
@@ -292,7 +367,9 @@ def configs(draw: st.DrawFn) -> RunConfig:
 
 
 def take_out(data: Any, path: list[str]) -> None:
-    """The field at `path`, or the outermost section around it that is there by name only, or the entry of a list."""
+    """The field at `path`, or the outermost section around it that is there by name only,
+    or the entry of a list.
+    """
     if path[0] not in data or isinstance(data[path[0]], list) or len(path) == 1:
         data.pop(path[0], None)
     elif path[1] not in data[path[0]] or not isinstance(data[path[0]], dict):
@@ -340,7 +417,8 @@ documents = st.text(max_size=60) | st.lists(PIECES, max_size=12).map("".join) | 
     overrides=st.lists(
         st.text(max_size=12)
         | st.tuples(
-            st.sampled_from([path.replace("N", "0") for path, _ in all_fields()]), st.text(max_size=8) | st.sampled_from(HOSTILE)
+            st.sampled_from([path.replace("N", "0") for path, _ in all_fields()]),
+            st.text(max_size=8) | st.sampled_from(HOSTILE),
         ).map("=".join),
         max_size=2,
     ),
@@ -363,7 +441,11 @@ def test_arbitrary_text_ends_in_a_config_or_in_one_message(
 @given(
     data=st.dictionaries(
         st.sampled_from([*RunConfig.model_fields, "x"]),
-        st.dictionaries(st.sampled_from([*sorted({path.split(".")[-1] for path, _ in all_fields()}), "0"]), plain, max_size=3)
+        st.dictionaries(
+            st.sampled_from([*sorted({path.split(".")[-1] for path, _ in all_fields()}), "0"]),
+            plain,
+            max_size=3,
+        )
         | plain
         | st.lists(plain, max_size=2),
         max_size=4,

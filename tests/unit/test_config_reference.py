@@ -23,7 +23,9 @@ def test_reference_page_is_current() -> None:
 
 
 def test_reference_is_printed_by_the_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "jetrl_jax", "config"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "jetrl_jax", "config"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == reference() and not done.stderr
 
 
@@ -56,7 +58,11 @@ def test_sections_say_what_they_are() -> None:
 
 
 def test_types_are_told_in_words() -> None:
-    words = {path: look_up(split(path)).takes.in_words() for path in (*FIELDS, *RunConfig.model_fields) if ".N." not in path}  # type: ignore[union-attr]
+    words = {
+        path: look_up(split(path)).takes.in_words()
+        for path in (*FIELDS, *RunConfig.model_fields)
+        if ".N." not in path
+    }  # type: ignore[union-attr]
     expected = {
         "seed": "a whole number, at least 0",
         "model.path": "text, not empty",

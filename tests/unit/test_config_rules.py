@@ -1,4 +1,6 @@
-"""What fields demand of each other: every rule with a config that breaks it, its message, and a config that just keeps it."""
+"""What fields demand of each other: every rule with a config that breaks it, its message,
+and a config that just keeps it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from jetrl_jax.config.schema import SYNONYMS, look_up, split, type_of
 from jetrl_jax.config.task import BUILTIN_REWARDS, UNTIMED_REWARDS, ArithmeticSection
 from jetrl_jax.errors import UserError
 
-# Blamed field and what is wrong with it, a config (as one line of YAML) that breaks the rule, and one at its edge.
+# Blamed field and what is wrong with it, a config (as one line of YAML) that breaks the rule, and one at its
+# edge.
 TABLE = r"""
 model.num_kv_heads: query heads cannot be shared evenly among key/value heads
     model: {num_heads: 6, num_kv_heads: 4}
@@ -278,7 +281,10 @@ def test_parts_that_do_not_fit_are_refused(told: str, broken: str, kept: str) ->
 def test_every_rule_is_broken_by_a_test() -> None:
     told = {row[0].replace(".1.", ".0.") for row in RULES}
     for line in ("", *(row[2] for row in RULES)):
-        rules = {f"{rule.field}: {rule.what}".replace(".1.", ".0.") for rule in all_rules(config_from_dict(read(line)))}
+        rules = {
+            f"{rule.field}: {rule.what}".replace(".1.", ".0.")
+            for rule in all_rules(config_from_dict(read(line)))
+        }
         assert rules <= told, rules - told
 
 
@@ -291,12 +297,19 @@ def test_rules_name_fields_that_exist() -> None:
 
 def test_sizes_of_a_checkpoint_are_not_judged_by_the_sizes_of_a_new_model() -> None:
     """The length of a checkpoint's positions is known when it is read, not here."""
-    assert not find_problems(config_from_dict({"model": {"path": "a"}, "rollout": {"max_completion_tokens": 4096}}))
+    assert not find_problems(
+        config_from_dict({"model": {"path": "a"}, "rollout": {"max_completion_tokens": 4096}})
+    )
 
 
 @pytest.mark.parametrize("size", [1, 64, 127, 129, 300])
 def test_hidden_sizes_with_partial_blocks_are_fine(size: int) -> None:
-    assert config_from_dict({"model": {"hidden_size": size, "intermediate_size": size}}).model.model_dump()["hidden_size"] == size
+    assert (
+        config_from_dict({"model": {"hidden_size": size, "intermediate_size": size}}).model.model_dump()[
+            "hidden_size"
+        ]
+        == size
+    )
 
 
 def test_families_are_those_that_the_arithmetic_task_knows() -> None:

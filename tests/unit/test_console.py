@@ -50,7 +50,8 @@ class FakeTerminal(io.StringIO):
 
     def __init__(self, encoding: str = "utf-8", fail_after: int | None = None) -> None:
         super().__init__()
-        self._encoding, self.fail_after = encoding, fail_after
+        self._encoding = encoding
+        self.fail_after = fail_after
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -83,7 +84,8 @@ def test_plain_lines_are_stable_and_parseable() -> None:
         console.step({"step": 13, "eval/accuracy": 0.9})
         console.warn("careful")
     assert stream.getvalue() == (
-        "step=12 steps=200 reward/mean=0.5312 length/completion_tokens_mean=9.1 mismatch/k3=0 mismatch/logprob_abs_mean=3.21e-04 "
+        "step=12 steps=200 reward/mean=0.5312 length/completion_tokens_mean=9.1 mismatch/k3=0 "
+        "mismatch/logprob_abs_mean=3.21e-04 "
         "optimizer/grad_norm=nan rate/rollout_tokens_per_s=23011 time/step_s=0.51\n"
         "step=13 steps=200 eval/accuracy=0.9000\n"
         "warning: careful\n"
@@ -114,7 +116,9 @@ def test_a_phase_hands_on_the_exception_of_its_block() -> None:
 
 @pytest.mark.parametrize("columns", ["1", "4", "20", "79", "400", "not a number"])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252"])
-def test_live_display_survives_odd_terminals(monkeypatch: pytest.MonkeyPatch, columns: str, encoding: str) -> None:
+def test_live_display_survives_odd_terminals(
+    monkeypatch: pytest.MonkeyPatch, columns: str, encoding: str
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("LINES", "1" if columns == "1" else "24")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -124,8 +128,21 @@ def test_live_display_survives_odd_terminals(monkeypatch: pytest.MonkeyPatch, co
     assert "step=4 steps=200" in text  # the row after the end
     if columns == "400" and encoding == "utf-8":
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        assert len(re.findall(r"[\r\n]\s*3/200\s+0\.5312\s+9\.1\s+0\s+3\.21e-04\s+nan\s+23011\s+0\.51\s*\n", plain)) == 1
-        for expected in ("39 % → 92 % ✓ 数学", "warning: checkpoint 20 is damaged", "[bold]not markup[/bold] [/]", "sequences/s", "64/64"):
+        assert (
+            len(
+                re.findall(
+                    r"[\r\n]\s*3/200\s+0\.5312\s+9\.1\s+0\s+3\.21e-04\s+nan\s+23011\s+0\.51\s*\n", plain
+                )
+            )
+            == 1
+        )
+        for expected in (
+            "39 % → 92 % ✓ 数学",
+            "warning: checkpoint 20 is damaged",
+            "[bold]not markup[/bold] [/]",
+            "sequences/s",
+            "64/64",
+        ):
             assert expected in plain
 
 
@@ -140,7 +157,9 @@ def test_live_header_returns_every_few_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("fail_after", [0, 1, 5, 20])
 @pytest.mark.parametrize("live", [True, False])
-def test_a_stream_that_breaks_silences_the_console(monkeypatch: pytest.MonkeyPatch, fail_after: int, live: bool) -> None:
+def test_a_stream_that_breaks_silences_the_console(
+    monkeypatch: pytest.MonkeyPatch, fail_after: int, live: bool
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     drive(Console(200, stream=FakeTerminal(fail_after=fail_after), live=live))
 
@@ -185,7 +204,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_program(**arguments: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}, **arguments)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        **arguments,
+    )
 
 
 def test_on_a_real_terminal_rows_stand_and_the_live_area_goes() -> None:

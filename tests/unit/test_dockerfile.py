@@ -1,4 +1,6 @@
-"""The Dockerfile as far as no container is needed: its sources, its pins, its command; it is not built here."""
+"""The Dockerfile as far as no container is needed: its sources, its pins, its command;
+it is not built here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def names_of(requirements: list[str]) -> set[str]:
 
 
 def test_instructions_are_read() -> None:
-    assert instructions("# no\nFROM a\nRUN b \\\n  c\n\nCOPY d e ./\n") == [("FROM", "a"), ("RUN", "b    c"), ("COPY", "d e ./")]
+    assert instructions("# no\nFROM a\nRUN b \\\n  c\n\nCOPY d e ./\n") == [
+        ("FROM", "a"),
+        ("RUN", "b    c"),
+        ("COPY", "d e ./"),
+    ]
 
 
 def test_every_source_exists_and_reaches_the_build() -> None:
@@ -41,26 +47,46 @@ def test_every_source_exists_and_reaches_the_build() -> None:
     assert ignored[0] == "**"
     assert {source for source in COPIED if not (ROOT / source).exists()} == set()
     assert {source for source in COPIED if f"!{source}" not in ignored} == set()
-    assert {f"!{source}" for source in COPIED} == {line for line in ignored if line.startswith("!")}  # and nothing else does
+    # and nothing else does
+    assert {f"!{source}" for source in COPIED} == {line for line in ignored if line.startswith("!")}
 
 
 def test_everything_that_a_wheel_is_built_from_is_copied() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    files = {"pyproject.toml", "setup.py", "MANIFEST.in", project["project"]["readme"], *project["project"]["license-files"]}
+    packages = {
+        pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
+    files = {
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+    }
     assert packages | files | {"configs"} <= set(COPIED)
 
 
 def test_pins_are_copied_before_they_are_installed_and_complete() -> None:
-    order = [index for index, (name, words) in enumerate(INSTRUCTIONS) if PINS in words and name in ("COPY", "RUN")]
+    order = [
+        index for index, (name, words) in enumerate(INSTRUCTIONS) if PINS in words and name in ("COPY", "RUN")
+    ]
     assert [INSTRUCTIONS[index][0] for index in order] == ["COPY", "RUN"]
     assert f"--no-deps -r {PINS}" in INSTRUCTIONS[order[1]][1]
     pins = pins_of(PINS)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = names_of([*project["dependencies"], *project["optional-dependencies"]["cuda"], "setuptools", "jax-cuda13-plugin"])
+    wanted = names_of(
+        [
+            *project["dependencies"],
+            *project["optional-dependencies"]["cuda"],
+            "setuptools",
+            "jax-cuda13-plugin",
+        ]
+    )
     assert wanted - pins.keys() == set()
     others = pins_of(".ci/constraints-py312.txt")
-    assert {name: pins[name] for name in pins.keys() & others.keys()} == {name: others[name] for name in pins.keys() & others.keys()}
+    assert {name: pins[name] for name in pins.keys() & others.keys()} == {
+        name: others[name] for name in pins.keys() & others.keys()
+    }
     assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"} <= pins.keys()
 
 

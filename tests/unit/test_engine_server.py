@@ -1,4 +1,6 @@
-"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep, weights and requests."""
+"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep,
+weights and requests.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,25 @@ REQUESTS, SAMPLING = [Request(0, [3, 4, 5], 0)], SamplingParams(1.0, 8, (TOKEN,)
 
 
 def engine_with(restarts: int = 0, url: str | None = None) -> ServerEngine:
-    settings = engine_settings("vllm_server", restarts=restarts) if url is None else engine_settings("vllm_external", url=url)
+    settings = (
+        engine_settings("vllm_server", restarts=restarts)
+        if url is None
+        else engine_settings("vllm_external", url=url)
+    )
     engine = ServerEngine(QWEN3, [], settings)
-    engine._weights, engine._ready, engine._version = (Path("staged"), 3), True, 3
+    engine._weights = (Path("staged"), 3)
+    engine._ready = True
+    engine._version = 3
     return engine
 
 
 @pytest.mark.parametrize(
-    ("restarts", "failing_pushes", "succeeds"), [(0, 0, False), (1, 0, True), (1, 1, False), (3, 2, True), (3, 3, False)]
+    ("restarts", "failing_pushes", "succeeds"),
+    [(0, 0, False), (1, 0, True), (1, 1, False), (3, 2, True), (3, 3, False)],
 )
-def test_every_restart_is_used_also_by_a_server_that_fails_to_take_the_weights(restarts, failing_pushes, succeeds, monkeypatch, capsys):
+def test_every_restart_is_used_also_by_a_server_that_fails_to_take_the_weights(
+    restarts, failing_pushes, succeeds, monkeypatch, capsys
+):
     engine, calls, pushes = engine_with(restarts), [], []
 
     def push() -> None:
@@ -53,7 +64,9 @@ def test_every_restart_is_used_also_by_a_server_that_fails_to_take_the_weights(r
 
     monkeypatch.setattr(engine, "_push", push)
     if succeeds:
-        assert engine._with_restarts(call) == "answer" and len(calls) == 2 and len(pushes) == failing_pushes + 1
+        assert (
+            engine._with_restarts(call) == "answer" and len(calls) == 2 and len(pushes) == failing_pushes + 1
+        )
         assert engine.restarts_left == restarts - failing_pushes - 1
     else:
         with pytest.raises(EngineFailed):
@@ -104,14 +117,16 @@ def test_an_exact_engine_must_run_the_trainers_operations(order, others, message
 
 
 def test_an_exact_engine_of_fp8_layers_must_say_what_multiplies_them():
-    silent = {name: by for name, by in OPERATIONS.items() if name not in ("fp8_product", "linear")}  # linear layers in BF16: it has none
+    # linear layers in BF16: it has none
+    silent = {name: by for name, by in OPERATIONS.items() if name not in ("fp8_product", "linear")}
     require_exact(silent, engine_settings("vllm"), False)
     with pytest.raises(EngineFailed, match="fp8_product by nothing, expected Reference"):
         require_exact(silent, engine_settings("vllm"), True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [([], 1e-6), (["numerics.exact=false"], 0.02), (["rollout.engine.probe_logprob_tolerance=0.5"], 0.5)]
+    ("changes", "expected"),
+    [([], 1e-6), (["numerics.exact=false"], 0.02), (["rollout.engine.probe_logprob_tolerance=0.5"], 0.5)],
 )
 def test_the_probe_of_an_exact_run_allows_roundoff_only(changes, expected):
     config = load_config(None, ["rollout.engine=vllm", *changes])
@@ -128,7 +143,11 @@ def test_a_server_sleeps_until_new_weights_and_wakes_around_them():
         assert len(engine.generate(REQUESTS, SAMPLING)) == len(engine.score([[3, 4, 5]])) == 1
         engine.sleep()
         engine.sleep()  # it does already
-        for ask in (lambda: engine.generate(REQUESTS, SAMPLING), lambda: engine.score([[3, 4]]), lambda: engine.held([])):
+        for ask in (
+            lambda: engine.generate(REQUESTS, SAMPLING),
+            lambda: engine.score([[3, 4]]),
+            lambda: engine.held([]),
+        ):
             with pytest.raises(RuntimeError, match="the engine sleeps: got no load"):
                 ask()
         manifest = engine.load(policy.published, 1).manifest
@@ -147,11 +166,15 @@ def test_a_server_that_was_not_told_to_sleep_stays_awake():
         engine.load(policy.published, 0)
         engine.sleep()
         engine.load(policy.published, 1)
-        assert engine.generate(REQUESTS, SAMPLING) and not {"sleep 2", "wake weights"} & set(server.engine.calls)
+        assert engine.generate(REQUESTS, SAMPLING) and not {"sleep 2", "wake weights"} & set(
+            server.engine.calls
+        )
         engine.close()
 
 
-@pytest.mark.parametrize("skipped", ["/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/reset_prefix_cache"])
+@pytest.mark.parametrize(
+    "skipped", ["/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/reset_prefix_cache"]
+)
 def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
     policy = SmallPolicy("fp8_unified", QWEN3)
     with StubServer() as server:
@@ -159,7 +182,9 @@ def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
         engine.load(policy.published, 0)
         engine.sleep()
         post = engine._post
-        monkeypatch.setattr(engine, "_post", lambda route, body, limit: route == skipped or post(route, body, limit))
+        monkeypatch.setattr(
+            engine, "_post", lambda route, body, limit: route == skipped or post(route, body, limit)
+        )
         with pytest.raises(EngineFailed, match="AssertionError"):
             engine.load(policy.published, 1)
             engine.generate(REQUESTS, SAMPLING)
@@ -169,16 +194,27 @@ def test_the_stub_notices_a_step_that_is_left_out(skipped, monkeypatch):
 ANSWERS = {
     "silence": (b"", r"/sleep: it did not answer in time \(rollout\.engine\.sync_timeout_s: 1 s\)\."),
     "hang_up": (None, r"/sleep: RemoteProtocolError: .*[Dd]isconnected"),
-    "cut_short": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", r"/sleep: RemoteProtocolError: peer closed connection"),
-    "refusal": (b"HTTP/1.1 503 Busy\r\nContent-Length: 8\r\n\r\nnot now!", r"/sleep failed with status 503: not now!"),
-    "redirection": (b"HTTP/1.1 302 Found\r\nLocation: http://a\r\nContent-Length: 0\r\n\r\n", r"/sleep failed with status 302"),
+    "cut_short": (
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
+        r"/sleep: RemoteProtocolError: peer closed connection",
+    ),
+    "refusal": (
+        b"HTTP/1.1 503 Busy\r\nContent-Length: 8\r\n\r\nnot now!",
+        r"/sleep failed with status 503: not now!",
+    ),
+    "redirection": (
+        b"HTTP/1.1 302 Found\r\nLocation: http://a\r\nContent-Length: 0\r\n\r\n",
+        r"/sleep failed with status 302",
+    ),
     "no_json": (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes!", r"/sleep answered no JSON: b'yes!'"),
     "no_http": (b"SSH-2.0-server\r\n", r"/sleep: RemoteProtocolError: "),
 }
 
 
 def assert_sleep_fails(answer: Callable[[socket.socket], None], message: str) -> None:
-    """A call of a server that does this with its connection ends with one message, and the server is free again."""
+    """A call of a server that does this with its connection ends with one message,
+    and the server is free again.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -241,10 +277,16 @@ def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):
     with StubServer() as server:
         answer = server.engine.answer
         slow = ("/pause", "/finish_weight_update")
-        monkeypatch.setattr(server.engine, "answer", lambda url, body: time.sleep(1.4 * url.startswith(slow)) or answer(url, body))
+        monkeypatch.setattr(
+            server.engine,
+            "answer",
+            lambda url, body: time.sleep(1.4 * url.startswith(slow)) or answer(url, body),
+        )
         engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sync_timeout_s=2.0))
         with pytest.raises(
-            EngineFailed, match=r"^vLLM: /finish_weight_update: it did not answer in time \(rollout\.engine\.sync_timeout_s: 2 s\)\."
+            EngineFailed,
+            match=r"^vLLM: /finish_weight_update: it did not answer in time "
+            r"\(rollout\.engine\.sync_timeout_s: 2 s\)\.",
         ):
             engine.load(policy.published, 0)
         assert "resume" in server.engine.calls

@@ -1,4 +1,6 @@
-"""Held-out evaluation with a stub engine: pass@k against counting, metrics against the plan, failures, determinism."""
+"""Held-out evaluation with a stub engine: pass@k against counting, metrics against the plan, failures,
+determinism.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def counted(solved: np.ndarray, k: int) -> float:
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_counts_subsets(n: int) -> None:
     solved = np.random.default_rng(n).random((12, n)) < 0.3
-    solved[0], solved[1] = True, False
+    solved[0] = True
+    solved[1] = False
     for k in range(1, n + 1):
         assert pass_at_k(solved, k) == pytest.approx(counted(solved, k), abs=1e-12)
     assert pass_at_k(solved, 1) == pytest.approx(solved.mean())
@@ -50,7 +53,8 @@ class StubEngine:
     """Answers from a table: prompt -> completions of its samples, and the greedy one."""
 
     def __init__(self, sampled: dict[str, list[str]], greedy: dict[str, str]) -> None:
-        self.sampled, self.greedy = sampled, greedy
+        self.sampled = sampled
+        self.greedy = greedy
         self.calls: list[tuple[list[Request], SamplingParams]] = []
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
@@ -62,17 +66,31 @@ class StubEngine:
             place = counts[prompt] = counts.get(prompt, -1) + 1
             text = self.greedy[prompt] if sampling.greedy else self.sampled[prompt][place]
             ids = np.array([*TOKENIZER.encode(text), TOKENIZER.eos_ids[0]], np.int32)
-            found.append(Trajectory.of_completion(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "stop", 0))
+            found.append(
+                Trajectory.of_completion(
+                    request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "stop", 0
+                )
+            )
         return found
 
 
-EXAMPLES = [Example("ab=", "ba", id=0), Example("cd=", "dc", id=1), Example("ef=", "fe", id=2), Example("toolong=", "gnoloot", id=3)]
+EXAMPLES = [
+    Example("ab=", "ba", id=0),
+    Example("cd=", "dc", id=1),
+    Example("ef=", "fe", id=2),
+    Example("toolong=", "gnoloot", id=3),
+]
 SAMPLED = {"ab=": ["ba", "ba", "ba", "ba"], "cd=": ["dc", "d", "cc", "xyz"], "ef=": ["e", "e", "ff", "f"]}
 GREEDY = {"ab=": "ba", "cd=": "cd", "ef=": "fe"}
 
 
 def evaluator(
-    examples: list[Example] = EXAMPLES, *, samples: int = 4, prompts: int = 10, seed: int = 5, max_prompt_tokens: int = 4
+    examples: list[Example] = EXAMPLES,
+    *,
+    samples: int = 4,
+    prompts: int = 10,
+    seed: int = 5,
+    max_prompt_tokens: int = 4,
 ) -> Evaluator:
     task = ListTask("reverse", [], examples)
     return Evaluator(
@@ -123,8 +141,15 @@ def test_requests_are_the_same_each_time_and_differ_in_their_seeds() -> None:
     (first, sampling), (greedy, greedy_sampling), (again, _), _ = engine.calls
     assert first == again, "the noise of two evaluations must be the same"
     assert [r.id for r in first] == list(range(12)) and len({r.seed for r in first}) == 12
-    assert [tuple(r.prompt_ids) for r in first] == [tuple(TOKENIZER.encode(p)) for p in SAMPLED for _ in range(4)]
-    assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.greedy) == (0.6, 9, TOKENIZER.eos_ids, False)
+    assert [tuple(r.prompt_ids) for r in first] == [
+        tuple(TOKENIZER.encode(p)) for p in SAMPLED for _ in range(4)
+    ]
+    assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.greedy) == (
+        0.6,
+        9,
+        TOKENIZER.eos_ids,
+        False,
+    )
     assert greedy_sampling.greedy and len(greedy) == 3
     other = StubEngine(SAMPLED, GREEDY)
     evaluator(seed=6)(other)
@@ -145,9 +170,18 @@ def test_prompts_limit_is_of_the_held_out_split() -> None:
 def test_the_verifier_that_is_asked_for_judges(verifier: str) -> None:
     answers = {"ab=": "7", "cd=": "it is 7", "ef=": "\\boxed{7}"}
     task = ListTask("t", [], [Example(prompt, "7", id=i) for i, prompt in enumerate(answers)])
-    sizes = {"prompts": 3, "samples": 1, "temperature": 1.0, "max_prompt_tokens": 4, "max_completion_tokens": 9, "seed": 0}
+    sizes = {
+        "prompts": 3,
+        "samples": 1,
+        "temperature": 1.0,
+        "max_prompt_tokens": 4,
+        "max_completion_tokens": 9,
+        "seed": 0,
+    }
     metrics = Evaluator(task, ByteTokenizer(), **sizes, verifier=verifier)(Same(answers)).metrics
-    assert metrics["eval/accuracy"] == pytest.approx({"task": 1, "exact_match": 1, "last_number": 3, "boxed": 1}[verifier] / 3)
+    assert metrics["eval/accuracy"] == pytest.approx(
+        {"task": 1, "exact_match": 1, "last_number": 3, "boxed": 1}[verifier] / 3
+    )
 
 
 class Same:
@@ -161,7 +195,9 @@ class Same:
         for request in requests:
             ids = np.array(tokenizer.encode(self.answers[tokenizer.decode(request.prompt_ids)]), np.int32)
             found.append(
-                Trajectory.of_completion(request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "length", 0)
+                Trajectory.of_completion(
+                    request.id, np.array(request.prompt_ids), ids, np.zeros(len(ids), np.float32), "length", 0
+                )
             )
         return found
 
@@ -172,22 +208,34 @@ def test_an_answer_that_cannot_be_judged_counts_as_unsolved() -> None:
             return lambda completion, example: None if completion == "cc" else 1.0
 
     task = Unsure("unsure", [], EXAMPLES[:3])
-    sizes = {"prompts": 3, "samples": 4, "temperature": 1.0, "max_prompt_tokens": 4, "max_completion_tokens": 9, "seed": 0}
+    sizes = {
+        "prompts": 3,
+        "samples": 4,
+        "temperature": 1.0,
+        "max_prompt_tokens": 4,
+        "max_completion_tokens": 9,
+        "seed": 0,
+    }
     metrics = Evaluator(task, TOKENIZER, **sizes)(StubEngine(SAMPLED, GREEDY)).metrics
     assert metrics["eval/accuracy"] == pytest.approx(11 / 12) and metrics["eval/greedy_accuracy"] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("template", "texts", "accuracy"), [("<think>\n", ["5", "6</think>5", "5</think>"], 1 / 3), ("", ["5", "</think>5", "<think>5"], 2 / 3)]
+    ("template", "texts", "accuracy"),
+    [("<think>\n", ["5", "6</think>5", "5</think>"], 1 / 3), ("", ["5", "</think>5", "<think>5"], 2 / 3)],
 )
-def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solved(template, texts, accuracy) -> None:
+def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solved(
+    template, texts, accuracy
+) -> None:
     tokenizer = ByteTokenizer()
 
     class Engine:
         def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
             ids = [np.array(tokenizer.encode(texts[i % len(texts)]), np.int32) for i in range(len(requests))]
             return [
-                Trajectory.of_completion(r.id, np.array(r.prompt_ids), one, np.zeros(len(one), np.float32), "length", 0)
+                Trajectory.of_completion(
+                    r.id, np.array(r.prompt_ids), one, np.zeros(len(one), np.float32), "length", 0
+                )
                 for r, one in zip(requests, ids, strict=True)
             ]
 
@@ -198,11 +246,20 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
             max_completion_tokens=40, seed=0,
         )  # fmt: skip
         assert evaluate(Engine()).metrics["eval/accuracy"] == pytest.approx(accuracy)  # type: ignore[arg-type]
-        task, config = ListTask("t", examples, examples, verifier), config_from_dict({"rollout": {"prompts_per_step": 2, "group_size": 3}})
+        task, config = (
+            ListTask("t", examples, examples, verifier),
+            config_from_dict({"rollout": {"prompts_per_step": 2, "group_size": 3}}),
+        )
         rewards, prompts = (
             RewardFunctions.from_config((RewardSection(),), task),
             PromptStream(task, tokenizer, max_prompt_tokens=40, seed=0),
         )
-        parts: dict[str, Any] = {"algorithm": SimpleNamespace(dynamic_sampling=False), "engine": Engine(), "rewards": rewards}
+        parts: dict[str, Any] = {
+            "algorithm": SimpleNamespace(dynamic_sampling=False),
+            "engine": Engine(),
+            "rewards": rewards,
+        }
         parts |= {"tokenizer": tokenizer, "prompts": prompts, "console": Console(1, stream=io.StringIO())}
-        assert Collector(config=config, **parts).collect(1, StepClock()).rewards.mean() == pytest.approx(accuracy)
+        assert Collector(config=config, **parts).collect(1, StepClock()).rewards.mean() == pytest.approx(
+            accuracy
+        )

@@ -1,4 +1,6 @@
-"""The fingerprint of a task's data: any change of any example is seen and named; the same data is the same everywhere."""
+"""The fingerprint of a task's data: any change of any example is seen and named;
+the same data is the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ CHANGES = {
 
 
 def examples(count: int) -> list[Example]:
-    return [Example(f"p{i}", str(i), f"because {i}", i, {"level": 1, "tags": {"a", "b", "c"}}) for i in range(count)]
+    return [
+        Example(f"p{i}", str(i), f"because {i}", i, {"level": 1, "tags": {"a", "b", "c"}})
+        for i in range(count)
+    ]
 
 
 def fingerprint(train: Any, verifier: str = "exact_match") -> dict[str, Any]:
@@ -45,7 +50,9 @@ def test_a_change_of_any_example_of_a_list_is_refused_by_the_name_of_its_part(pa
         changed[index] = CHANGES[part](changed[index])
         with pytest.raises(UserError, match="the data is not that of the run") as error:
             compare_data_for_resume(saved, fingerprint(changed))
-        assert [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:-1]] == [f"data.train.{part}"]
+        assert [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:-1]] == [
+            f"data.train.{part}"
+        ]
     compare_data_for_resume(saved, fingerprint(tuple(examples(COUNT))))
 
 
@@ -108,5 +115,11 @@ def test_the_same_data_has_the_same_fingerprint_in_another_process():
     here: dict[str, Any] = {}
     exec(program, here)
     environment = os.environ | {"PYTHONHASHSEED": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program + "print(found)"], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program + "print(found)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     assert done.stdout == f"{here['found']}\n"

@@ -1,4 +1,6 @@
-"""Packing for a GPU machine without network: what is in the archives, and what CI's copy of such a machine has; nothing is downloaded."""
+"""Packing for a GPU machine without network: what is in the archives,
+and what CI's copy of such a machine has; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def wheel(tmp_path: Path) -> Path:
     path = tmp_path / "Some_Thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("some_thing/__init__.py", "VALUE = 7\n")
-        file.writestr("some_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-thing\nVersion: 1.0\n")
+        file.writestr(
+            "some_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-thing\nVersion: 1.0\n"
+        )
     return path
 
 
-def test_the_packed_folder_has_the_packages_and_the_entry_point_of_the_project(tmp_path: Path, wheel: Path) -> None:
+def test_the_packed_folder_has_the_packages_and_the_entry_point_of_the_project(
+    tmp_path: Path, wheel: Path
+) -> None:
     (tmp_path / "packed").mkdir()
     gpu_pack.pack([wheel], tmp_path / "packed" / "site.txz", PYPROJECT)
     with tarfile.open(tmp_path / "packed" / "site.txz") as archive:
@@ -46,7 +52,11 @@ def test_the_packed_folder_has_the_packages_and_the_entry_point_of_the_project(t
     found = {one.name: one for one in metadata.distributions(path=[str(site)])}
     assert found["some-thing"].version == "1.0"
     (entry,) = found["jetrl-jax"].entry_points
-    assert (entry.group, entry.name, entry.value) == ("vllm.general_plugins", "jetrl", "bridge.vllm.worker.plugin:register")
+    assert (entry.group, entry.name, entry.value) == (
+        "vllm.general_plugins",
+        "jetrl",
+        "bridge.vllm.worker.plugin:register",
+    )
     assert importlib.util.find_spec(entry.module) is not None
 
 
@@ -76,7 +86,9 @@ def test_wheels_that_are_there_are_not_asked_for_again(wheel: Path, monkeypatch:
 def test_more_than_can_be_copied_is_an_error_with_every_size() -> None:
     sizes = {"site.txz": 2 << 20, "vllm.txz": 40 << 20}
     assert gpu_pack.check_size(3 << 20, sizes, 64) == "checkout 3.0 + site.txz 2.0 + vllm.txz 40.0 = 45.0 MiB"
-    with pytest.raises(ValueError, match=r"too much to copy: got checkout 30\.0 .* = 72\.0 MiB, expected at most 64 MiB"):
+    with pytest.raises(
+        ValueError, match=r"too much to copy: got checkout 30\.0 .* = 72\.0 MiB, expected at most 64 MiB"
+    ):
         gpu_pack.check_size(30 << 20, sizes, 64)
 
 
@@ -92,8 +104,14 @@ def test_commands_are_those_of_the_runner(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_dependency_is_on_the_machine_or_packed() -> None:
-    there, packed = constraints("py312-gpu"), gpu_pack.pins(gpu_pack.LACKING, gpu_pack.CONSTRAINTS.read_text(encoding="utf-8"))
-    needed = {re.match(r"[A-Za-z0-9._-]+", one).group().lower() for one in tomllib.loads(PYPROJECT)["project"]["dependencies"]}
+    there, packed = (
+        constraints("py312-gpu"),
+        gpu_pack.pins(gpu_pack.LACKING, gpu_pack.CONSTRAINTS.read_text(encoding="utf-8")),
+    )
+    needed = {
+        re.match(r"[A-Za-z0-9._-]+", one).group().lower()
+        for one in tomllib.loads(PYPROJECT)["project"]["dependencies"]
+    }
     assert needed - set(there) - {pin.partition("==")[0] for pin in packed} == {"plotly"}  # for reports only
     assert not set(gpu_pack.LACKING) & set(there)  # so that the dry run has them from the packed folder only
     with pytest.raises(ValueError, match="no version: got none for nonesuch"):
@@ -102,8 +120,16 @@ def test_every_dependency_is_on_the_machine_or_packed() -> None:
 
 def test_ci_has_the_oldest_jax_that_the_gpu_machine_has_and_a_newer_one() -> None:
     (bound,) = re.findall(r'"jax>=([\d.]+),', PYPROJECT)
-    versions = {name: tuple(map(int, constraints(name)["jax"].split("."))) for name in ("py311", "py312-gpu", "py312")}
-    assert versions["py311"] == tuple(map(int, bound.split("."))) < versions["py312-gpu"] == (0, 11, 2) < versions["py312"]
+    versions = {
+        name: tuple(map(int, constraints(name)["jax"].split("."))) for name in ("py311", "py312-gpu", "py312")
+    }
+    assert (
+        versions["py311"]
+        == tuple(map(int, bound.split(".")))
+        < versions["py312-gpu"]
+        == (0, 11, 2)
+        < versions["py312"]
+    )
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert all(f"make {target}\n" in ci for target in ("test", "gpu-call-dry", "test-py312"))
 
@@ -140,7 +166,9 @@ def test_attention_keeps_its_bf16_kernels(payload: bytes, kept: bool) -> None:
     assert gpu_vllm.keep_bf16_attention(90, payload) is kept
 
 
-def test_deepgemm_is_looked_for_in_vllm_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deepgemm_is_looked_for_in_vllm_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch", reason="the rivals import torch")
     from tests.benchmarks import kernel_rivals
 
@@ -155,7 +183,10 @@ def test_deepgemm_is_looked_for_in_vllm_too(monkeypatch: pytest.MonkeyPatch, cap
     assert kernel_rivals.deepgemm_product() is len
     there.clear()
     assert kernel_rivals.deepgemm_product() is None
-    assert "DeepGEMM is not measured: deep_gemm: no deep_gemm here; vllm.third_party.deep_gemm: no vllm" in capsys.readouterr().out
+    assert (
+        "DeepGEMM is not measured: deep_gemm: no deep_gemm here; vllm.third_party.deep_gemm: no vllm"
+        in capsys.readouterr().out
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- make

@@ -24,9 +24,14 @@ def task():
 @pytest.fixture(scope="module")
 def items(task):
     """(example, the answer as an integer), read from the file without our code."""
-    rows = [json.loads(line) for line in (gsm8k.directory(None) / "test.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (gsm8k.directory(None) / "test.jsonl").read_text("utf-8").splitlines()
+    ]
     assert [e.prompt for e in task.eval] == [row["question"] for row in rows]
-    return [(e, int(row["answer"].split("####")[1].strip().replace(",", ""))) for e, row in zip(task.eval, rows, strict=True)]
+    return [
+        (e, int(row["answer"].split("####")[1].strip().replace(",", "")))
+        for e, row in zip(task.eval, rows, strict=True)
+    ]
 
 
 def swapped(value: int) -> list[int]:
@@ -48,7 +53,7 @@ def test_gsm8k_reference_scores_one_also_with_text_after_it(task, items):
         for text in (
             reference, reference + "\n", reference + ".", reference + " dollars",
             reference + "\n\nLet me know if you have 3 more questions.",
-            reference + " That is 100% certain, unlike 7.", reference + "\nQuestion: what is 2 + 2?\nAnswer: 4", reference + "<|im_end|>",
+            reference + " That is 100% certain, unlike 7.", reference + "\nQuestion: what is 2 + " "2?\nAnswer: 4", reference + "<|im_end|>",
             f"#### {value}", f"#### {value:,}", f"#### ${value:,}.00", f"#### {value}.0",
         ):  # fmt: skip
             assert task.verify(text, example) == 1.0, text
@@ -58,7 +63,9 @@ def test_gsm8k_wrong_answers_score_zero(task, items):
     tried = 0
     for example, value in items:
         working = example.solution.split("####")[0]
-        wrong = {value + 1, value - 1, value * 10, value + 1000, *swapped(value)} | ({-value} if value else set())
+        wrong = {value + 1, value - 1, value * 10, value + 1000, *swapped(value)} | (
+            {-value} if value else set()
+        )
         for number in wrong - {value}:
             tried += 1
             assert task.verify(f"{working}#### {number}", example) == 0.0
@@ -81,7 +88,9 @@ def test_gsm8k_answer_only_inside_the_working_scores_zero(task, items):
             assert task.verify(text, example) == 0.0, text
 
 
-@pytest.mark.parametrize(("extraction", "text"), [("boxed", "so \\boxed{{{}}}."), ("last_number", "so it is {} dollars.")])
+@pytest.mark.parametrize(
+    ("extraction", "text"), [("boxed", "so \\boxed{{{}}}."), ("last_number", "so it is {} dollars.")]
+)
 def test_gsm8k_other_extractions(task, items, extraction, text):
     other = build_task(task_section(kind="gsm8k", options={"extraction": extraction}), 0)
     for example, value in items[:200]:
@@ -92,7 +101,9 @@ def test_gsm8k_other_extractions(task, items, extraction, text):
 
 def write(folder: Path, **files: list) -> Path:
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows), "utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows), "utf-8"
+        )
     return folder
 
 
@@ -115,7 +126,12 @@ def test_gsm8k_lists_broken_lines(tmp_path):
         build_task(task_section(kind="gsm8k", path=str(tmp_path)), 0)
     text = str(error.value)
     assert "4 broken records" in text
-    for line in ("train.jsonl:2: no '#### number'", "train.jsonl:3: not JSON", "train.jsonl:4: not an object", "test.jsonl:1: no question"):
+    for line in (
+        "train.jsonl:2: no '#### number'",
+        "train.jsonl:3: not JSON",
+        "train.jsonl:4: not an object",
+        "test.jsonl:1: no question",
+    ):
         assert line in text
 
 

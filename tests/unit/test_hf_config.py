@@ -1,4 +1,6 @@
-"""ModelConfig against config.json files in the spellings of transformers 4 and 5, and every refusal by name."""
+"""ModelConfig against config.json files in the spellings of transformers 4 and 5,
+and every refusal by name.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,11 @@ ALL = [pytest.param(c, id=c["model_type"]) for c in (QWEN3, QWEN2, LLAMA)]
 
 def newer(config: dict) -> dict:
     """The same file as transformers 5 writes it: one rope_parameters dictionary."""
-    rest = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rest = {
+        key: value
+        for key, value in config.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
     rope = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
     return {**rest, "rope_parameters": rope, "dtype": "bfloat16"}
 
@@ -110,8 +116,18 @@ def test_from_hf_reads_published_values():
         bos_token_id=128000,
     )
     qwen2, qwen3 = from_hf(QWEN2), from_hf(QWEN3)
-    assert (qwen2.head_dim, qwen2.attention_bias, qwen2.o_proj_bias, qwen2.qk_norm) == (64, True, False, False)
-    assert (qwen3.head_dim, qwen3.attention_bias, qwen3.qk_norm, qwen3.eos_token_ids) == (128, False, True, (151645,))
+    assert (qwen2.head_dim, qwen2.attention_bias, qwen2.o_proj_bias, qwen2.qk_norm) == (
+        64,
+        True,
+        False,
+        False,
+    )
+    assert (qwen3.head_dim, qwen3.attention_bias, qwen3.qk_norm, qwen3.eos_token_ids) == (
+        128,
+        False,
+        True,
+        (151645,),
+    )
     assert isinstance(qwen3.rope_theta, float)
     biased = from_hf(LLAMA | {"attention_bias": True})
     assert biased.o_proj_bias
@@ -165,16 +181,28 @@ def test_yarn_is_read_and_written_as_stated(stated):
     [
         ({"factor": 0.5}, r"got factor=0.5, expected at least 1"),
         ({"factor": "4"}, r"got factor='4', expected a positive number"),
-        ({"factor": 4.0, "original_max_position_embeddings": 8192}, r"got max_position_embeddings=40960, expected at most .* = 32768"),
-        ({"original_max_position_embeddings": 32768.5}, r"got original_max_position_embeddings=32768.5, expected a positive integer"),
+        (
+            {"factor": 4.0, "original_max_position_embeddings": 8192},
+            r"got max_position_embeddings=40960, expected at most .* = 32768",
+        ),
+        (
+            {"original_max_position_embeddings": 32768.5},
+            r"got original_max_position_embeddings=32768.5, expected a positive integer",
+        ),
         ({"beta_fast": 1, "beta_slow": 2}, r"got beta_fast=1.0, expected at least beta_slow=2.0"),
         ({"beta_slow": 33}, r"got beta_fast=32.0, expected at least beta_slow=33.0"),
         ({"attention_factor": 0.0}, r"got attention_factor=0.0, expected a positive number"),
         ({"mscale": True}, r"got mscale=True, expected a positive number"),
         ({"truncate": 1}, r"got truncate=1, expected true or false"),
-        ({"low_freq_factor": 1.0}, r"unsupported rope_scaling.low_freq_factor: got 1.0 with rope_type 'yarn', expected absent"),
+        (
+            {"low_freq_factor": 1.0},
+            r"unsupported rope_scaling.low_freq_factor: got 1.0 with rope_type 'yarn', expected absent",
+        ),
         ({"factor": None}, r"missing rope_scaling.factor"),
-        ({"original_max_position_embeddings": None}, r"missing rope_scaling.original_max_position_embeddings"),
+        (
+            {"original_max_position_embeddings": None},
+            r"missing rope_scaling.original_max_position_embeddings",
+        ),
         ({"rope_theta": 1.0}, r"got rope_theta=1.0, expected more than 1 for yarn"),
     ],
     ids=str,
@@ -203,7 +231,12 @@ REQUIRED = [
 
 @pytest.mark.parametrize("config", ALL)
 def test_from_hf_raises_on_every_missing_value(config):
-    required = REQUIRED + {"qwen3": ["head_dim", "attention_bias"], "qwen2": [], "llama": ["attention_bias"]}[config["model_type"]]
+    required = (
+        REQUIRED
+        + {"qwen3": ["head_dim", "attention_bias"], "qwen2": [], "llama": ["attention_bias"]}[
+            config["model_type"]
+        ]
+    )
     for key in required:
         with pytest.raises(UserError, match=f"missing {key}"):
             from_hf({k: v for k, v in config.items() if k != key})
@@ -234,8 +267,19 @@ def test_from_hf_raises_on_every_missing_rope_value():
         ("auto_map", {"AutoModelForCausalLM": "modeling.Custom"}),
         ("architectures", ["Qwen3ForSequenceClassification"]),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
-        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "finetuned": True}),
+        (
+            "rope_scaling",
+            {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]},
+        ),
+        (
+            "rope_scaling",
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "finetuned": True,
+            },
+        ),
         ("rope_scaling", {"rope_type": "linear", "factor": 4.0, "attention_factor": 2.0}),
         ("rope_scaling", {"factor": 4.0}),
         ("rope_scaling", [4.0]),
@@ -252,7 +296,10 @@ def test_from_hf_raises_on_unsupported(key, value):
 
 
 def test_from_hf_raises_where_the_two_rope_spellings_disagree():
-    rope = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    rope = {
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
     with pytest.raises(UserError, match="ambiguous rope scaling"):
         from_hf(QWEN3 | rope)
 

@@ -1,4 +1,6 @@
-"""What of the kernels' benchmarks and tuner needs no GPU: protocols on a pretended clock, tables, files and refusals."""
+"""What of the kernels' benchmarks and tuner needs no GPU: protocols on a pretended clock, tables,
+files and refusals.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def pretended(seconds: float, log: list[tuple[float, int]]) -> Callable[[int], f
 def test_steady_state_warms_up_then_times_bursts_of_every_contender() -> None:
     log: list[tuple[float, int]] = []
     timings = steady_state({"slow": pretended(0.3, log), "fast": pretended(1e-4, log)})
-    assert timings["slow"].seconds == pytest.approx([0.3] * 6) and timings["fast"].seconds == pytest.approx([1e-4] * 6)
+    assert timings["slow"].seconds == pytest.approx([0.3] * 6) and timings["fast"].seconds == pytest.approx(
+        [1e-4] * 6
+    )
     fast = [calls for seconds, calls in log if seconds == 1e-4]
     bursts = [index for index, calls in enumerate(fast) if calls == pytest.approx(600, abs=1)]
     assert len(bursts) == 6
@@ -74,20 +78,31 @@ def test_markdown_has_a_line_for_each_key_and_dashes_for_gaps() -> None:
         {"layer": "o", "M": 1, "contender": "theirs", "figure": "6"},
         {"layer": "o", "M": 64, "contender": "ours", "figure": "7"},
     ]
-    expected = ["| layer | M | ours | theirs |", "|---|---|---|---|", "| o | 1 | 5 | 6 |", "| o | 64 | 7 | - |"]
+    expected = [
+        "| layer | M | ours | theirs |",
+        "|---|---|---|---|",
+        "| o | 1 | 5 | 6 |",
+        "| o | 64 | 7 | - |",
+    ]
     assert markdown(rows, ["layer", "M"], "contender", "figure").splitlines() == expected
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small layer, the reference instead of the kernel, short bursts, no CUPTI, and a GPU nobody asks for."""
+    """One small layer, the reference instead of the kernel, short bursts, no CUPTI,
+    and a GPU nobody asks for.
+    """
     monkeypatch.setattr(bench, "LAYERS", {"tiny": (128, 256)})
     monkeypatch.setattr(bench, "IMPLEMENTATION", "xla")
     monkeypatch.setattr(quantize_bench, "KERNEL", "xla")
     monkeypatch.setattr(quantize_bench, "KERNEL_WIDTHS", (256,))
     monkeypatch.setattr(measure, "LOAD_S", 1e-3)
     monkeypatch.setattr(measure, "BURST_S", 1e-4)
-    monkeypatch.setattr(bench, "cold_kernels", lambda function, left, rights: Timing((float(function(left, rights[0]).size) * 1e-6,)))
+    monkeypatch.setattr(
+        bench,
+        "cold_kernels",
+        lambda function, left, rights: Timing((float(function(left, rights[0]).size) * 1e-6,)),
+    )
     monkeypatch.setattr(bench, "copies_beyond_cache", lambda nbytes: 2)
     monkeypatch.setattr(bench, "require_gpu", lambda command: None)
 
@@ -95,27 +110,54 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("what", "sites", "contenders"),
     [
-        ("gemm", ["fprop", "dgrad", "wgrad 1x128 x 1x128", "wgrad 1x128 x 128x128"], ["mosaic deepgemm", "mosaic bf16", "jax bf16"]),
+        (
+            "gemm",
+            ["fprop", "dgrad", "wgrad 1x128 x 1x128", "wgrad 1x128 x 128x128"],
+            ["mosaic deepgemm", "mosaic bf16", "jax bf16"],
+        ),
         ("decode", ["fprop"], ["mosaic", "mosaic bf16", "jax bf16", "rival"]),
         ("linear", ["linear"], ["fp8 1x128 x 1x128", "fp8 1x128 x 128x128", "jax bf16"]),
         ("layer", ["layer"], ["rival", "other"]),
-        ("quantize", ["row 1x128", "row + column", "weight 128x128 + transpose", "SiLU * up", "RMSNorm(x)"], ["mosaic", "xla"]),
+        (
+            "quantize",
+            ["row 1x128", "row + column", "weight 128x128 + transpose", "SiLU * up", "RMSNorm(x)"],
+            ["mosaic", "xla"],
+        ),
     ],
 )
 @pytest.mark.usefixtures("tiny")
-def test_benchmark_writes_every_site_and_contender(what: str, sites: list, contenders: list, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_benchmark_writes_every_site_and_contender(
+    what: str, sites: list, contenders: list, tmp_path: Path, monkeypatch, capsys
+) -> None:
     rivals = tmp_path / "rivals.py"
     rivals.write_text(
-        "from pallas_kernels.measure import Timing\ndef gemm(m, n, k): return {}\ndef decode(m, n, k): return {'rival': Timing((1e-6,))}\n"
+        "from pallas_kernels.measure import Timing\ndef gemm(m, n, k): return {}\ndef decode(m, n, k): "
+        "return {'rival': Timing((1e-6,))}\n"
         "def layer(tokens): return {name: lambda calls: calls * 1e-4 for name in ('rival', 'other')}\n"
     )
     out = tmp_path / "out.json"
     monkeypatch.setattr(bench, "parse", lambda arguments, parse=bench.parse: _with_layers(parse(arguments)))
-    bench.main([what, "--rows", "16", "--out", str(out), *([] if (what, "rivals") in bench.NO_EFFECT else ["--rivals", str(rivals)])])
+    bench.main(
+        [
+            what,
+            "--rows",
+            "16",
+            "--out",
+            str(out),
+            *([] if (what, "rivals") in bench.NO_EFFECT else ["--rivals", str(rivals)]),
+        ]
+    )
     report = json.loads(out.read_text())
-    assert report["command"].startswith(f"python -m pallas_kernels.bench {what} --rows 16") and "jax" in report["environment"]
-    assert {(row["site"], row["contender"]) for row in report["rows"]} >= {(site, name) for site in sites for name in contenders}
-    assert f"| {sites[0]} | {'decoder layer' if what == 'layer' else 'tiny'} | 16 |" in capsys.readouterr().out
+    assert (
+        report["command"].startswith(f"python -m pallas_kernels.bench {what} --rows 16")
+        and "jax" in report["environment"]
+    )
+    assert {(row["site"], row["contender"]) for row in report["rows"]} >= {
+        (site, name) for site in sites for name in contenders
+    }
+    assert (
+        f"| {sites[0]} | {'decoder layer' if what == 'layer' else 'tiny'} | 16 |" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("tiny")
@@ -135,15 +177,23 @@ def _with_layers(options):
     return options
 
 
-def test_gemm_benchmark_counts_two_operations_for_each_product(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "steady_state", lambda contenders: {name: Timing((1e-6,)) for name in contenders})
+def test_gemm_benchmark_counts_two_operations_for_each_product(
+    tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        bench, "steady_state", lambda contenders: {name: Timing((1e-6,)) for name in contenders}
+    )
     row = next(bench.bench_gemm(["tiny"], [16], None))
     assert row["tflops"] == pytest.approx(2 * 16 * 128 * 256 / 1e-6 / 1e12, abs=1e-4)
 
 
 def test_fp8_layer_of_the_benchmark_computes_what_the_bf16_layer_does(tiny: None) -> None:
     """Relative to the whole: Gaussian operands in FP8 make an error of about 3.7 %."""
-    arrays = (bench.random_matrix(256, 256, 0), bench.random_matrix(128, 256, 1), bench.random_matrix(256, 128, 2))
+    arrays = (
+        bench.random_matrix(256, 256, 0),
+        bench.random_matrix(128, 256, 1),
+        bench.random_matrix(256, 128, 2),
+    )
     for block in (bench.COLUMNS, bench.SQUARE):
         for ours, theirs in zip(bench._fp8_layer(block)(*arrays), bench._bf16_layer(*arrays), strict=True):
             ours, theirs = (np.asarray(x.astype(jnp.float32)) for x in (ours, theirs))
@@ -163,7 +213,9 @@ def test_layer_of_the_benchmark_traces_in_every_flow(small_layer: dict[str, tupl
     for function, *arguments in small_layer.values():
         out, masters, x, residual = jax.eval_shape(function, *arguments)
         assert [value.shape for value in (*out, x, residual)] == [(1, 64, 128)] * 4
-        assert [value.shape for value in jax.tree.leaves(masters)] == [value.shape for value in jax.tree.leaves(arguments[0])]
+        assert [value.shape for value in jax.tree.leaves(masters)] == [
+            value.shape for value in jax.tree.leaves(arguments[0])
+        ]
         assert {value.dtype.name for value in jax.tree.leaves(masters)} == {"float32"}
 
 
@@ -178,7 +230,9 @@ def test_layer_of_the_benchmark_in_fp8_computes_what_bf16_does(small_layer: dict
 
 
 def test_layer_benchmark_takes_whole_sequences_and_a_file() -> None:
-    with pytest.raises(ValueError, match="layer: not whole sequences: got 5000 tokens, expected a multiple of 4096"):
+    with pytest.raises(
+        ValueError, match="layer: not whole sequences: got 5000 tokens, expected a multiple of 4096"
+    ):
         kernel_layer.program(kernel_layer.read_config(kernel_layer.MODEL), 5000, "bf16", "dual")
     with pytest.raises(SystemExit):
         bench.parse(["layer"])
@@ -192,19 +246,31 @@ def test_layer_benchmark_takes_whole_sequences_and_a_file() -> None:
         (["quantize", "--rivals", "f.py"], "rivals"),
     ],
 )
-def test_an_option_without_effect_is_refused(arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_without_effect_is_refused(
+    arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         bench.main(arguments)
-    assert end.value.code == 2 and f"{arguments[0]}: an option without effect: got --{option}" in capsys.readouterr().err
+    assert (
+        end.value.code == 2
+        and f"{arguments[0]}: an option without effect: got --{option}" in capsys.readouterr().err
+    )
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("main", [lambda: bench.main(["gemm"]), lambda: tune.main([])], ids=["bench", "tune"])
-def test_commands_refuse_without_a_gpu_in_one_line(main: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_without_a_gpu_in_one_line(
+    main: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main()
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and "needs a GPU" in error and "platform is 'cpu'" in error
+    assert (
+        end.value.code == 2
+        and error.count("\n") == 1
+        and "needs a GPU" in error
+        and "platform is 'cpu'" in error
+    )
 
 
 def test_load_rivals_raises_on_a_missing_file(tmp_path: Path) -> None:
@@ -228,7 +294,11 @@ def test_tuner_measures_distinct_sizes_and_candidates() -> None:
     assert len(set(keys)) == len(keys)
     assert {size[2:4] for size in sizes} >= set(bench.LAYERS.values())
     assert set(sizes) == {size for layer in bench.LAYERS for size in tune.sizes([layer])}
-    assert {size[2:4] for size in tune.sizes(["down"])} == {(4096, 12288), (12288, 4096), (12288, bench.TRAINING_ROWS[0])}
+    assert {size[2:4] for size in tune.sizes(["down"])} == {
+        (4096, 12288),
+        (12288, 4096),
+        (12288, bench.TRAINING_ROWS[0]),
+    }
     for m, _, _, _, per_column in sizes:
         candidates = tune.candidates(m, per_column)
         assert len(set(candidates)) == len(candidates) >= 5
@@ -238,13 +308,25 @@ def test_tuner_measures_distinct_sizes_and_candidates() -> None:
 def test_table_of_the_tuner_is_what_choose_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     fast = tune.candidates(8192, False)[-1]
-    rows = [tune.entry(tune.EVERY_ROW, 640, 256, False, fast, 1e-3), tune.entry(640, 256, 8192, True, tune.candidates(1, True)[0], 1e-3)]
+    rows = [
+        tune.entry(tune.EVERY_ROW, 640, 256, False, fast, 1e-3),
+        tune.entry(640, 256, 8192, True, tune.candidates(1, True)[0], 1e-3),
+    ]
     tune.write_table(path, rows, {"command": "a command"})
     table = load_table(path)
-    assert table == {(tune.EVERY_ROW, 640, 256, False): fast, (640, 256, None, True): tune.candidates(1, True)[0]}
-    tune.write_table(path, [tune.entry(tune.EVERY_ROW, 640, 256, False, TRAINING, 2e-3)], {"command": "a later one"})
+    assert table == {
+        (tune.EVERY_ROW, 640, 256, False): fast,
+        (640, 256, None, True): tune.candidates(1, True)[0],
+    }
+    tune.write_table(
+        path, [tune.entry(tune.EVERY_ROW, 640, 256, False, TRAINING, 2e-3)], {"command": "a later one"}
+    )
     kept, new = json.loads(path.read_text())["rows"]
-    assert kept["source"] == {"command": "a command"} and new["source"] == {"command": "a later one"} and new["us"] == 2000.0
+    assert (
+        kept["source"] == {"command": "a command"}
+        and new["source"] == {"command": "a later one"}
+        and new["us"] == 2000.0
+    )
     load_table.cache_clear()
     assert load_table(path) == table | {(tune.EVERY_ROW, 640, 256, False): TRAINING}
     load_table.cache_clear()
@@ -254,12 +336,24 @@ def test_table_of_the_tuner_is_what_choose_reads(tmp_path: Path, monkeypatch: py
     assert choose(500, 640, 384, False).tile_m == 192 == TRAINING.tile_m
 
 
-def test_quantiser_benchmark_counts_the_bytes_that_must_move(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_bench, "steady_state", lambda contenders: {name: Timing((1e-6,)) for name in contenders})
+def test_quantiser_benchmark_counts_the_bytes_that_must_move(
+    tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        quantize_bench, "steady_state", lambda contenders: {name: Timing((1e-6,)) for name in contenders}
+    )
     rates = {
-        row["site"]: row["gbs"] for row in quantize_bench.bench_quantize({"tiny": 256}, [16]) if row["contender"] in ("copy", "mosaic")
+        row["site"]: row["gbs"]
+        for row in quantize_bench.bench_quantize({"tiny": 256}, [16])
+        if row["contender"] in ("copy", "mosaic")
     }
-    per_value = {"copy": 4, "row 1x128": 3, "row + column": 4, "codes of rows -> column": 2, "SiLU * up": 5} | {
+    per_value = {
+        "copy": 4,
+        "row 1x128": 3,
+        "row + column": 4,
+        "codes of rows -> column": 2,
+        "SiLU * up": 5,
+    } | {
         "RMSNorm(x + residual)": 7,
         "RMSNorm(x)": 3,
     }

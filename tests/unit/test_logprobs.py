@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens: the bits do not depend on how tokens are batched, the values are those of float64."""
+"""Log-probabilities of given tokens: the bits do not depend on how tokens are batched,
+the values are those of float64.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ policy = functools.cache(SmallPolicy)
 
 
 def programs(model: Decoder, chunk_tokens: int = 1000, temperature: float = TEMPERATURE):
-    return jit(lambda *arrays: completion_logprobs(model, *arrays, temperature=temperature, chunk_tokens=chunk_tokens))
+    return jit(
+        lambda *arrays: completion_logprobs(
+            model, *arrays, temperature=temperature, chunk_tokens=chunk_tokens
+        )
+    )
 
 
 def packed(rows: int, row_tokens: int) -> list[TrainBatch]:
@@ -51,13 +57,17 @@ def one_row(trajectory: Trajectory, left: int, right: int) -> tuple[jax.Array, j
 def decoded(small: SmallPolicy, chosen: list[Trajectory]) -> list[np.ndarray]:
     """The rollout's way: published weights, one token of each row at a time against a cache."""
     length = max(len(t.prompt_ids) + len(t.completion_ids) for t in chosen)
-    tokens = np.stack([np.pad(np.concatenate([t.prompt_ids, t.completion_ids]), (0, length))[: length + 1] for t in chosen])
+    tokens = np.stack(
+        [np.pad(np.concatenate([t.prompt_ids, t.completion_ids]), (0, length))[: length + 1] for t in chosen]
+    )
 
     @jit
     def step(model_tokens: jax.Array, next_tokens: jax.Array, positions: jax.Array, cache):
         model = small.rollout_model()
         hidden, cache = model.extend(model_tokens[:, None], positions[:, None], cache)
-        logits = vocabulary.scale_logits(model.logits(hidden[:, 0]), jnp.float32(TEMPERATURE), exact=small.numerics.exact)
+        logits = vocabulary.scale_logits(
+            model.logits(hidden[:, 0]), jnp.float32(TEMPERATURE), exact=small.numerics.exact
+        )
         return vocabulary.token_logprobs(logits, next_tokens, exact=small.numerics.exact), cache
 
     cache, columns = empty_cache(CONFIG, small.numerics, len(chosen), length + 5), []
@@ -66,12 +76,16 @@ def decoded(small: SmallPolicy, chosen: list[Trajectory]) -> list[np.ndarray]:
         columns.append(np.asarray(values))
     rows = np.stack(columns, axis=1)
     firsts = [len(t.prompt_ids) - 1 for t in chosen]
-    return [row[first : first + len(t.completion_ids)] for row, first, t in zip(rows, firsts, chosen, strict=True)]
+    return [
+        row[first : first + len(t.completion_ids)] for row, first, t in zip(rows, firsts, chosen, strict=True)
+    ]
 
 
 def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray], what: str) -> None:
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert np.array_equal(a.view(np.int32), b.view(np.int32)), f"{what}, trajectory {i}: differs by up to {np.abs(a - b).max()}"
+        assert np.array_equal(a.view(np.int32), b.view(np.int32)), (
+            f"{what}, trajectory {i}: differs by up to {np.abs(a - b).max()}"
+        )
 
 
 @pytest.mark.parametrize("preset", FLOWS)
@@ -85,7 +99,11 @@ def test_exact_logprobs_have_the_same_bits_in_every_batch(preset: str) -> None:
         trajectory = trajectories(LENGTHS)[place]
         row = np.asarray(program(*one_row(trajectory, left, right))[0])[0]
         stop = len(row) - right
-        assert_same_bits([row[stop - len(trajectory.completion_ids) : stop]], [expected[place]], f"alone, padded by {left} and {right}")
+        assert_same_bits(
+            [row[stop - len(trajectory.completion_ids) : stop]],
+            [expected[place]],
+            f"alone, padded by {left} and {right}",
+        )
     rollout = over_batches(programs(small.rollout_model(), 20), packed(3, 40))
     assert_same_bits(rollout, expected, "published weights")
     assert_same_bits(decoded(small, trajectories(LENGTHS)[:2]), expected[:2], "decoded token by token")
@@ -94,7 +112,10 @@ def test_exact_logprobs_have_the_same_bits_in_every_batch(preset: str) -> None:
 def test_a_bf16_forward_of_fp8_rollout_only_differs() -> None:
     """The comparison above can fail: where the trainer's FProp is BF16, its bits are not the engine's."""
     small = policy("fp8_rollout_only")
-    trained, rollout = (over_batches(programs(model), packed(3, 40)) for model in (small.training_model(), small.rollout_model()))
+    trained, rollout = (
+        over_batches(programs(model), packed(3, 40))
+        for model in (small.training_model(), small.rollout_model())
+    )
     assert all(np.any(a != b) for a, b in zip(trained, rollout, strict=True))
 
 
@@ -107,7 +128,9 @@ def test_chunk_size_changes_no_bit_and_the_gradient_by_roundoff() -> None:
             arrays = (batch.token_ids, batch.positions, batch.segment_ids)
             model = small.training_model()
             model.embed_tokens.weight.set_value(model.embed_tokens.weight.get_value() + hidden_shift)
-            logprobs, entropy = completion_logprobs(model, *arrays, temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
+            logprobs, entropy = completion_logprobs(
+                model, *arrays, temperature=TEMPERATURE, chunk_tokens=chunk_tokens
+            )
             return jnp.sum(logprobs * weights), (logprobs, entropy)
 
         gradient, outputs = jit(jax.grad(loss, has_aux=True))(jnp.zeros((VOCAB, CONFIG.hidden_size)))
@@ -117,7 +140,8 @@ def test_chunk_size_changes_no_bit_and_the_gradient_by_roundoff() -> None:
     gradient, logprobs, entropy = run(29)  # 117 tokens: the last chunk has one of them
     np.testing.assert_array_equal(logprobs.view(np.int32), whole[1].view(np.int32))
     np.testing.assert_allclose(entropy, whole[2], rtol=gamma(VOCAB + 20))  # a statistic: FP32
-    # The head's gradient is summed chunk by chunk in FP32; what flows on is rounded to BF16 and may flip by an ulp.
+    # The head's gradient is summed chunk by chunk in FP32; what flows on is rounded to BF16 and may flip by
+    # an ulp.
     assert np.abs(gradient - whole[0]).max() <= 2**-8 * np.abs(whole[0]).max()
 
 
@@ -127,17 +151,25 @@ def float64_log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     return wide - top - np.log(np.exp(wide - top).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize(("preset", "temperature", "exact"), [("bf16", 1.0, True), ("fp8_unified", 0.7, True), ("fp32", 1.3, False)])
-def test_logprobs_and_entropy_are_those_of_a_float64_softmax(preset: str, temperature: float, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("preset", "temperature", "exact"),
+    [("bf16", 1.0, True), ("fp8_unified", 0.7, True), ("fp32", 1.3, False)],
+)
+def test_logprobs_and_entropy_are_those_of_a_float64_softmax(
+    preset: str, temperature: float, exact: bool
+) -> None:
     small, batch = policy(preset, exact=exact), packed(3, 40)[0]
     arrays = (batch.token_ids, batch.positions, batch.segment_ids)
-    logprobs, entropy = (np.asarray(part) for part in programs(small.training_model(), 50, temperature)(*arrays))
+    logprobs, entropy = (
+        np.asarray(part) for part in programs(small.training_model(), 50, temperature)(*arrays)
+    )
     model = small.training_model()
     logits = np.asarray(jit(lambda *a: model.logits(model(*a)))(*arrays))
     oracle = float64_log_softmax(logits, temperature)[:, :-1]
     chosen = np.take_along_axis(oracle, np.asarray(batch.token_ids)[:, 1:, None], axis=-1)[..., 0]
     largest = np.abs(logits / temperature).max(-1)[:, :-1]
-    # Rounded to FP32: the scaled logit, the normaliser, the difference; without exact, V terms of the sum and exp, log.
+    # Rounded to FP32: the scaled logit, the normaliser, the difference; without exact, V terms of the sum and
+    # exp, log.
     bound = (5 if exact else 4 * VOCAB) * U_FP32 * (largest + np.abs(chosen) + np.log(VOCAB))
     if not exact:  # and the logits themselves may come from another program
         bound += gamma(4 * CONFIG.hidden_size) * np.abs(logits).max()
@@ -145,8 +177,11 @@ def test_logprobs_and_entropy_are_those_of_a_float64_softmax(preset: str, temper
     assert np.all((np.abs(logprobs[:, 1:] - chosen) <= bound)[mask])
     assert np.all(logprobs[:, 0] == 0) and np.all(entropy[:, 0] == 0)
     expected = -(np.exp(oracle) * oracle).sum(-1)
-    # Each of V terms p log p has p off by the error of log p: relative to the sum of |p log p| and its first moment.
-    limit = gamma(VOCAB + 20) * (expected + (np.exp(oracle) * (np.abs(oracle) + 1)).sum(-1) * (largest + 1)) + (0 if exact else bound * 10)
+    # Each of V terms p log p has p off by the error of log p: relative to the sum of |p log p| and its first
+    # moment.
+    limit = gamma(VOCAB + 20) * (
+        expected + (np.exp(oracle) * (np.abs(oracle) + 1)).sum(-1) * (largest + 1)
+    ) + (0 if exact else bound * 10)
     assert np.all((np.abs(entropy[:, 1:] - expected) <= limit)[mask])
     assert expected[mask].min() < 0.9 * np.log(VOCAB), "the case should not be uniform"
 
@@ -170,7 +205,8 @@ def test_temperature_as_constant_and_as_scalar_gives_the_same_bits() -> None:
         constant = jit(lambda x, t=temperature: vocabulary.scale_logits(x, t))(logits)
         scalar = jit(lambda x, t: vocabulary.scale_logits(x, t))(logits, jnp.float32(temperature))
         np.testing.assert_array_equal(np.asarray(constant), np.asarray(scalar))
-        np.testing.assert_array_equal(np.asarray(constant), np.asarray(logits) / np.float32(temperature))  # IEEE division
+        # IEEE division
+        np.testing.assert_array_equal(np.asarray(constant), np.asarray(logits) / np.float32(temperature))
     assert vocabulary.scale_logits(logits, 1.0) is logits
 
 

@@ -1,4 +1,6 @@
-"""Loss scaling of the FP16 flow: growth, backoff, what an overflow leaves alone, and that scaling is exact."""
+"""Loss scaling of the FP16 flow: growth, backoff, what an overflow leaves alone,
+and that scaling is exact.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_scale_stays_between_its_bounds(start: float, finite: bool, bound: float
 def made(initial: float, growth_interval: int = 3) -> tuple[SmallPolicy, PolicyPrograms, TrainState]:
     small = SmallPolicy("fp16")
     scale = LossScale.start(section(initial, growth_interval))
-    programs = PolicyPrograms(small.model, small.plan, optax.sgd(0.5), temperature=1.0, chunk_tokens=64, loss_scale=scale)
+    programs = PolicyPrograms(
+        small.model, small.plan, optax.sgd(0.5), temperature=1.0, chunk_tokens=64, loss_scale=scale
+    )
     return small, programs, programs.init(small.params)
 
 
@@ -55,16 +59,22 @@ def test_update_divides_by_the_scale_exactly() -> None:
     gradient = map_params(lambda _, value: jnp.sin(value * 37.0), small.params)
     state, report = programs.update(state, map_params(lambda _, value: value * 4096.0, gradient))
     norm = np.sqrt(sum(np.sum(np.asarray(value, np.float64) ** 2) for _, value in named_params(gradient)))
-    assert report.grad_norm == pytest.approx(norm, rel=1e-5) and report.nonfinite == () and not report.overflow
+    assert (
+        report.grad_norm == pytest.approx(norm, rel=1e-5) and report.nonfinite == () and not report.overflow
+    )
     start, slope = dict(named_params(small.params)), dict(named_params(gradient))
     for path, value in named_params(state.params):
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(start[path] - np.float32(0.5) * slope[path]))
+        np.testing.assert_array_equal(
+            np.asarray(value), np.asarray(start[path] - np.float32(0.5) * slope[path])
+        )
 
 
 def test_overflow_changes_nothing_but_the_scale() -> None:
     small, programs, state = made(4.0)
     before = jax.tree.map(np.array, (state.params, state.opt_state, state.published))
-    bad = map_params(lambda path, value: jnp.full_like(value, np.inf if path == "norm.weight" else 1.0), small.params)
+    bad = map_params(
+        lambda path, value: jnp.full_like(value, np.inf if path == "norm.weight" else 1.0), small.params
+    )
     for expected, overflow in ((2.0, True), (1.0, True), (1.0, False)):
         state, report = programs.update(state, bad)
         assert float(state.loss_scale.factor) == expected and report.nonfinite[0] == "gradient norm.weight"

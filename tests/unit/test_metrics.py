@@ -1,4 +1,6 @@
-"""Metrics: every name declared once, one row a step through kills and resumes, TensorBoard's records, W&B behind its wall."""
+"""Metrics: every name declared once, one row a step through kills and resumes, TensorBoard's records,
+W&B behind its wall.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_what_the_rl_functions_return_is_declared() -> None:
 
 
 def test_find_metric_raises_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"undeclared metric: got name='mismatch/k_3'.*Did you mean .*mismatch/k3"):
+    with pytest.raises(
+        ValueError, match=r"undeclared metric: got name='mismatch/k_3'.*Did you mean .*mismatch/k3"
+    ):
         find_metric("mismatch/k_3")
     with pytest.raises(ValueError, match="undeclared"):
         find_metric("eval/pass_at_")
@@ -60,7 +64,13 @@ def test_rows_are_read_back_as_written(tmp_path: Path) -> None:
     with MetricsWriter(path) as writer:
         writer.write(0, {"eval/accuracy": 0.39})
         writer.write(
-            1, {"reward/mean": np.float32(0.1), "policy_version": np.int64(3), "loss/total": jnp.float32(np.nan), "mismatch/k3": 1e-7}
+            1,
+            {
+                "reward/mean": np.float32(0.1),
+                "policy_version": np.int64(3),
+                "loss/total": jnp.float32(np.nan),
+                "mismatch/k3": 1e-7,
+            },
         )
         assert len(read_metrics(path)) == 2  # each row has left the process already
     rows = read_metrics(path)
@@ -128,7 +138,9 @@ def test_truncate_after_raises_once_rows_went_out(tmp_path: Path) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """The records of all event files, in the order of the files: length (8), its CRC (4), record, its CRC (4)."""
+    """The records of all event files, in the order of the files: length (8), its CRC (4), record,
+    its CRC (4).
+    """
     events = []
     for path in sorted(directory.iterdir()):
         content = path.read_bytes()
@@ -141,18 +153,26 @@ def read_events(directory: Path) -> list[Event]:
 
 
 def scalars_as_tensorboard_shows_them(directory: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard drops, at a session that starts at step n, what earlier sessions wrote of steps from n on."""
+    """TensorBoard drops, at a session that starts at step n,
+    what earlier sessions wrote of steps from n on.
+    """
     shown: dict[str, dict[int, float]] = {}
     for event in read_events(directory):
         if event.session_log.status == 1:
-            shown = {tag: {step: value for step, value in points.items() if step < event.step} for tag, points in shown.items()}
+            shown = {
+                tag: {step: value for step, value in points.items() if step < event.step}
+                for tag, points in shown.items()
+            }
         for value in event.summary.value:
             shown.setdefault(value.tag, {})[event.step] = value.simple_value
     return shown
 
 
-def test_tensorboard_has_every_metric_once_a_step_also_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", iter(range(1_000_000_000, 1_000_100_000)).__next__)  # files are named by the second
+def test_tensorboard_has_every_metric_once_a_step_also_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # files are named by the second
+    monkeypatch.setattr("time.time", iter(range(1_000_000_000, 1_000_100_000)).__next__)
     with MetricsWriter(tmp_path / "metrics.jsonl", events=tmp_path / "events") as writer:
         for step in (1, 2, 3):
             writer.write(step, {"reward/mean": step, "reward/mod:f_mean": 0.5})
@@ -170,7 +190,8 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self, failing: tuple[str, ...] = (), hang: threading.Event | None = None) -> None:
         super().__init__("wandb")
-        self.failing, self.hang = failing, hang
+        self.failing = failing
+        self.hang = hang
         self.calls: list[Any] = []
         self.id = "run-1"
 
@@ -196,7 +217,9 @@ class FakeWandb(types.ModuleType):
 
 
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])
-def test_wandb_failures_warn_once_and_never_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_wandb_failures_warn_once_and_never_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     fake = FakeWandb((failing,))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     warnings: list[str] = []
@@ -217,7 +240,10 @@ def test_wandb_gets_the_rows_and_goes_on_in_one_run(tmp_path: Path, monkeypatch:
     inits = [what for name, what in fake.calls if name == "init"]
     assert [init["id"] for init in inits] == [None, "run-1"]
     assert inits[0]["project"] == "p" and inits[0]["config"] == {"seed": 1}
-    assert [what for name, what in fake.calls if name == "log"] == [(1, {"reward/mean": 1}), (2, {"reward/mean": 2})]
+    assert [what for name, what in fake.calls if name == "log"] == [
+        (1, {"reward/mean": 1}),
+        (2, {"reward/mean": 2}),
+    ]
 
 
 def test_wandb_that_is_not_installed_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

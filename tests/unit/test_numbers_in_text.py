@@ -1,4 +1,6 @@
-r"""Numbers in texts: read as a whole or not at all, against a slow reading and against values that the texts are made from."""
+r"""Numbers in texts: read as a whole or not at all, against a slow reading and against values that the
+texts are made from.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 
 from jetrl_jax.tasks import verify
 from jetrl_jax.tasks.base import Example
-from jetrl_jax.text.numbers_in_text import boxed_content, boxed_number, hash_number, last_number, read_number, whole_number
+from jetrl_jax.text.numbers_in_text import (
+    boxed_content,
+    boxed_number,
+    hash_number,
+    last_number,
+    read_number,
+    whole_number,
+)
 from tests.oracles import number_oracle as oracle
 
 
@@ -44,9 +53,9 @@ NO_NUMBERS = [
     "3\\sqrt{13}", "2k+2", "2k", "2\\pi", "4 1/2", "4\\dfrac{1}{2}", "4\\frac12", "3\\tfrac12", "2 2/3", "2^{16}", "2^16", "2516_8",
     "2516_{8}", "3, 5, 7", "1, 2", "2;3", "10^{-3}", "1e3", "1/2", "\\frac{1}{2}", "2xy", "2 xy", "3abc", "3abcd", "2pi", "2 pi",
     "2\\theta",
-    "3\\mathrm{i}", "5!", "18 17", "5 000", "1\\quad 2", "18\\\\19", "2 million", "2\\text{ million}", "3 dozen", "2万", "18²", "18½",
+    "3\\mathrm{i}", "5!", "18 17", "5 000", "1\\quad 2", "18\\\\19", "2 million", "2\\text{ million}", "3 " "dozen", "2万", "18²", "18½",
     "18 or 19", "18 and 19", "5 feet 6 inches", "0.\\overline{3}", "0.33\\ldots", "18...", "18…", "18+", "18-", "18/", "x=18", "(18)", "~5",
-    "\\pm 5", "≈5", "--5", "1'000", "1_000", "0,500", "1,00", "1.2.3", "", "x", "five", "five 5", "{4", "4}", "18\\%5", "5\\cdot 10^3",
+    "\\pm 5", "≈5", "--5", "1'000", "1_000", "0,500", "1,00", "1.2.3", "", "x", "five", "five 5", "{4", "4}", "18\\%5", "5\\cdot " "10^3",
     "5 \\times 10^3", "\\sqrt{4}", "|5|", "5:3", "12:30", "18x", "18 x", "18 mod 5", "18 squared", "two and 1", "5\\pmod 7", "5\\infty",
     "5∞",
 ]  # fmt: skip
@@ -66,21 +75,21 @@ def test_no_number_as_a_whole_is_no_answer_and_no_gold(written):
         ("gsm8k", "#### 2 2/3", "2", 0), ("boxed", "\\boxed{2^{10}}", "2", 0), ("boxed", "\\boxed{10^{-3}}", "10", 0),
         ("boxed", "\\boxed{3\\tfrac12}", "3", 0), ("boxed", "\\boxed{1, 2}", "1", 0), ("boxed", "\\boxed{4", "4", 0),
         ("boxed", "\\boxed{1,\\!000}", "1000", 1), ("boxed", "\\boxed{5\\,000}", "5000", 1), ("boxed", "\\boxed{5\\,000}", "5", 0),
-        ("boxed", "\\boxed{{42}}", "42", 1), ("boxed", "\\boxed{\\text{42}}", "42", 1), ("boxed", "\\boxed {7}", "7", 1),
+        ("boxed", "\\boxed{{42}}", "42", 1), ("boxed", "\\boxed{\\text{42}}", "42", 1), ("boxed", "\\boxed " "{7}", "7", 1),
         ("boxed", "\\boxed{\\frac{7}{2}}", "7", 0), ("boxed", "\\boxed{7} and \\boxed{8", "7", 0), ("boxed", "\\boxed{\\boxed{7}}", "7", 1),
         ("boxed", "\\boxed{2^{\\boxed{3}}}", "3", 0), ("boxed", "{ \\boxed{7}", "7", 1), ("boxed", "\\boxed{\\{7}", "7", 0),
         ("boxed", "\\\\boxed{7}", "7", 1), ("boxed", "\\boxed 7", "7", 0), ("boxed", "boxed{7}", "7", 0), ("boxed", "\\boxed{}", "0", 0),
-        ("gsm8k", "#### \\boxed{7}", "7", 1), ("gsm8k", "#### \\boxed{7", "7", 0), ("gsm8k", "#### \\boxed{7^2}", "7", 0),
+        ("gsm8k", "#### \\boxed{7}", "7", 1), ("gsm8k", "#### \\boxed{7", "7", 0), ("gsm8k", "#### " "\\boxed{7^2}", "7", 0),
         ("gsm8k", "#### $5\\,000$", "5000", 1), ("gsm8k", "#### 5\\,000", "5", 0), ("gsm8k", "#### 5 000", "5", 0),
         ("gsm8k", "#### 2k", "2", 0),
         ("gsm8k", "#### 2\\pi", "2", 0), ("gsm8k", "#### 2 million", "2", 0), ("gsm8k", "#### 2½", "2", 0),
         ("gsm8k", "#### 2 and a half", "2", 0),
         ("gsm8k", "#### 18, 19", "18", 0), ("gsm8k", "#### 18 or 19", "18", 0), ("gsm8k", "#### 18 = 9*2", "18", 0),
         ("gsm8k", "#### 18+", "18", 0), ("gsm8k", "#### 50% of 84", "50", 0), ("gsm8k", "#### 50\\% of 84", "50", 0),
-        ("gsm8k", "#### 50 percent of 84", "50", 0), ("gsm8k", "#### 3 of 4", "3", 0), ("gsm8k", "#### 3 of the 4 apples", "3", 1),
+        ("gsm8k", "#### 50 percent of 84", "50", 0), ("gsm8k", "#### 3 of 4", "3", 0), ("gsm8k", "#### 3 of the 4 " "apples", "3", 1),
         ("gsm8k", "#### 50 percent", "50", 1), ("boxed", "\\boxed{3 \\text{ of } 4}", "3", 0),
-        ("gsm8k", "#### 18 dollars + 2 dollars", "18", 0), ("gsm8k", "#### 5 feet 6 inches", "5", 0), ("gsm8k", "#### 18 eggs", "18", 1),
-        ("gsm8k", "#### 18\n#### x = 17", "18", 0), ("gsm8k", "#### 18 a day", "18", 1), ("gsm8k", "#### 18's", "18", 1),
+        ("gsm8k", "#### 18 dollars + 2 dollars", "18", 0), ("gsm8k", "#### 5 feet 6 inches", "5", 0), ("gsm8k", "#### 18 " "eggs", "18", 1),
+        ("gsm8k", "#### 18\n#### x = 17", "18", 0), ("gsm8k", "#### 18 a day", "18", 1), ("gsm8k", "#### " "18's", "18", 1),
         ("gsm8k", "#### 18 17 16", "18", 1), ("gsm8k", "#### 18! Done", "18", 1), ("gsm8k", "#### 18km", "18", 1),
         ("gsm8k", "#### 18**", "18", 1),
         ("gsm8k", "#### 18** 2", "18", 1), ("gsm8k", "#### 18**2", "18", 0), ("gsm8k", "#### 18 <|im_end|>", "18", 1),
@@ -93,13 +102,13 @@ def test_no_number_as_a_whole_is_no_answer_and_no_gold(written):
         ("last_number", "1e18", "18", 0),
         ("last_number", "minus 18", "18", 0), ("last_number", "1,8", "8", 0), ("last_number", "4 1/2", "2", 0),
         ("last_number", "10^{-3}", "-3", 0),
-        ("last_number", "it is **18**.", "18", 1), ("last_number", "it is *18*.", "18", 1), ("last_number", "= \\$18", "18", 1),
+        ("last_number", "it is **18**.", "18", 1), ("last_number", "it is *18*.", "18", 1), ("last_number", "= " "\\$18", "18", 1),
         ("last_number", "\\boxed{18}", "18", 1), ("last_number", "<answer>18</answer>", "18", 1), ("last_number", "Step 2: 18", "18", 1),
-        ("last_number", "Answer : 18", "18", 1), ("last_number", "\\[ x = 18 \\]", "18", 1), ("gsm8k", "#### \\( 18 \\)", "18", 1),
-        ("last_number", "= 18\\text{ cm}^2", "18", 1), ("last_number", "18 cm^{2}.", "18", 1), ("last_number", "18 x^2", "2", 0),
+        ("last_number", "Answer : 18", "18", 1), ("last_number", "\\[ x = 18 \\]", "18", 1), ("gsm8k", "#### \\( 18 " "\\)", "18", 1),
+        ("last_number", "= 18\\text{ cm}^2", "18", 1), ("last_number", "18 cm^{2}.", "18", 1), ("last_number", "18 " "x^2", "2", 0),
         ("last_number", "18 ± 2", "2", 0), ("last_number", "5 018", "18", 0), ("gsm8k", "#### \\( 18 \\) + 1", "18", 0),
         ("last_number", "12 : 18", "18", 0), ("last_number", "No.18", "0.18", 0),
-        ("last_number", "it is .18", "0.18", 1), ("last_number", '{"answer": 18}', "18", 1), ("last_number", "$x = 18$", "18", 1),
+        ("last_number", "it is .18", "0.18", 1), ("last_number", '{"answer": 18}', "18", 1), ("last_number", "$x = " "18$", "18", 1),
         ("last_number", "5\\,000", "5000", 1),
     ],
 )  # fmt: skip
@@ -121,7 +130,19 @@ def test_long_numbers_are_compared_digit_by_digit_whatever_the_context():
 # ------------------------------------------------------------------------------------- texts made from values
 
 SEPARATORS = ("", ",", "{,}", ",\\!", "\\,", "\u2009", "\u00a0", "\u202f", "\\;")
-WRAPPERS = ("%s", "{%s}", "\\text{%s}", "$%s$", "\\(%s\\)", "\\mathbf{%s}", "**%s**", " %s ", "{ %s }", "\\boxed{%s}", "%s.")
+WRAPPERS = (
+    "%s",
+    "{%s}",
+    "\\text{%s}",
+    "$%s$",
+    "\\(%s\\)",
+    "\\mathbf{%s}",
+    "**%s**",
+    " %s ",
+    "{ %s }",
+    "\\boxed{%s}",
+    "%s.",
+)
 INNER = ("%s", "{%s}", "\\text{%s}", "\\mathbf{%s}", " %s ", "{ %s }", "%s.", "\\boxed{%s}")
 UNITS = (
     "",
@@ -139,7 +160,7 @@ UNITS = (
 SPOILERS = (
     "^2", "^{10}", "_8", "_{8}", "\\pi", "\\sqrt{2}", "\\frac12", "\\dfrac{1}{2}", " 1/2", "½", "²", "k", "x", "xy", "e5", "/2", "/x",
     "+1", "-1",
-    " + 1", " - x", "*2", "\\cdot 2", "\\times 10^3", ", 7", ",7", "; 7", ":30", " million", "\\text{ thousand}", " or 7", "=7", " = 7",
+    " + 1", " - x", "*2", "\\cdot 2", "\\times 10^3", ", 7", ",7", "; 7", ":30", " million", "\\text{ " "thousand}", " or 7", "=7", " = 7",
     "\\%7", "..",
     "\\ldots", "{2}x", "(2)", "(x+1)", "\\choose 2", " squared", "\\mathrm{i}", "\\infty", "\\theta", "\\over 2", "!!/2", "'000",
     "\\,00", ",00",
@@ -156,7 +177,10 @@ def numbers(draw) -> tuple[str, Fraction]:
     money = draw(st.sampled_from(("", "", "\\$", "€")))
     digits = f"{whole:,}".replace(",", separator)
     value = Fraction(int(str(whole) + part), 10 ** len(part))
-    return sign + money + digits + ("." + part if part else ""), -value if sign.strip() in ("-", "\u2212") else value
+    return sign + money + digits + ("." + part if part else ""), -value if sign.strip() in (
+        "-",
+        "\u2212",
+    ) else value
 
 
 def value_of(read) -> Fraction | None:
@@ -173,7 +197,9 @@ def test_numbers_of_every_notation_have_their_value(number, inner, outer, unit):
     for written in (text, f"**{text}**", f"${text}$", f"{text} eggs, because 3*4 is 12", f"{text}. Then 7"):
         assert value_of(hash_number(f"#### 5\nno\n#### {written}\nand 6")) == value, written
     assert value_of(hash_number(f"#### {text}{unit}. Then 7")) == value, text + unit
-    assert value_of(last_number(f"from 7 to 9, so it is {text} eggs")) == (value if not text.startswith("- ") else abs(value))
+    assert value_of(last_number(f"from 7 to 9, so it is {text} eggs")) == (
+        value if not text.startswith("- ") else abs(value)
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -198,7 +224,10 @@ PIECES = (
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=7).map("".join))
 def test_what_is_read_is_what_the_slow_reading_sees(text):
-    read, seen = whole_number(text), oracle.digits_if_a_number(text.replace("\\boxed{", "\\text{").replace("~", "\\,"))
+    read, seen = (
+        whole_number(text),
+        oracle.digits_if_a_number(text.replace("\\boxed{", "\\text{").replace("~", "\\,")),
+    )
     if seen is None:
         assert read is None, (text, read)
     elif read is not None:
@@ -213,6 +242,8 @@ def test_completions_cut_off_or_with_another_number_never_score(number, form, ot
     text, value = number
     name = {"\\": "boxed", "#": "gsm8k", "i": "last_number"}[form[0]]
     gold = f"{other}"
-    assert score(name, form % text, gold) == float(value == other or (name == "last_number" and text.startswith("- ") and -value == other))
+    assert score(name, form % text, gold) == float(
+        value == other or (name == "last_number" and text.startswith("- ") and -value == other)
+    )
     if name == "boxed":
         assert score(name, (form % text)[:-1], gold) == 0.0

@@ -32,7 +32,12 @@ def rate(section: OptimizerSection, total: int, step: int) -> float:
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[section.schedule]
+    return (
+        peak
+        * {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[
+            section.schedule
+        ]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -48,9 +53,14 @@ def test_learning_rate_of_every_step(schedule: str, warmup: int) -> None:
 
 
 def adamw(
-    section: OptimizerSection, total: int, params: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]]
+    section: OptimizerSection,
+    total: int,
+    params: dict[str, np.ndarray],
+    gradients: list[dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Loshchilov & Hutter 2019 in float64, gradients clipped by their global norm first; vectors are not decayed."""
+    """Loshchilov & Hutter 2019 in float64, gradients clipped by their global norm first;
+    vectors are not decayed.
+    """
     params = {name: value.astype(np.float64) for name, value in params.items()}
     first = {name: np.zeros_like(value) for name, value in params.items()}
     second = {name: np.zeros_like(value) for name, value in params.items()}
@@ -64,7 +74,9 @@ def adamw(
             m_hat = first[name] / (1 - section.b1 ** (step + 1))
             v_hat = second[name] / (1 - section.b2 ** (step + 1))
             decay = section.weight_decay if params[name].ndim > 1 else 0.0
-            params[name] = params[name] - rate(section, total, step) * (m_hat / (np.sqrt(v_hat) + section.eps) + decay * params[name])
+            params[name] = params[name] - rate(section, total, step) * (
+                m_hat / (np.sqrt(v_hat) + section.eps) + decay * params[name]
+            )
     return params
 
 
@@ -85,7 +97,8 @@ def test_five_steps_match_float64_adamw(options: dict[str, float]) -> None:
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     # Steps of very different length: some are clipped, some are not.
     gradients = [
-        {name: (rng.normal(size=shape) * size).astype(np.float32) for name, shape in shapes.items()} for size in (1, 1e-3, 30, 0.05, 2)
+        {name: (rng.normal(size=shape) * size).astype(np.float32) for name, shape in shapes.items()}
+        for size in (1, 1e-3, 30, 0.05, 2)
     ]
     optimizer = build_optimizer(section, 8)
     ours, state = jax.tree.map(jnp.asarray, params), optimizer.init(params)
@@ -97,7 +110,8 @@ def test_five_steps_match_float64_adamw(options: dict[str, float]) -> None:
         assert leaf.dtype in (jnp.float32, jnp.int32), "moments are FP32"
     expected = adamw(section, 8, params, gradients)
     for name in params:
-        # Per step: the parameter rounds once; the update, at most about lr * 10, is off by some 50 roundings (powers b^t among them).
+        # Per step: the parameter rounds once; the update, at most about lr * 10, is off by some 50 roundings
+        # (powers b^t among them).
         bound = 5 * (U_FP32 * np.abs(expected[name]).max() * 2 + 50 * U_FP32 * 1e-2 * 10)
         np.testing.assert_allclose(np.asarray(ours[name]), expected[name], rtol=0, atol=bound)
 
@@ -105,7 +119,8 @@ def test_five_steps_match_float64_adamw(options: dict[str, float]) -> None:
 @functools.cache
 def programs(preset: str, learning_rate: float) -> tuple[SmallPolicy, PolicyPrograms]:
     small = SmallPolicy(preset)
-    momentum = optax.trace(0.9) if learning_rate == HUGE else optax.identity()  # something for opt_state to hold
+    # something for opt_state to hold
+    momentum = optax.trace(0.9) if learning_rate == HUGE else optax.identity()
     optimizer = optax.chain(momentum, optax.scale(-learning_rate))
     return small, PolicyPrograms(small.model, small.plan, optimizer, temperature=1.0, chunk_tokens=64)
 
@@ -129,7 +144,9 @@ def test_fp32_masters_keep_small_updates() -> None:
     assert report.nonfinite == ()
     for path, value in named_params(state.params):
         # Each subtraction rounds to a spacing of 2**-24 below one.
-        assert value.dtype == jnp.float32 and np.all(np.abs(np.asarray(value) - 0.999) <= 1000 * 2.0**-25), path
+        assert value.dtype == jnp.float32 and np.all(np.abs(np.asarray(value) - 0.999) <= 1000 * 2.0**-25), (
+            path
+        )
     lost = ml_dtypes.bfloat16(1.0)
     for _ in range(3):
         lost = ml_dtypes.bfloat16(np.float32(lost) - np.float32(1e-6))
@@ -152,12 +169,15 @@ def broken(small: SmallPolicy, value: float) -> nnx.State:
     return map_params(one, small.params)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e19])  # the last one's square is infinite, and so is the norm
+# the last one's square is infinite, and so is the norm
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e19])
 def test_nonfinite_gradient_changes_nothing_and_is_named(value: float) -> None:
     small, made, state = fresh("fp8_unified", HUGE)
     state, report = made.update(state, broken(small, 1.0))
     before = leaves(state)
-    assert report.nonfinite == () and report.grad_norm == pytest.approx(math.sqrt(sum(v.size for _, v in named_params(small.params))))
+    assert report.nonfinite == () and report.grad_norm == pytest.approx(
+        math.sqrt(sum(v.size for _, v in named_params(small.params)))
+    )
     state, report = made.update(state, broken(small, value))
     assert f"gradient {DOWN}" in report.nonfinite
     assert [name for name in report.nonfinite if name.startswith("gradient ")] == [f"gradient {DOWN}"]

@@ -32,13 +32,17 @@ def test_ratio_interval_covers_a_known_ratio() -> None:
     covered = 0
     for seed in range(40):
         noise = np.random.default_rng(seed)
-        _, low, high = compare.ratio_interval(1.5 * noise.lognormal(0, 0.2, 30), noise.lognormal(0, 0.2, 30), seed)
+        _, low, high = compare.ratio_interval(
+            1.5 * noise.lognormal(0, 0.2, 30), noise.lognormal(0, 0.2, 30), seed
+        )
         covered += low <= 1.5 <= high
     assert covered >= 36
 
 
 def test_ratio_interval_shrinks_where_both_share_the_noise() -> None:
-    """Rounds are resampled in pairs, so that a slow minute that hits both does not widen the interval of a mean-like ratio."""
+    """Rounds are resampled in pairs, so that a slow minute that hits both does not widen the interval of a
+    mean-like ratio.
+    """
     machine = np.random.default_rng(0).lognormal(0, 0.5, 400)
     _, low, high = compare.ratio_interval(2 * machine, machine)
     assert low == pytest.approx(2) and high == pytest.approx(2)
@@ -74,7 +78,9 @@ def test_reward_counts_places() -> None:
 
 
 def test_gate_times_exactly_the_steps_of_a_burst(tmp_path: Path) -> None:
-    """A loop of 50 ms steps with 200 ms of pending work at the end of a burst: 3 steps are 350 ms, whatever the pauses."""
+    """A loop of 50 ms steps with 200 ms of pending work at the end of a burst: 3 steps are 350 ms,
+    whatever the pauses.
+    """
     worker = tmp_path / "worker.py"
     worker.write_text(
         textwrap.dedent(f"""

@@ -1,4 +1,6 @@
-"""The planner: its arithmetic against formulas written out by hand, its bytes against XLA's memory analysis."""
+"""The planner: its arithmetic against formulas written out by hand,
+its bytes against XLA's memory analysis.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,24 @@ from jetrl_jax.planning.traffic import traffic, work
 ROOT = Path(__file__).resolve().parents[2]
 M, K, N = 256, 512, 1024
 D, F, HEADS, KV_HEADS, H, V, LAYERS = 512, 1024, 4, 2, 128, 640, 3
-SIZES = ModelConfig("qwen3", V, D, F, LAYERS, HEADS, KV_HEADS, H, 4096, 1e6, None, 1e-6, False, False, True, eos_token_ids=(1,))
+SIZES = ModelConfig(
+    "qwen3",
+    V,
+    D,
+    F,
+    LAYERS,
+    HEADS,
+    KV_HEADS,
+    H,
+    4096,
+    1e6,
+    None,
+    1e-6,
+    False,
+    False,
+    True,
+    eos_token_ids=(1,),
+)
 MATRICES = [(HEADS * H, D), (KV_HEADS * H, D), (KV_HEADS * H, D), (D, HEADS * H), (F, D), (F, D), (D, F)]
 VECTORS = 2 * D + 2 * H  # of a layer: two norms, those of query and key heads
 SMALL = [
@@ -71,14 +90,16 @@ def test_peak_holds_a_value_until_its_last_reader() -> None:
         first = x @ a
         return (first @ b) @ c + first
 
-    assert bytes_at_peak(function, (M, K), (K, N), (N, N), (N, N)) == 2 * 4 * M * N  # `first`, and the product after it
+    # `first`, and the product after it
+    assert bytes_at_peak(function, (M, K), (K, N), (N, N), (N, N)) == 2 * 4 * M * N
 
 
 def test_peak_of_a_loop_is_its_state_and_its_body() -> None:
     def function(x, a):
         return jnp.sum(jax.lax.fori_loop(0, 4, lambda _, y: (y @ a) @ a, x))
 
-    # The loop's state, which turns in place, the product between the two of a turn, and the next value of the counter.
+    # The loop's state, which turns in place, the product between the two of a turn, and the next value of the
+    # counter.
     assert bytes_at_peak(function, (M, K), (K, K)) == 2 * 4 * M * K + 4
 
 
@@ -93,7 +114,9 @@ def test_peak_holds_the_layers_inputs_alone_under_checkpoint(layers: int) -> Non
         return jnp.sum(x)
 
     def held(remat, layers):
-        gradient = jax.grad(lambda x, *weights: total(remat, x, *weights), argnums=tuple(range(1, layers + 1)))
+        gradient = jax.grad(
+            lambda x, *weights: total(remat, x, *weights), argnums=tuple(range(1, layers + 1))
+        )
         return bytes_at_peak(gradient, (M, K), *[(K, K)] * layers)
 
     one = 4 * M * K
@@ -109,7 +132,8 @@ def test_phases_match_formulas_by_hand() -> None:
     codes = matrices // 2 + 4 * sum(rows // 128 * columns // 128 for rows, columns in MATRICES) // 2
     published = LAYERS * (codes + 2 * VECTORS) + 2 * (2 * V * D // 2 + D)
     whole = LAYERS * (2 * codes + 2 * VECTORS) + 2 * (2 * V * D + D)
-    slots = 8 * LAYERS * 2 * 256 * KV_HEADS * H * 2 + 8 * (2 + 1 + 1 + 1) * 4  # keys and values in BF16; keys, token, position, remaining
+    # keys and values in BF16; keys, token, position, remaining
+    slots = 8 * LAYERS * 2 * 256 * KV_HEADS * H * 2 + 8 * (2 + 1 + 1 + 1) * 4
     phases = {phase.name: phase.bytes for phase in plan.phases}
     assert list(phases) == ["rollout", "gradient", "update", "sync"]
     for bytes_of in phases.values():
@@ -125,7 +149,9 @@ def test_phases_match_formulas_by_hand() -> None:
 
 def test_one_microbatch_needs_no_sum_and_one_device_no_copy() -> None:
     one = MemoryPlan(small("sharding.fsdp=1", "batch.microbatch_tokens=4096"), SIZES, 0)
-    assert {"gradients' sum", "engine's weights"}.isdisjoint({item for phase in one.phases for item in phase.bytes})
+    assert {"gradients' sum", "engine's weights"}.isdisjoint(
+        {item for phase in one.phases for item in phase.bytes}
+    )
     assert "sync" not in [phase.name for phase in one.phases]
 
 
@@ -134,25 +160,44 @@ def test_scoring_is_there_where_the_loss_reads_it(changes: list[str]) -> None:
     assert "scoring" in [phase.name for phase in MemoryPlan(small(*changes), SIZES, 0).phases]
 
 
-@pytest.mark.parametrize(("program", "rows", "length"), [("gradient", 2, 1536), ("logprobs", 2, 1536), ("prefill", 16, 768)])
+@pytest.mark.parametrize(
+    ("program", "rows", "length"), [("gradient", 2, 1536), ("logprobs", 2, 1536), ("prefill", 16, 768)]
+)
 def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows: int, length: int) -> None:
-    """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head, in prefill nothing."""
-    long = ["rollout.max_prompt_tokens=768", "rollout.max_completion_tokens=768", "rollout.engine.prefill_rows=16"]
+    """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head,
+    in prefill nothing.
+    """
+    long = [
+        "rollout.max_prompt_tokens=768",
+        "rollout.max_completion_tokens=768",
+        "rollout.engine.prefill_rows=16",
+    ]
     long += ["batch.microbatch_tokens=3072", "sharding.fsdp=1"]
     found, squares = {}, {}
     for attention in ("auto", "xla"):
-        run = AbstractRun(small(*long, f"numerics.attention={attention}"), dataclasses.replace(SIZES, num_layers=2))
+        run = AbstractRun(
+            small(*long, f"numerics.attention={attention}"), dataclasses.replace(SIZES, num_layers=2)
+        )
         found[attention] = peak(run.trace(program).jaxpr)
-        squares[attention] = sum(value.size for value in found[attention].live if value.shape[-2:] == (length, length))
+        squares[attention] = sum(
+            value.size for value in found[attention].live if value.shape[-2:] == (length, length)
+        )
     assert squares["xla"] >= 4 * HEADS * rows * length * length
-    assert squares["auto"] <= (0 if program == "prefill" else (2 + 1) * rows * length * length)  # as BF16 and as bits
+    # as BF16 and as bits
+    assert squares["auto"] <= (0 if program == "prefill" else (2 + 1) * rows * length * length)
     assert found["xla"].temporaries - found["auto"].temporaries >= 0.5 * squares["xla"]
 
 
 def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
     assert [
         AbstractRun(small(*changes), SIZES).model.numerics.choices.attention.name
-        for changes in ([], ["numerics.attention=xla"], ["numerics.exact=true"], ["precision.preset=fp32"], ["precision.preset=fp16"])
+        for changes in (
+            [],
+            ["numerics.attention=xla"],
+            ["numerics.exact=true"],
+            ["precision.preset=fp32"],
+            ["precision.preset=fp16"],
+        )
     ] == ["planned", "xla", "xla", "xla", "planned"]
 
 
@@ -160,8 +205,14 @@ def test_a_jax_that_is_too_old_for_cudnn_is_planned_with_scores(monkeypatch: pyt
     """What its run would take."""
     monkeypatch.setattr(flash_attention, "FIRST_JAX", (99, 1))
     run = AbstractRun(small(), SIZES)
-    assert run.model.numerics.choices.attention.name == "xla" and "expected 99.1 or newer" in run.attention.reason
-    with pytest.raises(UserError, match=r"numerics\.attention: cannot run: got 'cudnn', but JAX is .*, expected 99\.1 or newer"):
+    assert (
+        run.model.numerics.choices.attention.name == "xla"
+        and "expected 99.1 or newer" in run.attention.reason
+    )
+    with pytest.raises(
+        UserError,
+        match=r"numerics\.attention: cannot run: got 'cudnn', but JAX is .*, expected 99\.1 or newer",
+    ):
         AbstractRun(small("numerics.attention=cudnn"), SIZES)
 
 
@@ -181,7 +232,10 @@ def test_what_fits_is_the_largest_that_fits() -> None:
     budget = plan.fullest.total
     tokens, length = plan.largest_microbatch(budget), plan.longest_completion(budget)
     assert tokens >= 512 and length >= 128
-    for change, size in ((f"batch.microbatch_tokens={tokens + 256}", "microbatch"), (f"batch.microbatch_tokens={tokens}", "fits")):
+    for change, size in (
+        (f"batch.microbatch_tokens={tokens + 256}", "microbatch"),
+        (f"batch.microbatch_tokens={tokens}", "fits"),
+    ):
         total = MemoryPlan(small(change), sizes, 0).fullest.total
         assert (total > budget) == (size == "microbatch"), size
     assert plan.largest_microbatch(1) == plan.longest_completion(1) == 0
@@ -197,13 +251,18 @@ def test_work_and_traffic_match_formulas_by_hand() -> None:
     assert amounts["FP8 WGrad"] == linear
     assert amounts["head, backward"] == 2 * 2 * V * D * tokens
     product = 2 * 256 * HEADS * H * LAYERS * tokens
-    assert amounts["attention, the causal half, cuDNN"] == (2 + 2 + 5) * product / 2  # the backward has the scores once more
-    xla = {row.name: row.amount for row in work(AbstractRun(small("batch.remat=layer", "numerics.attention=xla"), SIZES))}
+    # the backward has the scores once more
+    assert amounts["attention, the causal half, cuDNN"] == (2 + 2 + 5) * product / 2
+    xla = {
+        row.name: row.amount
+        for row in work(AbstractRun(small("batch.remat=layer", "numerics.attention=xla"), SIZES))
+    }
     assert xla["attention, the whole square"] == (2 + 2 + 4) * product
     codes = LAYERS * sum(rows * columns + 4 * (rows // 128) * (columns // 128) for rows, columns in MATRICES)
     microbatches = 4
     sent = {row.name: row.amount for row in traffic(run, (run,))}
-    assert sent["gradient: all_gather"] == microbatches * (2 * codes + 2 * 2 * V * D) / 2  # codes twice, the half that others hold
+    # codes twice, the half that others hold
+    assert sent["gradient: all_gather"] == microbatches * (2 * codes + 2 * 2 * V * D) / 2
     matrices = LAYERS * sum(rows * columns for rows, columns in MATRICES) + 2 * V * D
     assert sent["gradient: reduce_scatter"] == microbatches * 4 * matrices / 2
 
@@ -229,7 +288,9 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
     words += [word for name, size in sizes.items() for word in ("--set", f"model.{name}={size}")]
     assert main([*words, "--set", "precision.preset=bf16", "--devices", "2x80GiB"]) == 0
     printed = capsys.readouterr().out
-    assert "gradient" in printed and "attention: xla (auto: cudnn cannot run: numerics.exact is true" in printed
+    assert (
+        "gradient" in printed and "attention: xla (auto: cudnn cannot run: numerics.exact is true" in printed
+    )
     with pytest.raises(RunStopped, match="does not fit"):
         main([*words, "--set", "precision.preset=bf16", "--devices", "2x0.01GiB"])
 
@@ -237,8 +298,8 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
-    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a batch apart that the
-    algorithm does not read and XLA does not take."""
+    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a
+    batch apart that the algorithm does not read and XLA does not take."""
     config = load_config(ROOT / f"configs/qwen3_{name}_8xh100.yaml", [])
     sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=2)
     fields = 12 * 4 * config.batch.microbatch_tokens
@@ -252,8 +313,13 @@ def test_a_vllm_that_sleeps_holds_its_share_in_the_rollout_alone() -> None:
     config += ["rollout.engine=vllm", "precision.preset=bf16", "rollout.engine.gpu_memory_utilization=0.25"]
     sizes = dataclasses.replace(SIZES, num_layers=1)
     asleep, awake = (
-        MemoryPlan(load_config(None, [*config, f"rollout.engine.sleep={now}"]), sizes, 1 << 30).phases for now in ("null", "false")
+        MemoryPlan(load_config(None, [*config, f"rollout.engine.sleep={now}"]), sizes, 1 << 30).phases
+        for now in ("null", "false")
     )
-    assert [phase.name for phase in asleep] == [phase.name for phase in awake] == ["rollout", "gradient", "update"]
+    assert (
+        [phase.name for phase in asleep]
+        == [phase.name for phase in awake]
+        == ["rollout", "gradient", "update"]
+    )
     assert [phase.bytes.get("vLLM") for phase in asleep] == [1 << 28, None, None]
     assert [phase.bytes.get("vLLM") for phase in awake] == [1 << 28] * 3

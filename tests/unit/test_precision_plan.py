@@ -1,4 +1,6 @@
-"""The precision plan: the table of every preset, overrides, and that publishing, training and freezing agree byte for byte."""
+"""The precision plan: the table of every preset, overrides, and that publishing,
+training and freezing agree byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,12 @@ def bits(value: jax.Array | np.ndarray) -> bytes:
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
-    """Trees of one structure whose leaves differ in no bit, signs of zeros included; the message names the leaf."""
-    chex.assert_trees_all_equal_comparator(lambda a, b: bits(a) == bits(b), lambda a, b: f"{a} is not {b}", left, right)
+    """Trees of one structure whose leaves differ in no bit, signs of zeros included;
+    the message names the leaf.
+    """
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: bits(a) == bits(b), lambda a, b: f"{a} is not {b}", left, right
+    )
 
 
 @pytest.mark.parametrize("preset", FORMATS)
@@ -91,13 +97,22 @@ def test_flow_of_a_path(preset: str) -> None:
     plan = policy(preset).plan
     linear, other = FORMATS[preset]
     flow, rest = plan.flow(LINEAR[0]), plan.flow("norm.weight")
-    assert [fmt.name for fmt in (flow.rollout, flow.fprop, flow.dgrad, flow.wgrad, flow.value)] == [*linear.split(), other]
-    assert {fmt.name for fmt in rest} == {other} and not rest.quantized and flow.quantized == ("fp8" in linear)
+    assert [fmt.name for fmt in (flow.rollout, flow.fprop, flow.dgrad, flow.wgrad, flow.value)] == [
+        *linear.split(),
+        other,
+    ]
+    assert (
+        {fmt.name for fmt in rest} == {other} and not rest.quantized and flow.quantized == ("fp8" in linear)
+    )
     assert [fmt.quantized for fmt in flow.products.values()] == [name == "fp8" for name in linear.split()]
 
 
 def test_config_offers_every_preset() -> None:
-    assert {name for name, _ in type_of(RunConfig, "precision").variants} == set(known_formats.PRESETS) == set(FORMATS)
+    assert (
+        {name for name, _ in type_of(RunConfig, "precision").variants}
+        == set(known_formats.PRESETS)
+        == set(FORMATS)
+    )
     assert set(get_args(PrecisionOverride.model_fields["format"].annotation)) <= set(known_formats.FORMATS)
 
 
@@ -106,13 +121,20 @@ def test_plan_publishes_another_format_in_its_own_blocks(monkeypatch: pytest.Mon
     monkeypatch.setitem(known_formats.FORMATS, "columns", columns)
     small, down = policy("fp8_unified"), "layers.1.mlp.down_proj.weight"
     plan = PrecisionPlan(small.paths, "fp8_unified", [(down, "columns")])
-    assert formats(plan)[down] == " ".join(["columns"] * 4) and formats(plan)[LINEAR[0]] == FORMATS["fp8_unified"][0]
-    assert {row.blocks for row in plan.rows if row.path == down and row.site == "fprop"} == {"X (1, 128) W (128, 1)"}
+    assert (
+        formats(plan)[down] == " ".join(["columns"] * 4)
+        and formats(plan)[LINEAR[0]] == FORMATS["fp8_unified"][0]
+    )
+    assert {row.blocks for row in plan.rows if row.path == down and row.site == "fprop"} == {
+        "X (1, 128) W (128, 1)"
+    }
     published = dict(named_params(jax.eval_shape(plan.publish, small.params)))
     assert (published[down].block_shape, published[LINEAR[0]].block_shape) == ((128, 1), (128, 128))
 
 
-@pytest.mark.parametrize(("operand", "block"), [("requantize", (128, 1)), ("dual", (128, 1)), ("block", (128, 128))])
+@pytest.mark.parametrize(
+    ("operand", "block"), [("requantize", (128, 1)), ("dual", (128, 1)), ("block", (128, 128))]
+)
 def test_table_says_the_blocks(operand: str, block: tuple[int, int]) -> None:
     plan = PrecisionPlan(policy("fp8_unified").paths, "fp8_unified", wgrad_operand=operand)
     blocks = {row.site: row.blocks for row in plan.rows if row.path == LINEAR[0]}
@@ -126,7 +148,10 @@ def test_table_says_the_blocks(operand: str, block: tuple[int, int]) -> None:
     assert "fp8_unified" in text.splitlines()[0] and operand in text.splitlines()[0]
     assert len(text.splitlines()) == 2 + len(plan.rows)
     for row in plan.rows:
-        assert any({row.path, row.site, row.format} <= set(line.split()) and row.blocks in line for line in text.splitlines())
+        assert any(
+            {row.path, row.site, row.format} <= set(line.split()) and row.blocks in line
+            for line in text.splitlines()
+        )
 
 
 def test_last_matching_override_wins() -> None:
@@ -135,10 +160,15 @@ def test_last_matching_override_wins() -> None:
     plan = PrecisionPlan(paths, "fp8_forward", [("layers.1.*", "bf16"), ("*.down_proj.weight", "fp8")])
     found = formats(plan)
     assert found[down] == found[LINEAR[0]] == FORMATS["fp8_forward"][0] and found[up] == FORMATS["bf16"][0]
-    swapped = formats(PrecisionPlan(paths, "fp8_forward", [("*.down_proj.weight", "fp8"), ("layers.1.*", "bf16")]))
+    swapped = formats(
+        PrecisionPlan(paths, "fp8_forward", [("*.down_proj.weight", "fp8"), ("layers.1.*", "bf16")])
+    )
     assert swapped[down] == swapped[up] == FORMATS["bf16"][0]
     into = formats(PrecisionPlan(paths, "bf16", [("layers.0.mlp.gate_proj.weight", "fp8")]))
-    assert into["layers.0.mlp.gate_proj.weight"] == FORMATS["fp8_unified"][0] and into[down] == FORMATS["bf16"][0]
+    assert (
+        into["layers.0.mlp.gate_proj.weight"] == FORMATS["fp8_unified"][0]
+        and into[down] == FORMATS["bf16"][0]
+    )
 
 
 def test_override_of_a_layer_leaves_its_norms_alone() -> None:
@@ -147,7 +177,17 @@ def test_override_of_a_layer_leaves_its_norms_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["layers.7.*", "mlp.gate_proj", "embed_tokens.weight", "lm_head.*", "*norm.weight", "*.q_proj.bias", "LAYERS.0.*", ""]
+    "pattern",
+    [
+        "layers.7.*",
+        "mlp.gate_proj",
+        "embed_tokens.weight",
+        "lm_head.*",
+        "*norm.weight",
+        "*.q_proj.bias",
+        "LAYERS.0.*",
+        "",
+    ],
 )
 def test_override_without_a_linear_layer_is_an_error(pattern: str) -> None:
     with pytest.raises(UserError, match=r"precision\.overrides") as error:
@@ -158,11 +198,18 @@ def test_override_without_a_linear_layer_is_an_error(pattern: str) -> None:
 def test_config_sections_reach_plan_and_numerics() -> None:
     override = PrecisionOverride(pattern="layers.0.*", format="bf16")
     section = precision_section(
-        preset="fp8_unified", overrides=(override,), wgrad_operand="dual", scale_format="power_of_two", promotion_order="triton"
+        preset="fp8_unified",
+        overrides=(override,),
+        wgrad_operand="dual",
+        scale_format="power_of_two",
+        promotion_order="triton",
     )
     plan = build_plan(policy("bf16").paths, section)
     assert (plan.preset, plan.wgrad_operand, plan.scale_format) == ("fp8_unified", "dual", "power_of_two")
-    assert formats(plan)[LINEAR[0]] == FORMATS["bf16"][0] and formats(plan)[LINEAR[-1]] == FORMATS["fp8_unified"][0]
+    assert (
+        formats(plan)[LINEAR[0]] == FORMATS["bf16"][0]
+        and formats(plan)[LINEAR[-1]] == FORMATS["fp8_unified"][0]
+    )
     fast = NumericsSection(engine_variant="cuda", exact=False, attention="xla")
     numerics = build_numerics(section, fast, vllm=True)
     assert numerics == Numerics("bfloat16", "cuda", False, "triton", "dual", "power_of_two", attention="xla")
@@ -185,7 +232,9 @@ def test_published_bytes_are_the_oracles_of_the_bf16_master(scale_format: str) -
         assert isinstance(value, ScaledArray) and value.block_shape == (128, 128)
         codes, scales = fp8_oracle.quantize(rounded, (128, 128), scale_format)
         assert bits(value.qvalue) == codes.tobytes() and bits(value.scale) == scales.tobytes(), path
-        differs_from_fp32 |= fp8_oracle.quantize(master, (128, 128), scale_format)[0].tobytes() != codes.tobytes()
+        differs_from_fp32 |= (
+            fp8_oracle.quantize(master, (128, 128), scale_format)[0].tobytes() != codes.tobytes()
+        )
     assert differs_from_fp32, "the case cannot tell a BF16 source from an FP32 one"
 
 
@@ -201,7 +250,9 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
             assert isinstance(weight, TrainableFp8Weight) and weight.fp8_backward == (dgrad == "fp8")
             assert weight.master is masters[path]
             for codes in (weight.quantized, frozen[path]):
-                assert bits(codes.qvalue) == bits(published[path].qvalue) and bits(codes.scale) == bits(published[path].scale)
+                assert bits(codes.qvalue) == bits(published[path].qvalue) and bits(codes.scale) == bits(
+                    published[path].scale
+                )
         else:
             assert weight is masters[path] and weight.dtype == jnp.float32
             dtype = {"fp32": np.float32, "fp16": np.float16}.get(preset, ml_dtypes.bfloat16)
@@ -211,7 +262,9 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["fp32", "fp8_unified"])
 def test_update_leaves_the_models_own_parameters_usable(preset: str) -> None:
-    """The state owns its buffers: those that were given to `init` are read after an update has consumed the state's."""
+    """The state owns its buffers: those that were given to `init` are read after an update has consumed
+    the state's.
+    """
     small = SmallPolicy(preset)
     before = {path: bits(value) for path, value in named_params(small.params)}
     programs = PolicyPrograms(small.model, small.plan, optax.sgd(0.5), temperature=1.0, chunk_tokens=64)
@@ -224,6 +277,8 @@ def test_update_leaves_the_models_own_parameters_usable(preset: str) -> None:
     assert {path: bits(value) for path, value in named_params(small.params)} == before
     assert_same_bits(frozen, frozen_before)  # a reference policy outlives updates
     for path, value in named_params(new.params):
-        np.testing.assert_array_equal(np.asarray(value), np.frombuffer(before[path], np.float32).reshape(value.shape) - np.float32(0.5))
+        np.testing.assert_array_equal(
+            np.asarray(value), np.frombuffer(before[path], np.float32).reshape(value.shape) - np.float32(0.5)
+        )
     assert_same_bits(jit(small.plan.publish)(new.params), new.published)
     assert isinstance(nnx.merge(small.graphdef, new.published), type(small.model))

@@ -1,4 +1,6 @@
-"""The fingerprint's own logic: what it leaves out of a program's text, what it keeps, and how two are compared."""
+"""The fingerprint's own logic: what it leaves out of a program's text, what it keeps,
+and how two are compared.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_names_and_locations_are_left_out() -> None:
     assert normalized(text(one)) == normalized(text(other))
     assert "loc(" in text(one, debug_info=True) and "#loc" in text(one, debug_info=True)
     assert "loc" not in normalized(text(one, debug_info=True))
-    assert normalized('{jax.result_info = "a.b", mhlo.sharding = "x"}') == normalized('{jax.result_info = "c", mhlo.sharding = "x"}')
+    assert normalized('{jax.result_info = "a.b", mhlo.sharding = "x"}') == normalized(
+        '{jax.result_info = "c", mhlo.sharding = "x"}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,11 @@ def test_called_function_and_called_kernel_are_kept() -> None:
 
 
 def test_each_difference_is_named() -> None:
-    assert differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "4"}) == ["b: differs", "c: gone", "d: new"]
+    assert differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "4"}) == [
+        "b: differs",
+        "c: gone",
+        "d: new",
+    ]
     assert not differences({"a": "1"}, {"a": "1"})
 
 

@@ -32,14 +32,18 @@ def test_a_step_by_hand_from_public_names(tmp_path: Path) -> None:
     config = jetrl_jax.load_config(None, SETS)
     policy = jetrl_jax.build_policy(config)
     published = jetrl_jax.published_weights(policy)
-    engine = jetrl_jax.JaxEngine.from_section(policy.model, policy.plan, config.rollout, policy.tokenizer.pad_id)
+    engine = jetrl_jax.JaxEngine.from_section(
+        policy.model, policy.plan, config.rollout, policy.tokenizer.pad_id
+    )
     with pytest.raises(RuntimeError, match="published: no weights"):
         _ = engine.published
     engine.load(published, 0)
     assert engine.published is published
     prompt = policy.tokenizer.encode_prompt("ab=")
     requests = [jetrl_jax.Request(i, prompt, seed=i) for i in range(4)]
-    group = engine.generate(requests, jetrl_jax.SamplingParams(1.0, 4, tuple(policy.tokenizer.eos_ids), seed=0))
+    group = engine.generate(
+        requests, jetrl_jax.SamplingParams(1.0, 4, tuple(policy.tokenizer.eos_ids), seed=0)
+    )
 
     rewards = np.array([float(len(set(t.completion_ids.tolist()))) for t in group])
     rewards[0] += 1  # one is better in any case
@@ -52,7 +56,9 @@ def test_a_step_by_hand_from_public_names(tmp_path: Path) -> None:
         model = nnx.merge(nnx.graphdef(policy.model), policy.plan.training_weights(params, published))
         arrays = (jnp.asarray(batch.token_ids), jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids))
         logprobs, _ = jetrl_jax.completion_logprobs(model, *arrays, temperature=1.0, chunk_tokens=64)
-        token_loss, _ = jetrl_jax.losses.policy_loss(logprobs, None, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.2)
+        token_loss, _ = jetrl_jax.losses.policy_loss(
+            logprobs, None, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.2
+        )
         return token_loss.sum() / tokens
 
     value, grads = jax.jit(jax.value_and_grad(loss))(policy.params)
@@ -73,23 +79,34 @@ def test_logits_and_logprobs_need_no_numerics() -> None:
     np.testing.assert_allclose(np.asarray(found), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), np.array([1.0, 2.0, 3.0], np.float32), "1"])
+@pytest.mark.parametrize(
+    "temperature", [0.0, -1.0, float("nan"), float("inf"), np.array([1.0, 2.0, 3.0], np.float32), "1"]
+)
 def test_scale_logits_raises_on_a_temperature_that_is_no_positive_number(temperature: Any) -> None:
     """One for each row would divide the columns."""
     with pytest.raises(ValueError, match="scale_logits: got temperature"):
         jetrl_jax.scale_logits(jnp.ones((3, 3)), temperature)
 
 
-@pytest.mark.parametrize("logits", [np.ones((3, 7)), jnp.ones((3, 7), jnp.bfloat16), jnp.ones((3, 7), jnp.int32), np.float32(1)])
+@pytest.mark.parametrize(
+    "logits", [np.ones((3, 7)), jnp.ones((3, 7), jnp.bfloat16), jnp.ones((3, 7), jnp.int32), np.float32(1)]
+)
 def test_functions_of_logits_raise_on_other_dtypes(logits: Any) -> None:
-    for ask in (lambda: jetrl_jax.scale_logits(logits, 1.0), lambda: jetrl_jax.token_logprobs(logits, np.zeros(3, np.int32))):
+    for ask in (
+        lambda: jetrl_jax.scale_logits(logits, 1.0),
+        lambda: jetrl_jax.token_logprobs(logits, np.zeros(3, np.int32)),
+    ):
         with pytest.raises(ValueError, match=r"got logits .*, expected float32 \[\.\.\., V\]"):
             ask()
 
 
-@pytest.mark.parametrize("ids", [[1], [[1], [2], [3]], 1, [1.0, 2.0, 3.0], [True, False, True], [-100, 0, 1], [0, 1, 7]])
+@pytest.mark.parametrize(
+    "ids", [[1], [[1], [2], [3]], 1, [1.0, 2.0, 3.0], [True, False, True], [-100, 0, 1], [0, 1, 7]]
+)
 def test_token_logprobs_raises_on_ids_that_are_not_one_for_each_row(ids: Any) -> None:
-    """One id would be broadcast, and -100, which other libraries mask, would count from the vocabulary's end."""
+    """One id would be broadcast, and -100, which other libraries mask,
+    would count from the vocabulary's end.
+    """
     with pytest.raises(ValueError, match="token_logprobs: got token_ids"):
         jetrl_jax.token_logprobs(jnp.ones((3, 7)), np.asarray(ids))
 

@@ -1,4 +1,6 @@
-"""The report: what the page shows is what the rows say, it needs nothing from outside, and a browser draws every chart."""
+"""The report: what the page shows is what the rows say, it needs nothing from outside,
+and a browser draws every chart.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from jetrl_jax.report.charts import MAX_POINTS, SECTIONS
 from jetrl_jax.report.samples import MAX_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
 
 
 ENVIRONMENT = {
@@ -37,7 +46,10 @@ ENVIRONMENT = {
     "device_count": 1,
     "packages": {"jax": "0.10.2", "vllm": "0.32.0"},
     "algorithm": {"name": "grpo", "clip_low": 0.2},
-    "fp8_products": {"forward": {"name": "xla", "reason": "no GPU"}, "backward": {"name": "xla_fast", "reason": "no GPU"}},
+    "fp8_products": {
+        "forward": {"name": "xla", "reason": "no GPU"},
+        "backward": {"name": "xla_fast", "reason": "no GPU"},
+    },
     "attention": {"name": "cudnn", "reason": "<asked for>"},
     "rollout_engine": {"mode": "vllm", "operations": {"norm": "ExactRMSNorm"}},
 }
@@ -65,7 +77,12 @@ def row(step: int, k3: float = 1e-4) -> dict[str, float]:
         "count/masked_samples": 1 if step == 3 else 0,
     }
     if step % 10 == 0:
-        values |= {"eval/accuracy": 0.39 + step / 100, "eval/greedy_accuracy": 0.9, "eval/pass_at_2": 0.5, "eval/pass_at_16": 0.75}
+        values |= {
+            "eval/accuracy": 0.39 + step / 100,
+            "eval/greedy_accuracy": 0.9,
+            "eval/pass_at_2": 0.5,
+            "eval/pass_at_16": 0.75,
+        }
     return values
 
 
@@ -73,18 +90,47 @@ def row(step: int, k3: float = 1e-4) -> dict[str, float]:
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes a run of 30 steps with the program's own writers."""
 
-    def make(name: str, *, k3: float = 1e-4, steps: int = 30, precision: str = "site  format\nfprop e4m3 <1,128>\n", **config: Any) -> Path:
+    def make(
+        name: str,
+        *,
+        k3: float = 1e-4,
+        steps: int = 30,
+        precision: str = "site  format\nfprop e4m3 <1,128>\n",
+        **config: Any,
+    ) -> Path:
         with RunDirectory.create(tmp_path / name) as run:
             document = RunConfig.model_validate(config).model_dump(mode="json")
             run.write_config(yaml.safe_dump(document))
             run.write_precision(precision)
             run.write_environment(ENVIRONMENT)
             with MetricsWriter(run.metrics_path) as writer:
-                writer.write(0, {"eval/accuracy": 0.25, "eval/greedy_accuracy": 0.95, "eval/pass_at_2": 0.3, "eval/pass_at_16": 0.6})
+                writer.write(
+                    0,
+                    {
+                        "eval/accuracy": 0.25,
+                        "eval/greedy_accuracy": 0.95,
+                        "eval/pass_at_2": 0.3,
+                        "eval/pass_at_16": 0.6,
+                    },
+                )
                 for step in range(1, steps + 1):
                     writer.write(step, row(step, k3))
-                    sample = {"prompt": f"{step}+1=", "completion": "<script>alert(1)</script>", "answer": "2", "reward": 1.0}
-                    run.append_samples(step, [sample | {"tokens": ["<script>", "alert(1)", "</script>"], "logprobs": [-0.5, -3.0, None]}])
+                    sample = {
+                        "prompt": f"{step}+1=",
+                        "completion": "<script>alert(1)</script>",
+                        "answer": "2",
+                        "reward": 1.0,
+                    }
+                    run.append_samples(
+                        step,
+                        [
+                            sample
+                            | {
+                                "tokens": ["<script>", "alert(1)", "</script>"],
+                                "logprobs": [-0.5, -3.0, None],
+                            }
+                        ],
+                    )
         return tmp_path / name
 
     return make
@@ -107,7 +153,9 @@ class Page(HTMLParser):
         self._metric = given.get("data-metric") or self._metric
         self._script = (given.get("type") or "code") if tag == "script" else ""
         self.fetches += [
-            f"{name}={value}" for name, value in attributes if name in ("src", "href", "srcset", "data", "action", "background")
+            f"{name}={value}"
+            for name, value in attributes
+            if name in ("src", "href", "srcset", "data", "action", "background")
         ]
 
     def handle_endtag(self, tag: str) -> None:
@@ -142,7 +190,8 @@ def test_charts_show_the_rows(make_run: Callable[..., Path]) -> None:
     assert page.points("mismatch/k3") == [(step, 1e-4 * step) for step in range(1, 31)]
     assert page.figures["mismatch/k3"]["layout"]["yaxis"]["type"] == "log"
     assert page.points("reward/mod:format_mean")[0] == (1, 0.3)
-    assert "eval/pass_at_16" in page.figures and "eval/pass_at_2" not in page.figures  # the largest k, not the last name
+    # the largest k, not the last name
+    assert "eval/pass_at_16" in page.figures and "eval/pass_at_2" not in page.figures
     assert "count/masked_samples" in page.figures and "count/skipped_updates" not in page.figures  # always 0
     assert "policy/entropy" not in page.figures  # no run has it
     phases = {trace["name"]: trace["x"] for trace in page.figures["phases"]["data"]}
@@ -153,7 +202,10 @@ def test_charts_show_the_rows(make_run: Callable[..., Path]) -> None:
 
 
 def test_several_runs_lie_over_one_another_in_their_colours(make_run: Callable[..., Path]) -> None:
-    one, two = make_run("one"), make_run("two", k3=2e-4, precision="site  format\nfprop bf16\n", rollout={"group_size": 8}, seed=3)
+    one, two = (
+        make_run("one"),
+        make_run("two", k3=2e-4, precision="site  format\nfprop bf16\n", rollout={"group_size": 8}, seed=3),
+    )
     page = page_of(one, two)
     for metric in ("mismatch/k3", "eval/accuracy", "length/completion_tokens_mean"):
         first, second = page.figures[metric]["data"]
@@ -162,7 +214,21 @@ def test_several_runs_lie_over_one_another_in_their_colours(make_run: Callable[.
     assert page.points("mismatch/k3", 1)[4] == (5, 1e-3)
     assert page.figures["phases"]["data"][0]["y"] == ["one", "two"]
     differing = page.text[page.text.index("Config") : page.text.index("Fields that differ")].split()
-    assert differing == ["Config", "field", "one", "two", "default", "rollout.group_size", "16", "8", "16", "seed", "0", "3", "0"]
+    assert differing == [
+        "Config",
+        "field",
+        "one",
+        "two",
+        "default",
+        "rollout.group_size",
+        "16",
+        "8",
+        "16",
+        "seed",
+        "0",
+        "3",
+        "0",
+    ]
     assert "fprop bf16" in page.text and "fprop e4m3" in page.text
 
 
@@ -180,7 +246,13 @@ def test_long_runs_are_thinned_without_losing_a_peak(make_run: Callable[..., Pat
     path = make_run("long", steps=0)
     with MetricsWriter(path / "metrics.jsonl") as writer:
         for step in range(1, 3 * MAX_POINTS):
-            writer.write(step, {"optimizer/grad_norm": 50.0 if step == 1234 else 1 + math.sin(step) / 2, "reward/mean": float(step % 2)})
+            writer.write(
+                step,
+                {
+                    "optimizer/grad_norm": 50.0 if step == 1234 else 1 + math.sin(step) / 2,
+                    "reward/mean": float(step % 2),
+                },
+            )
     page = page_of(path)
     points = page.points("optimizer/grad_norm")
     assert len(points) <= MAX_POINTS + 2
@@ -209,7 +281,10 @@ def test_page_says_what_ran(make_run: Callable[..., Path]) -> None:
 
 
 def test_page_holds_the_samples_of_some_steps(make_run: Callable[..., Path]) -> None:
-    short, long = page_of(make_run("short", steps=3)), page_of(make_run("long", steps=200), make_run("other", steps=3))
+    short, long = (
+        page_of(make_run("short", steps=3)),
+        page_of(make_run("long", steps=200), make_run("other", steps=3)),
+    )
     assert [[sample["step"] for sample in step] for step in short.samples[0]] == [[1], [2], [3]]
     assert short.samples[0][2][0]["tokens"] == ["<script>", "alert(1)", "</script>"]
     assert short.samples[0][2][0]["logprobs"] == [-0.5, -3.0, None]
@@ -247,7 +322,9 @@ def test_files_that_are_missing_leave_their_part_out(make_run: Callable[..., Pat
     assert "Held-out evaluation" in page.text and "Precision" not in page.text and "Config" not in page.text
 
 
-def test_default_place_and_names(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_place_and_names(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     one = make_run("x/run")
     two = make_run("y/run")
     assert report.write_report([one]) == one / "report.html"
@@ -265,16 +342,30 @@ def break_rows(path: Path) -> None:
     ("spoil", "message"),
     [
         (shutil.rmtree, "no run directory: got "),
-        (lambda path: (path / "metrics.jsonl").unlink(), r"a run that has no row yet: got .* without metrics\.jsonl"),
-        (lambda path: [(path / name).unlink() for name in ("metrics.jsonl", "config.yaml")], r"no run directory: got .* without metrics"),
+        (
+            lambda path: (path / "metrics.jsonl").unlink(),
+            r"a run that has no row yet: got .* without metrics\.jsonl",
+        ),
+        (
+            lambda path: [(path / name).unlink() for name in ("metrics.jsonl", "config.yaml")],
+            r"no run directory: got .* without metrics",
+        ),
         (lambda path: (path / "metrics.jsonl").write_text(""), "has no row yet"),
         (break_rows, r"metrics\.jsonl:2"),
-        (lambda path: (path / "config.yaml").write_text("a: [1"), r"a config that is no YAML: got .*config\.yaml"),
-        (lambda path: (path / "environment.json").write_text("[]"), r"unreadable file: got .*environment\.json"),
+        (
+            lambda path: (path / "config.yaml").write_text("a: [1"),
+            r"a config that is no YAML: got .*config\.yaml",
+        ),
+        (
+            lambda path: (path / "environment.json").write_text("[]"),
+            r"unreadable file: got .*environment\.json",
+        ),
         (lambda path: (path / "report.html").mkdir(), r"cannot be written: got --out .*report\.html"),
     ],
 )
-def test_write_report_raises_on(make_run: Callable[..., Path], spoil: Callable[[Path], Any], message: str) -> None:
+def test_write_report_raises_on(
+    make_run: Callable[..., Path], spoil: Callable[[Path], Any], message: str
+) -> None:
     path = make_run("a")
     spoil(path)
     with pytest.raises(UserError, match=message):
@@ -287,7 +378,9 @@ def test_write_report_raises_on_a_run_named_twice(make_run: Callable[..., Path])
         report.write_report([path, path / ".." / "a"])
 
 
-def test_command_line_writes_the_page(make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_the_page(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.html"
     assert report.main([str(make_run("a")), "--out", str(page)]) == 0
     assert capsys.readouterr().out == f"wrote {page}\n"
@@ -308,14 +401,22 @@ def test_a_browser_without_a_network_draws_every_chart(make_run: Callable[..., P
     runs = [make_run("one"), make_run("two", k3=0.0)]
     page = report.write_report(runs, tmp_path / "page.html")
     expected = len(Page(page.read_text()).figures)
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]
     command += [
         "--enable-logging=stderr",
         f"--user-data-dir={tmp_path / 'browser'}",
         "--virtual-time-budget=20000",
         "--window-size=1300,900",
     ]
-    drawn = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    drawn = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
     assert "CONSOLE" not in drawn.stderr  # no error of a script, nothing that could not be fetched
     dom = drawn.stdout.replace(get_plotlyjs(), "")
     charts = re.findall(r'<div class="chart js-plotly-plot".*?</figure>', dom, re.S)

@@ -1,4 +1,6 @@
-"""The house rules, checked on every file: import arrows, sizes, docstrings, skip reasons, nothing of one machine."""
+"""The house rules, checked on every file: import arrows, sizes, docstrings, skip reasons,
+nothing of one machine.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,36 @@ PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
 # These put the parts together, so they alone of jetrl_jax may import the bridge.
 KNOWS_BRIDGE = ("jetrl_jax/runs/", "jetrl_jax/commands/")
 INSIDE_VLLM = ("bridge/vllm/worker/", "bridge/vllm/in_process.py")  # these alone may import torch and vLLM
-TOKENIZER = "jetrl_jax/text/tokenizer.py"  # the one file of jetrl_jax that may load transformers, inside functions
-OPTIONAL = {"torch", "transformers", "jinja2", "vllm", "wandb", "datasets", "pyarrow", "pandas", "reasoning_gym", "math_verify"}
+# the one file of jetrl_jax that may load transformers, inside functions
+TOKENIZER = "jetrl_jax/text/tokenizer.py"
+OPTIONAL = {
+    "torch",
+    "transformers",
+    "jinja2",
+    "vllm",
+    "wandb",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "reasoning_gym",
+    "math_verify",
+}
 OPTIONAL |= {"jax_triton", "triton", "httpx"}
 SERVER_CLIENT = "bridge/vllm/client.py"  # the one file that may load httpx, inside functions
-IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes", "tensorboardx": "tensorboardX"}
+IMPORT_NAMES = {
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+    "ml-dtypes": "ml_dtypes",
+    "tensorboardx": "tensorboardX",
+}
 MAX_FUNCTION_LINES = 80  # docstring not counted
 MAX_FILE_LINES = 700
 
 # Written in halves, so that this file does not hold what it forbids.
 FORBIDDEN = {
-    "the path of one machine": re.compile("|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/t" + "mp/", "/us" + "r/local"))),
+    "the path of one machine": re.compile(
+        "|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/t" + "mp/", "/us" + "r/local"))
+    ),
     "the host of a package registry": re.compile(
         "|".join(("py" + r"pi\.org", "python" + "hosted", r"\.py" + r"torch\.org", "npm" + r"js\.org"))
     ),
@@ -58,14 +79,17 @@ def base_imports() -> set[str]:
     """Import names of the base installation, from pyproject.toml."""
     requirements = tomllib.loads(read("pyproject.toml"))["project"]["dependencies"]
     names = [re.match(r"[A-Za-z0-9._-]+", requirement).group().lower() for requirement in requirements]
-    return {IMPORT_NAMES.get(name, name) for name in names} | {"jaxlib", "pydantic_core"}  # parts of jax and pydantic
+    # parts of jax and pydantic
+    return {IMPORT_NAMES.get(name, name) for name in names} | {"jaxlib", "pydantic_core"}
 
 
 # --------------------------------------------------------------------------------------------------------------- arrows
 
 
 def imports_of(source: str) -> Iterator[tuple[str, bool, int]]:
-    """(imported root package, whether at module level, line) of every import that runs; TYPE_CHECKING blocks do not."""
+    """(imported root package, whether at module level, line) of every import that runs;
+    TYPE_CHECKING blocks do not.
+    """
 
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool, int]]:
         for child in ast.iter_child_nodes(node):
@@ -75,7 +99,9 @@ def imports_of(source: str) -> Iterator[tuple[str, bool, int]]:
                 yield from ((alias.name.split(".")[0], top, child.lineno) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and not child.level:
                 yield (child.module or "").split(".")[0], top, child.lineno
-            yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            yield from walk(
+                child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            )
 
     yield from walk(ast.parse(source), True)
 
@@ -90,7 +116,9 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
     if package == "jetrl_jax":
         lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton", "httpx"}
         lazy |= {"transformers"} if path == TOKENIZER else set()
-        return base | {"jetrl_jax", "pallas_kernels"} | ({"bridge"} if path.startswith(KNOWS_BRIDGE) else set()), lazy
+        return base | {"jetrl_jax", "pallas_kernels"} | (
+            {"bridge"} if path.startswith(KNOWS_BRIDGE) else set()
+        ), lazy
     own = {"torch", "vllm"} if path.startswith(INSIDE_VLLM) else set()
     return base | set(PACKAGES) | own, {"httpx"} if path == SERVER_CLIENT else set()
 
@@ -146,9 +174,15 @@ def test_arrow_check_lets_allowed_imports_pass(path: str, source: str) -> None:
 
 
 def test_packages_import_without_extras_and_without_touching_a_device() -> None:
-    """Each module of the base installation imports where every optional library is missing, and starts no JAX backend."""
+    """Each module of the base installation imports where every optional library is missing,
+    and starts no JAX backend.
+    """
     modules = [path[:-3].replace("/", ".").removesuffix(".__init__") for path in PACKAGE_FILES]
-    modules = [module for module in modules if not re.search(r"bridge\.vllm\.(worker|in_process)|triton|__main__", module)]
+    modules = [
+        module
+        for module in modules
+        if not re.search(r"bridge\.vllm\.(worker|in_process)|triton|__main__", module)
+    ]
     program = f"""
         import importlib, sys
         class Missing:
@@ -161,7 +195,13 @@ def test_packages_import_without_extras_and_without_touching_a_device() -> None:
         from jax._src import xla_bridge
         assert not xla_bridge.backends_are_initialized(), "importing the packages started a JAX backend"
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -172,7 +212,8 @@ def test_every_public_name_of_the_package_resolves() -> None:
         jetrl_jax.Decoderr  # noqa: B018
 
 
-# ----------------------------------------------------------------------------------------------------- sizes, docstrings
+# ----------------------------------------------------------------------------------------------------- sizes,
+# docstrings
 
 
 def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -184,13 +225,19 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from `def` to the end, without the docstring."""
     first = function.body[0]
     is_docstring = ast.get_docstring(function, clean=False) is not None
-    return function.end_lineno - function.lineno + 1 - (first.end_lineno - first.lineno + 1 if is_docstring else 0)
+    return (
+        function.end_lineno
+        - function.lineno
+        + 1
+        - (first.end_lineno - first.lineno + 1 if is_docstring else 0)
+    )
 
 
 def size_problems(path: str, source: str) -> list[str]:
     """A file or function that is too long to be read in one go."""
     problems = [
-        f"{path}:{function.lineno}: {function.name} has {code_lines(function)} lines, expected at most {MAX_FUNCTION_LINES}"
+        f"{path}:{function.lineno}: {function.name} has {code_lines(function)} lines, expected at most "
+        f"{MAX_FUNCTION_LINES}"
         for function in functions_of(ast.parse(source))
         if code_lines(function) > MAX_FUNCTION_LINES
     ]
@@ -206,9 +253,14 @@ def docstring_problems(path: str, source: str, public: bool) -> list[str]:
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            if not isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ) or node.name.startswith("_"):
                 continue
-            overload = any("overload" in ast.unparse(decorator) or ".setter" in ast.unparse(decorator) for decorator in node.decorator_list)
+            overload = any(
+                "overload" in ast.unparse(decorator) or ".setter" in ast.unparse(decorator)
+                for decorator in node.decorator_list
+            )
             if not ast.get_docstring(node) and not overload:
                 problems.append(f"{path}:{node.lineno}: {prefix}{node.name} has no docstring")
             if isinstance(node, ast.ClassDef):
@@ -225,7 +277,11 @@ def test_files_and_functions_are_short_enough_to_read() -> None:
 
 
 def test_public_things_have_docstrings() -> None:
-    problems = [problem for path in PYTHON_FILES for problem in docstring_problems(path, read(path), path in PACKAGE_FILES)]
+    problems = [
+        problem
+        for path in PYTHON_FILES
+        for problem in docstring_problems(path, read(path), path in PACKAGE_FILES)
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -234,10 +290,13 @@ def test_size_and_docstring_checks_find_what_they_look_for() -> None:
     assert size_problems("a.py", long)
     assert not size_problems("a.py", long.replace("    x = 1\n", "", 1))
     assert size_problems("a.py", "\n" * (MAX_FILE_LINES + 1))
-    assert len(docstring_problems("a.py", "class A:\n    def f(self): ...\n    def _g(self): ...\n", True)) == 3
+    assert (
+        len(docstring_problems("a.py", "class A:\n    def f(self): ...\n    def _g(self): ...\n", True)) == 3
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- skips, machines
+# --------------------------------------------------------------------------------------------------------
+# skips, machines
 
 
 def skip_problems(path: str, source: str) -> list[str]:
@@ -245,7 +304,9 @@ def skip_problems(path: str, source: str) -> list[str]:
     problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.skip":
-            problems.append(f"{path}:{node.lineno}: pytest.mark.skip: use skipif with a condition and a reason")
+            problems.append(
+                f"{path}:{node.lineno}: pytest.mark.skip: use skipif with a condition and a reason"
+            )
         if not isinstance(node, ast.Call):
             continue
         called, keywords = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
@@ -256,12 +317,23 @@ def skip_problems(path: str, source: str) -> list[str]:
 
 
 def test_every_skip_gives_a_reason() -> None:
-    problems = [problem for path in PYTHON_FILES if path.startswith("tests/") for problem in skip_problems(path, read(path))]
+    problems = [
+        problem
+        for path in PYTHON_FILES
+        if path.startswith("tests/")
+        for problem in skip_problems(path, read(path))
+    ]
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(
-    "source", ["pytest.importorskip('torch')", "@pytest.mark.skip\ndef f(): ...", "pytest.skip()", "pytest.mark.skipif(True)"]
+    "source",
+    [
+        "pytest.importorskip('torch')",
+        "@pytest.mark.skip\ndef f(): ...",
+        "pytest.skip()",
+        "pytest.mark.skipif(True)",
+    ],
 )
 def test_skip_check_finds_silent_skips(source: str) -> None:
     assert skip_problems("a.py", source)
@@ -277,7 +349,11 @@ def test_nothing_names_one_machine_or_a_package_registry() -> None:
 
 
 def test_test_files_have_unique_names() -> None:
-    names = [Path(path).name for path in PYTHON_FILES if path.startswith("tests/") and Path(path).name.startswith("test_")]
+    names = [
+        Path(path).name
+        for path in PYTHON_FILES
+        if path.startswith("tests/") and Path(path).name.startswith("test_")
+    ]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
 
 
@@ -286,7 +362,10 @@ def test_test_files_have_unique_names() -> None:
 
 @pytest.mark.parametrize(
     ("python", "without"),
-    [("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"}), ("312", {"torch", "gguf", "accelerate"})],
+    [
+        ("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"}),
+        ("312", {"torch", "gguf", "accelerate"}),
+    ],
 )
 def test_constraints_pin_everything_that_is_installed(python: str, without: set[str]) -> None:
     """Each requirement of the extras that CI installs has one exact version for each Python that CI runs."""
@@ -298,7 +377,11 @@ def test_constraints_pin_everything_that_is_installed(python: str, without: set[
         *(line for name in ("hf", "tasks", "torch", "real", "wandb", "dev", "aot") for line in extras[name]),
     ]
     wanted_names = {re.match(r"[A-Za-z0-9._-]+", line).group().lower().replace("_", "-") for line in wanted}
-    lines = [line for line in read(f".ci/constraints-py{python}.txt").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in read(f".ci/constraints-py{python}.txt").splitlines()
+        if line and not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[a-z0-9.-]+==[A-Za-z0-9.]+", line) for line in lines)
     pinned = {line.split("==")[0] for line in lines}
     assert wanted_names - pinned == without

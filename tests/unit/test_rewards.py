@@ -16,7 +16,9 @@ from jetrl_jax.tasks.base import Example
 from jetrl_jax.tasks.registry import as_task, build_task
 from tests.sections import task_section
 
-TASK = as_task([{"prompt": str(i), "answer": str(i), "solution": f"s{i}", "level": i} for i in range(9)], task_section())
+TASK = as_task(
+    [{"prompt": str(i), "answer": str(i), "solution": f"s{i}", "level": i} for i in range(9)], task_section()
+)
 NONE_FAILED = dict.fromkeys(FAILURES, 0)
 
 
@@ -113,7 +115,10 @@ def test_reward_raises_naming_function_and_sample_on_what_is_not_finite(value, a
             return value if completion == "b" else 1.0
 
     rewards = RewardFunctions.from_functions(["task" if alone else judge], as_task(Mine(), task_section()))
-    where = r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in FP32, or None or NaN to leave"
+    where = (
+        r" for completion 1 \('b' after the prompt 'p1'\), expected a number that is finite in "
+        r"FP32, or None or NaN to leave"
+    )
     with pytest.raises(UserError, match=rf"^reward {'task' if alone else 'judge'}: returned .*{where}"):
         run(rewards, ["a", "b", "c"])
 
@@ -124,7 +129,9 @@ def test_weighted_sum_that_is_not_finite_names_its_terms():
 
     rewards = RewardFunctions.from_functions([large, "exact_match"], TASK, weights=[10, 1])
     with pytest.raises(
-        UserError, match=r"got 10 \* 1e\+38 \(large\) \+ 1 \* 0 \(exact_match\) for completion 1 \('b' after the prompt 'p1'\)"
+        UserError,
+        match=r"got 10 \* 1e\+38 \(large\) \+ 1 \* 0 \(exact_match\) for completion 1 \('b' after the "
+        r"prompt 'p1'\)",
     ):
         run(rewards, ["a", "b"], ["x", "y"])
     rewards = RewardFunctions.from_functions([large, "exact_match"], TASK, weights=[1.7e308, 1])
@@ -142,7 +149,9 @@ def test_reward_failure_of_one_function_masks_the_sum_but_not_the_other_part():
     def logged_only(completions, **kwargs):
         return [None for _ in completions]
 
-    result = run(RewardFunctions.from_functions([fails_on_b, counts, logged_only], TASK, weights=[1, 1, 0]), ["a", "b"])
+    result = run(
+        RewardFunctions.from_functions([fails_on_b, counts, logged_only], TASK, weights=[1, 1, 0]), ["a", "b"]
+    )
     np.testing.assert_array_equal(result.total, [3, np.nan])
     np.testing.assert_array_equal(result.parts["counts"], [2, 2])
     assert result.failures["logged_only"]["none"] == 2
@@ -161,7 +170,9 @@ def test_reward_exception_costs_its_sample_alone():
     np.testing.assert_array_equal(result.total, [1, np.nan, 1])
     assert result.failures["fails_on_b"] == {**NONE_FAILED, "exception": 1}
     assert calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
-    assert len(result.messages) == 1 and result.messages[0].startswith("reward fails_on_b: KeyError: 'b' (test_rewards.py:")
+    assert len(result.messages) == 1 and result.messages[0].startswith(
+        "reward fails_on_b: KeyError: 'b' (test_rewards.py:"
+    )
 
 
 def test_reward_timeout_error_counts_as_timeout_and_one_sample_is_not_tried_twice():
@@ -172,7 +183,9 @@ def test_reward_timeout_error_counts_as_timeout_and_one_sample_is_not_tried_twic
         raise TimeoutError("late")
 
     result = score(late, ["a"])
-    assert result.failures["late"] == {**NONE_FAILED, "timeout": 1} and len(calls) == 1 and result.masked.all()
+    assert (
+        result.failures["late"] == {**NONE_FAILED, "timeout": 1} and len(calls) == 1 and result.masked.all()
+    )
 
 
 def test_reward_exception_without_a_text_is_described():
@@ -209,7 +222,8 @@ def test_reward_accepts_numbers_of_every_kind(values):
     [
         (
             ["1", 1, 1],
-            "returned str '1' for completion 0 .'a' after the prompt 'p0'., expected a number that is finite in FP32, or None or NaN",
+            "returned str '1' for completion 0 .'a' after the prompt 'p0'., expected a number that is "
+            "finite in FP32, or None or NaN",
         ),
         ([1, [1], 1], "returned list .1. for completion 1 .'b' after"),
         ([1, 1, 1j], "returned complex 1j for completion 2 "),
@@ -269,7 +283,8 @@ def test_reward_functions_raise_on_bad_lists():
 
 def test_reward_of_the_task_and_of_nothing():
     rewards = RewardFunctions.from_config(
-        (RewardSection(), RewardSection(name="exact_match", weight=0.5)), build_task(task_section(name="sum"), 0)
+        (RewardSection(), RewardSection(name="exact_match", weight=0.5)),
+        build_task(task_section(name="sum"), 0),
     )
     result = run(rewards, ["4", " 5 ", "6"], ["4", "5", "7"])
     np.testing.assert_array_equal(result.total, [1.5, 1.5, 0])
@@ -284,7 +299,10 @@ def test_reward_of_a_users_task():
         def verify(self, completion, example):
             return {"one": 1, "none": None, "error": 1 / 0 if completion == "error" else 0}[completion]
 
-    result = run(RewardFunctions.from_config((RewardSection(),), as_task(Mine(), task_section())), ["one", "none", "error", "one"])
+    result = run(
+        RewardFunctions.from_config((RewardSection(),), as_task(Mine(), task_section())),
+        ["one", "none", "error", "one"],
+    )
     np.testing.assert_array_equal(result.total, [1, np.nan, np.nan, 1])
     assert result.failures["task"] == {**NONE_FAILED, "none": 1, "exception": 1}
 

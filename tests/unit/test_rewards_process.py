@@ -1,4 +1,6 @@
-"""Rewards in worker processes: hangs, crashes, forks, noise and signals cost the sample at fault and nothing else."""
+"""Rewards in worker processes: hangs, crashes, forks, noise and signals cost the sample at fault and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,11 @@ def module(tmp_path, monkeypatch):
 
 def build(*names: str, timeout_s: float = 1.0, **kwargs) -> RewardFunctions:
     return RewardFunctions.from_config(
-        tuple(RewardSection(name=f"user_rewards:{n}" if ":" not in n else n, timeout_s=timeout_s) for n in names), TASK, **kwargs
+        tuple(
+            RewardSection(name=f"user_rewards:{n}" if ":" not in n else n, timeout_s=timeout_s) for n in names
+        ),
+        TASK,
+        **kwargs,
     )
 
 
@@ -242,7 +248,10 @@ print(int(parts[names[0]][0]), int(parts[names[1]][0]), rewards._rewards[2].scor
 call("bad")
 """
     trainer = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert trainer.stdout is not None
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
@@ -272,7 +281,8 @@ def test_worker_crashes_are_bounded_in_number(module, monkeypatch):
 
 def test_worker_slow_batch_is_scored_one_by_one(module, tmp_path):
     (tmp_path / "user_slow.py").write_text(
-        "import time\ndef slow(completions):\n    time.sleep(0.15 * len(completions))\n    return [1.0] * len(completions)"
+        "import time\ndef slow(completions):\n    time.sleep(0.15 * len(completions))\n    return "
+        "[1.0] * len(completions)"
     )
     with build("user_slow:slow", timeout_s=0.6) as rewards:
         result = run(rewards, ["a"] * 8)
@@ -290,7 +300,9 @@ def test_worker_nan_and_none(module):
 
 def test_worker_gets_the_columns_and_large_batches(module):
     with build("columns", timeout_s=20) as rewards:
-        np.testing.assert_array_equal(run(rewards, ["a", "b", "c"]).total, [4 + 0, 1 + 1 + 1 + 4 + 100, 2 + 2 + 3 + 4 + 200])
+        np.testing.assert_array_equal(
+            run(rewards, ["a", "b", "c"]).total, [4 + 0, 1 + 1 + 1 + 4 + 100, 2 + 2 + 3 + 4 + 200]
+        )
     with build("length", timeout_s=60) as rewards:
         result = run(rewards, ["x" * 1_000_000] * 20)
         assert only(result) == ([1e6] * 20, {})
@@ -302,7 +314,10 @@ def test_worker_gets_the_columns_and_large_batches(module):
         ("user_rewards:no", "cannot be loaded: AttributeError"),
         ("no_such_module:f", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
         ("user_broken:f", "cannot be loaded: SystemExit: no"),
-        ("user_dies:f", "its process ended while the function was loaded: exit status 9; its last output: 'last words'"),
+        (
+            "user_dies:f",
+            "its process ended while the function was loaded: exit status 9; its last output: 'last words'",
+        ),
         ("user_rewards:NUMBER", "is int, expected a function"),
     ],
 )
@@ -315,11 +330,17 @@ def test_worker_raises_naming_a_function_that_returns_no_numbers(module):
     with build("wrong", timeout_s=20) as rewards:
         for _ in range(2):
             with pytest.raises(
-                UserError, match=r"^reward user_rewards:wrong: returned str '1' for completion 0 \('a' after the prompt ''\)"
+                UserError,
+                match=r"^reward user_rewards:wrong: returned str '1' for completion 0 \('a' after the "
+                r"prompt ''\)",
             ):
                 run(rewards, ["a", "b"])
-    with build("infinite_alone", timeout_s=20) as rewards:  # the batch's call fails, those of single samples follow
-        with pytest.raises(UserError, match=r"infinite_alone: returned inf for completion 2 \('zzz' after the prompt 'pp'\), expected"):
+    # the batch's call fails, those of single samples follow
+    with build("infinite_alone", timeout_s=20) as rewards:
+        with pytest.raises(
+            UserError,
+            match=r"infinite_alone: returned inf for completion 2 \('zzz' after the prompt 'pp'\), expected",
+        ):
             run(rewards, ["x", "yy", "zzz"])
 
 

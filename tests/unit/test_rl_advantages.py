@@ -19,7 +19,9 @@ def draw(seed=0, shape=(7, 5)):
     mask[1] = [True] + [False] * (shape[1] - 1)  # one left
     mask[2] = False  # none left
     mask[3] = True
-    rewards[4], mask[4] = np.arange(shape[1]) == 1, True  # one right answer
+    # one right answer
+    rewards[4] = np.arange(shape[1]) == 1
+    mask[4] = True
     return rewards, mask
 
 
@@ -36,7 +38,9 @@ def test_advantages_match_oracle(name, seed):
 def test_reinforce_pp_normalises_the_whole_batch(seed):
     rewards, mask = draw(seed)
     got = advantages.reinforce_pp(np.where(mask, rewards, np.nan), mask)
-    np.testing.assert_allclose(got, rl_oracle.advantages("reinforce_pp", rewards, mask), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        got, rl_oracle.advantages("reinforce_pp", rewards, mask), rtol=1e-12, atol=1e-13
+    )
     assert (got[0][mask[0]] != 0).all()  # a group of equal rewards still differs from the batch
     np.testing.assert_allclose(got[mask].std(ddof=1), 1, rtol=2e-6)
     assert not advantages.reinforce_pp(np.full((2, 3), 0.7)).any()
@@ -56,7 +60,10 @@ def test_advantages_of_permuted_group_are_permuted(name):
     rewards, mask = draw()
     order = np.random.default_rng(1).permutation(rewards.shape[1])
     np.testing.assert_allclose(
-        FUNCTIONS[name](rewards[:, order], mask[:, order]), FUNCTIONS[name](rewards, mask)[:, order], rtol=1e-12, atol=1e-14
+        FUNCTIONS[name](rewards[:, order], mask[:, order]),
+        FUNCTIONS[name](rewards, mask)[:, order],
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
@@ -64,13 +71,17 @@ def test_advantages_of_permuted_group_are_permuted(name):
 def test_advantages_do_not_see_a_shift_of_their_group(name):
     rewards, mask = draw()
     shift = np.random.default_rng(1).normal(size=(len(rewards), 1))
-    np.testing.assert_allclose(FUNCTIONS[name](rewards + shift, mask), FUNCTIONS[name](rewards, mask), rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(
+        FUNCTIONS[name](rewards + shift, mask), FUNCTIONS[name](rewards, mask), rtol=1e-11, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize(("name", "power"), [("grpo", 0), ("dr_grpo", 1), ("rloo", 1)])
 def test_advantages_scale_with_rewards(name, power):
     rewards, mask = draw()
-    np.testing.assert_allclose(FUNCTIONS[name](8 * rewards, mask), 8**power * FUNCTIONS[name](rewards, mask), rtol=1e-4)
+    np.testing.assert_allclose(
+        FUNCTIONS[name](8 * rewards, mask), 8**power * FUNCTIONS[name](rewards, mask), rtol=1e-4
+    )
 
 
 @every_function
@@ -92,7 +103,9 @@ def test_masked_rewards_are_not_read(name):
     assert not FUNCTIONS[name](rewards, mask)[~mask].any()
     # a masked sample is the same as no sample
     np.testing.assert_allclose(
-        FUNCTIONS[name]([[1.0, np.nan, 0.0, 3.0]], [[1, 0, 1, 1]])[0, [0, 2, 3]], FUNCTIONS[name]([[1.0, 0.0, 3.0]])[0], rtol=1e-15
+        FUNCTIONS[name]([[1.0, np.nan, 0.0, 3.0]], [[1, 0, 1, 1]])[0, [0, 2, 3]],
+        FUNCTIONS[name]([[1.0, 0.0, 3.0]])[0],
+        rtol=1e-15,
     )
 
 
@@ -116,14 +129,18 @@ def test_advantages_raise_on_other_mask_shape():
 def test_informative_groups_have_two_different_counted_rewards():
     rewards = [[1, 1, 0], [1, 1, 1], [0, 1, 1], [0, 1, 5], [0, 1, 1]]
     mask = [[1, 1, 1], [1, 1, 1], [0, 1, 1], [1, 0, 0], [1, 1, 0]]
-    np.testing.assert_array_equal(advantages.informative_groups(rewards, mask), [True, False, False, False, True])
+    np.testing.assert_array_equal(
+        advantages.informative_groups(rewards, mask), [True, False, False, False, True]
+    )
 
 
 @pytest.mark.parametrize(("max_tokens", "buffer"), [(20480, 4096), (10, 10), (7, 3)])
 def test_overlong_penalty_matches_oracle(max_tokens, buffer):
     lengths = np.unique(np.linspace(1, max_tokens + 2, 50).astype(int))
     expected = [rl_oracle.overlong(n, max_tokens, buffer) for n in lengths]
-    np.testing.assert_allclose(advantages.overlong_penalty(lengths, max_tokens, buffer), expected, rtol=1e-15, atol=0)
+    np.testing.assert_allclose(
+        advantages.overlong_penalty(lengths, max_tokens, buffer), expected, rtol=1e-15, atol=0
+    )
     assert advantages.overlong_penalty(max_tokens, max_tokens, buffer) == -1
     assert advantages.overlong_penalty(max_tokens - buffer, max_tokens, buffer) == 0
 
@@ -140,6 +157,12 @@ def test_overlong_penalty_raises_on_buffer_that_does_not_fit(buffer):
 
 @pytest.mark.parametrize("mask", [[[np.nan, 1.0, 1.0]], [[0.5, 1.0, 1.0]], [["True", "", ""]], [[2, 1, 1]]])
 def test_advantages_raise_on_a_mask_that_is_none(mask):
-    for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.reinforce_pp, advantages.informative_groups):
+    for function in (
+        advantages.grpo,
+        advantages.dr_grpo,
+        advantages.rloo,
+        advantages.reinforce_pp,
+        advantages.informative_groups,
+    ):
         with pytest.raises(ValueError, match=r"no mask: got mask .* expected true or false, or 0 and 1"):
             function([[1.0, 2.0, 3.0]], mask)

@@ -33,9 +33,22 @@ from tests.sections import algorithm_section, correction_section
 )
 def test_resolve_algorithm_defaults(name, advantage, aggregation, clips, dynamic_sampling, buffer):
     resolved = resolve_algorithm(algorithm_section(name=name), 20480)
-    assert (resolved.advantage, resolved.aggregation, (resolved.clip_low, resolved.clip_high)) == (advantage, aggregation, clips)
-    assert (resolved.dynamic_sampling, resolved.overlong_buffer_tokens, resolved.max_completion_tokens) == (dynamic_sampling, buffer, 20480)
-    assert resolved.dual_clip is None and not resolved.needs_reference and resolved.on_policy and not resolved.notes
+    assert (resolved.advantage, resolved.aggregation, (resolved.clip_low, resolved.clip_high)) == (
+        advantage,
+        aggregation,
+        clips,
+    )
+    assert (resolved.dynamic_sampling, resolved.overlong_buffer_tokens, resolved.max_completion_tokens) == (
+        dynamic_sampling,
+        buffer,
+        20480,
+    )
+    assert (
+        resolved.dual_clip is None
+        and not resolved.needs_reference
+        and resolved.on_policy
+        and not resolved.notes
+    )
     assert not resolved.bypass and not resolved.recompute and not resolved.needs_old
     hash(resolved)
 
@@ -75,11 +88,15 @@ def test_on_policy_needs_one_pass_and_one_minibatch():
 
 
 def test_resolve_algorithm_raises_on_buffer_longer_than_completion():
-    with pytest.raises(UserError, match=r"overlong_buffer_tokens=11, expected at most rollout.max_completion_tokens=10"):
+    with pytest.raises(
+        UserError, match=r"overlong_buffer_tokens=11, expected at most rollout.max_completion_tokens=10"
+    ):
         resolve_algorithm(algorithm_section(overlong_buffer_tokens=11), 10)
 
 
-@pytest.mark.parametrize(("settings", "word"), [({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1"), ({"clip_low": 1.0}, "clip_low")])
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"kl_coef": 0.1, "kl_estimator": "k1"}, "k1"), ({"clip_low": 1.0}, "clip_low")]
+)
 def test_settings_without_the_wanted_effect_are_noted(settings, word):
     (note,) = resolve_algorithm(algorithm_section(**settings), 10).notes
     assert word in note
@@ -89,8 +106,12 @@ def test_shape_rewards_adds_the_overlong_penalty():
     resolved = resolve_algorithm(algorithm_section(name="dapo"), 100)
     rewards = np.array([[1.0, 1.0, np.nan], [0.0, 1.0, 1.0]])
     lengths = np.array([[80, 90, 100], [100, 81, 1]])
-    np.testing.assert_allclose(resolved.shape_rewards(rewards, lengths), [[1.0, 0.5, np.nan], [-1.0, 0.95, 1.0]])
-    np.testing.assert_array_equal(resolve_algorithm(algorithm_section(), 100).shape_rewards(rewards, lengths), rewards)
+    np.testing.assert_allclose(
+        resolved.shape_rewards(rewards, lengths), [[1.0, 0.5, np.nan], [-1.0, 0.95, 1.0]]
+    )
+    np.testing.assert_array_equal(
+        resolve_algorithm(algorithm_section(), 100).shape_rewards(rewards, lengths), rewards
+    )
 
 
 def draw_batch():
@@ -102,7 +123,8 @@ def draw_batch():
     logprobs = -rng.exponential(1.0, shape).astype(np.float32)
     # what is not trained is not finite, so that a mask left out anywhere is seen
     noisy = lambda scale: np.where(mask, logprobs + scale * rng.normal(size=shape), np.nan).astype(np.float32)  # noqa: E731
-    log_ratio = np.zeros(shape)  # A < 0: dual clip, low clip; A > 0: inside, high clip; below, above, inside, and just outside 1.2
+    # A < 0: dual clip, low clip; A > 0: inside, high clip; below, above, inside, and just outside 1.2
+    log_ratio = np.zeros(shape)
     log_ratio[mask] = [0.6, -0.5, 0.1, 0.9, -0.9, 0.3, -0.1, 0.05, 0.22]
     batch = TrainBatch(
         token_ids=np.zeros(shape, np.int32), positions=np.zeros(shape, np.int32), segment_ids=(sequence >= 0).astype(np.int32),
@@ -115,12 +137,19 @@ def draw_batch():
 
 @functools.partial(jax.jit, static_argnames="algorithm")
 def objective_and_gradient(logprobs, batch, denominators, algorithm, entropy):
-    function = functools.partial(policy_objective, batch=batch, denominators=denominators, algorithm=algorithm, entropy=entropy)
+    function = functools.partial(
+        policy_objective, batch=batch, denominators=denominators, algorithm=algorithm, entropy=entropy
+    )
     return jax.value_and_grad(function, has_aux=True)(logprobs)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"name": "dapo"}, {"name": "dr_grpo", "kl_coef": 0.2, "dual_clip": 1.5}, {"loss_aggregation": "sequence_mean"}]
+    "settings",
+    [
+        {"name": "dapo"},
+        {"name": "dr_grpo", "kl_coef": 0.2, "dual_clip": 1.5},
+        {"loss_aggregation": "sequence_mean"},
+    ],
 )
 def test_objective_matches_oracle(settings):
     logprobs, batch = draw_batch()
@@ -134,12 +163,16 @@ def test_objective_matches_oracle(settings):
         )  # fmt: skip
 
     entropy = np.where(batch.loss_mask, 0.5, np.nan)
-    (loss, stats), gradient = objective_and_gradient(logprobs, batch, count_denominators([batch], 6), algorithm, entropy)
+    (loss, stats), gradient = objective_and_gradient(
+        logprobs, batch, count_denominators([batch], 6), algorithm, entropy
+    )
     finite = np.where(batch.loss_mask, logprobs, 0).astype(np.float64)
     np.testing.assert_allclose(loss, oracle(finite), rtol=3e-6)
     numeric = rl_oracle.central_difference(oracle, finite)
     np.testing.assert_allclose(gradient, numeric, rtol=1e-5, atol=1e-7)
-    assert stats["clipped_low_negative"] == 1 and stats["clipped_high_positive"] == (2 if settings.get("name") == "dapo" else 3)
+    assert stats["clipped_low_negative"] == 1 and stats["clipped_high_positive"] == (
+        2 if settings.get("name") == "dapo" else 3
+    )
     assert stats["clipped_dual_negative"] == int("dual_clip" in settings)
     np.testing.assert_allclose(stats["entropy_sum"], 0.5 * batch.loss_mask.sum())
     if algorithm.needs_reference:
@@ -154,7 +187,9 @@ def test_objective_without_old_logprobs_is_on_policy():
     logprobs, batch = draw_batch()
     batch = batch.replace(old_logprobs=None, ref_logprobs=None)
     algorithm = resolve_algorithm(algorithm_section(), 6)
-    (loss, stats), gradient = objective_and_gradient(logprobs, batch, count_denominators([batch], 6), algorithm, None)
+    (loss, stats), gradient = objective_and_gradient(
+        logprobs, batch, count_denominators([batch], 6), algorithm, None
+    )
     expected = -batch.advantages / batch.loss_mask.sum()
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
     np.testing.assert_allclose(loss, expected.sum(), rtol=1e-6)
@@ -164,11 +199,17 @@ def test_objective_without_old_logprobs_is_on_policy():
 def test_correction_weighs_the_policy_loss_and_not_the_kl_term():
     logprobs, batch = draw_batch()
     algorithm = resolve_algorithm(algorithm_section(kl_coef=0.2), 6)
-    weight = np.where(batch.loss_mask, np.random.default_rng(3).uniform(0, 2, batch.loss_mask.shape), np.nan).astype(np.float32)
+    weight = np.where(
+        batch.loss_mask, np.random.default_rng(3).uniform(0, 2, batch.loss_mask.shape), np.nan
+    ).astype(np.float32)
     denominators = count_denominators([batch], 6)
-    _, policy = objective_and_gradient(logprobs, batch, denominators, resolve_algorithm(algorithm_section(), 6), None)
+    _, policy = objective_and_gradient(
+        logprobs, batch, denominators, resolve_algorithm(algorithm_section(), 6), None
+    )
     _, both = objective_and_gradient(logprobs, batch, denominators, algorithm, None)
-    _, corrected = objective_and_gradient(logprobs, batch.replace(correction=weight), denominators, algorithm, None)
+    _, corrected = objective_and_gradient(
+        logprobs, batch.replace(correction=weight), denominators, algorithm, None
+    )
     expected = np.where(batch.loss_mask, weight, 0) * policy + (both - policy)
     np.testing.assert_allclose(corrected, expected, rtol=1e-5, atol=1e-7)
 
@@ -177,21 +218,32 @@ def test_objective_raises_without_reference():
     logprobs, batch = draw_batch()
     algorithm = resolve_algorithm(algorithm_section(kl_coef=0.1), 6)
     with pytest.raises(ValueError, match="ref_logprobs=None"):
-        policy_objective(logprobs, batch.replace(ref_logprobs=None), count_denominators([batch], 6), algorithm)
+        policy_objective(
+            logprobs, batch.replace(ref_logprobs=None), count_denominators([batch], 6), algorithm
+        )
 
 
 def test_documented_defaults_are_the_resolved_ones():
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     table = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2 : 2 + len(NAMES)]}
     assert list(table) == list(NAMES)
     for name, documented in table.items():
         resolved = resolve_algorithm(algorithm_section(name=name), 20480)
         assert documented["advantage"].lower().replace(".", "_") == resolved.advantage.__name__
         assert documented["loss_aggregation"] == resolved.aggregation
-        assert (float(documented["clip_low"]), float(documented["clip_high"])) == (resolved.clip_low, resolved.clip_high)
+        assert (float(documented["clip_low"]), float(documented["clip_high"])) == (
+            resolved.clip_low,
+            resolved.clip_high,
+        )
         assert documented["dynamic_sampling"] == str(resolved.dynamic_sampling).lower()
-        assert documented["overlong_buffer_tokens"].startswith("a fifth") == (resolved.overlong_buffer_tokens == 20480 // 5)
+        assert documented["overlong_buffer_tokens"].startswith("a fifth") == (
+            resolved.overlong_buffer_tokens == 20480 // 5
+        )
         assert documented["overlong_buffer_tokens"].startswith("0") == (resolved.overlong_buffer_tokens == 0)
 
 

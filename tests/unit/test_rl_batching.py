@@ -1,4 +1,6 @@
-"""Packing: what lies where, that nothing is lost or truncated, and that packed equals unpacked in loss, gradient and metrics."""
+"""Packing: what lies where, that nothing is lost or truncated, and that packed equals unpacked in loss,
+gradient and metrics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rl import losses, metrics
-from jetrl_jax.rl.batching import TrainBatch, count_denominators, pack, sample_masks, split_minibatches, unpack
+from jetrl_jax.rl.batching import (
+    TrainBatch,
+    count_denominators,
+    pack,
+    sample_masks,
+    split_minibatches,
+    unpack,
+)
 from jetrl_jax.rollout.types import Trajectory, Turn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,13 +48,17 @@ def padded(sequences, advantages):
     """The unpacked batch, one sequence a row, padding on the right, built by hand."""
     shape = (len(sequences), max(len(s.prompt_ids) + len(s.completion_ids) for s in sequences))
     rows = {name: np.zeros(shape, np.int32) for name in ("token_ids", "positions", "segment_ids")}
-    rows |= {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "inverse_length")}
+    rows |= {
+        name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "inverse_length")
+    }
     rows |= {"loss_mask": np.zeros(shape, bool), "sequence_index": np.full(shape, -1, np.int32)}
     for i, s in enumerate(sequences):
         p, n = len(s.prompt_ids), len(s.completion_ids)
         rows["token_ids"][i, : p + n] = [*s.prompt_ids, *s.completion_ids]
         for t in range(p + n):
-            rows["positions"][i, t], rows["segment_ids"][i, t], rows["sequence_index"][i, t] = t, 1, i
+            rows["positions"][i, t] = t
+            rows["segment_ids"][i, t] = 1
+            rows["sequence_index"][i, t] = i
         for t in range(n):
             rows["loss_mask"][i, p + t] = True
             rows["rollout_logprobs"][i, p + t] = s.sampled_logprobs[t]
@@ -55,13 +68,21 @@ def padded(sequences, advantages):
 
 
 def toy_logprobs(weights, batch):
-    """A causal language model of sums: what token t sees is the earlier tokens of its segment and their positions."""
+    """A causal language model of sums: what token t sees is the earlier tokens of its segment and their
+    positions.
+    """
     index = jnp.arange(batch.token_ids.shape[1])
     same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
-    seen = (same & (batch.segment_ids > 0)[:, :, None] & (index[None, None, :] <= index[None, :, None])).astype(jnp.float32)
-    state = jnp.einsum("rts,rsv->rtv", seen, weights["token"][batch.token_ids] + weights["position"][batch.positions])
+    seen = (
+        same & (batch.segment_ids > 0)[:, :, None] & (index[None, None, :] <= index[None, :, None])
+    ).astype(jnp.float32)
+    state = jnp.einsum(
+        "rts,rsv->rtv", seen, weights["token"][batch.token_ids] + weights["position"][batch.positions]
+    )
     logprobs = jax.nn.log_softmax(jnp.tanh(state), axis=-1)
-    targets = jnp.take_along_axis(logprobs[:, :-1], jnp.asarray(batch.token_ids)[:, 1:, None], axis=-1)[..., 0]
+    targets = jnp.take_along_axis(logprobs[:, :-1], jnp.asarray(batch.token_ids)[:, 1:, None], axis=-1)[
+        ..., 0
+    ]
     return jnp.pad(targets, ((0, 0), (1, 0)))  # target t is predicted from t − 1
 
 
@@ -75,9 +96,17 @@ def loss_gradient_logprobs(weights, batch, denominators):
     def loss(w):
         logprobs = toy_logprobs(w, batch)
         values, stats = losses.policy_loss(
-            logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, clip_low=0.2, clip_high=0.28, dual_clip=3.0
+            logprobs,
+            batch.rollout_logprobs,
+            batch.advantages,
+            batch.loss_mask,
+            clip_low=0.2,
+            clip_high=0.28,
+            dual_clip=3.0,
         )
-        share = functools.partial(losses.aggregate, values, batch.loss_mask, batch.inverse_length, denominators=denominators)
+        share = functools.partial(
+            losses.aggregate, values, batch.loss_mask, batch.inverse_length, denominators=denominators
+        )
         shares = jnp.stack([share(aggregation=name) for name in AGGREGATIONS])
         return shares, (shares, stats, logprobs)
 
@@ -87,15 +116,22 @@ def loss_gradient_logprobs(weights, batch, denominators):
 
 def toy_weights():
     rng = np.random.default_rng(9)
-    return {name: rng.normal(size=(n, VOCABULARY)).astype(np.float32) for name, n in (("token", VOCABULARY), ("position", 16))}
+    return {
+        name: rng.normal(size=(n, VOCABULARY)).astype(np.float32)
+        for name, n in (("token", VOCABULARY), ("position", 16))
+    }
 
 
 def everything(batches, denominators):
     """Loss, gradient and sums added over microbatches, and the mismatch metrics of all of them."""
     results = [loss_gradient_logprobs(toy_weights(), b, denominators) for b in batches]
-    total = jax.tree.map(lambda *parts: sum(np.asarray(p, np.float64) for p in parts), *[r[:3] for r in results])
+    total = jax.tree.map(
+        lambda *parts: sum(np.asarray(p, np.float64) for p in parts), *[r[:3] for r in results]
+    )
     names = ("rollout_logprobs", "loss_mask", "sequence_index")
-    mismatch = metrics.mismatch_metrics([r[3] for r in results], *([getattr(b, name) for b in batches] for name in names))
+    mismatch = metrics.mismatch_metrics(
+        [r[3] for r in results], *([getattr(b, name) for b in batches] for name in names)
+    )
     return total, mismatch
 
 
@@ -104,7 +140,9 @@ def relayed(batches):
     found = {}
     for b in batches:
         for r, t in zip(*np.nonzero(b.segment_ids), strict=True):
-            token = tuple(int(array[r, t]) for array in (b.segment_ids, b.positions, b.token_ids, b.loss_mask))
+            token = tuple(
+                int(array[r, t]) for array in (b.segment_ids, b.positions, b.token_ids, b.loss_mask)
+            )
             found.setdefault(int(b.sequence_index[r, t]), []).append(token)
     return found
 
@@ -124,12 +162,20 @@ def test_pack_places_every_token_once(row_tokens, microbatch_tokens):
         assert [trained for *_, trained in found[i]] == [False] * p + [True] * n
     for b in batches:
         padding = b.segment_ids == 0
-        assert (b.sequence_index[padding] == -1).all() and not b.loss_mask[padding].any() and not b.loss_mask[b.positions == 0].any()
+        assert (
+            (b.sequence_index[padding] == -1).all()
+            and not b.loss_mask[padding].any()
+            and not b.loss_mask[b.positions == 0].any()
+        )
         for name in ("rollout_logprobs", "advantages", "inverse_length"):
             assert not getattr(b, name)[~b.loss_mask].any() and getattr(b, name).dtype == np.float32
         for row in b.segment_ids:  # 1 1 1 2 2 … 0 0
             used = row[row > 0]
-            assert (row[: len(used)] > 0).all() and (np.diff(used, prepend=0) <= 1).all() and (np.diff(used) >= 0).all()
+            assert (
+                (row[: len(used)] > 0).all()
+                and (np.diff(used, prepend=0) <= 1).all()
+                and (np.diff(used) >= 0).all()
+            )
         np.testing.assert_array_equal(b.advantages[b.loss_mask], advantages[b.sequence_index[b.loss_mask]])
 
 
@@ -152,7 +198,11 @@ def test_minibatches_with_global_denominators_add_up_to_the_batch():
     whole = pack(sequences, advantages, mask, 20, 60)
     denominators = count_denominators(whole, MAX_COMPLETION)
     reference, _ = everything(whole, denominators)
-    parts = [b for indices in split_minibatches([4] * 4, 3, seed=5) for b in pack(sequences, advantages, mask, 20, 60, indices=indices)]
+    parts = [
+        b
+        for indices in split_minibatches([4] * 4, 3, seed=5)
+        for b in pack(sequences, advantages, mask, 20, 60, indices=indices)
+    ]
     total, _ = everything(parts, denominators)
     chex.assert_trees_all_close(total, reference, rtol=1e-5, atol=1e-6)
 
@@ -163,10 +213,18 @@ def test_masked_trajectories_are_as_if_absent():
     impossible = sampled([], [1] * 99, [np.nan] * 99)
     spoiled = [s if kept else impossible for s, kept in zip(sequences, mask, strict=True)]
     batches = pack(spoiled, np.where(mask, advantages, np.nan), mask, 20, 60)
-    absent = pack([s for s, kept in zip(sequences, mask, strict=True) if kept], advantages[mask], np.ones(mask.sum(), bool), 20, 60)
+    absent = pack(
+        [s for s, kept in zip(sequences, mask, strict=True) if kept],
+        advantages[mask],
+        np.ones(mask.sum(), bool),
+        20,
+        60,
+    )
     assert len(batches) == len(absent)
     for b, a in zip(batches, absent, strict=True):
-        renumbered = b.replace(sequence_index=np.where(b.sequence_index >= 0, np.cumsum(mask)[b.sequence_index] - 1, -1))
+        renumbered = b.replace(
+            sequence_index=np.where(b.sequence_index >= 0, np.cumsum(mask)[b.sequence_index] - 1, -1)
+        )
         chex.assert_trees_all_equal(renumbered, a)
     assert count_denominators(batches, MAX_COMPLETION) == count_denominators(absent, MAX_COMPLETION)
 
@@ -234,7 +292,15 @@ def test_unpack_inverts_pack():
     assert len(recovered) == 17 and len(recovered[4]) == 0
     for i in np.nonzero(mask)[0]:
         np.testing.assert_array_equal(recovered[i], logprobs[i])
-    again = pack(sequences, advantages, mask, 14, 28, old_logprobs=[*recovered[:4], logprobs[4], *recovered[5:]], ref_logprobs=logprobs)
+    again = pack(
+        sequences,
+        advantages,
+        mask,
+        14,
+        28,
+        old_logprobs=[*recovered[:4], logprobs[4], *recovered[5:]],
+        ref_logprobs=logprobs,
+    )
     for b in again:
         np.testing.assert_array_equal(b.old_logprobs, b.rollout_logprobs)
         np.testing.assert_array_equal(b.ref_logprobs, b.rollout_logprobs)
@@ -249,7 +315,9 @@ def test_train_batch_is_a_pytree_that_compiles_once():
     def count(batch, denominators):
         return batch.loss_mask.sum(dtype=jnp.float32) / denominators.tokens
 
-    batches = pack(sequences, advantages, np.ones(17, bool), 20, 40) + pack(sequences[:3], advantages[:3], np.ones(3, bool), 20, 40)
+    batches = pack(sequences, advantages, np.ones(17, bool), 20, 40) + pack(
+        sequences[:3], advantages[:3], np.ones(3, bool), 20, 40
+    )
     assert len(batches) > 3
     for b in batches:
         count(b, count_denominators([b], MAX_COMPLETION))
@@ -262,7 +330,9 @@ def test_split_minibatches_keeps_groups_whole(num_prompts, minibatches):
     prompts = [np.unique(part // 3) for part in parts]
     assert [3 * len(p) for p in prompts] == [len(part) for part in parts]
     assert max(map(len, prompts)) - min(map(len, prompts)) <= 1
-    for part, again in zip(parts, split_minibatches([3] * num_prompts, minibatches, seed=(1, 2, 3)), strict=True):
+    for part, again in zip(
+        parts, split_minibatches([3] * num_prompts, minibatches, seed=(1, 2, 3)), strict=True
+    ):
         np.testing.assert_array_equal(part, again)
 
 
@@ -271,13 +341,19 @@ def test_split_minibatches_of_groups_of_any_size():
     parts = split_minibatches(sizes, 2, seed=4)
     owner = np.repeat(np.arange(4), sizes)
     assert sorted(np.concatenate(parts).tolist()) == list(range(11))
-    assert all(np.count_nonzero(owner[part] == group) in (0, size) for part in parts for group, size in enumerate(sizes))
+    assert all(
+        np.count_nonzero(owner[part] == group) in (0, size)
+        for part in parts
+        for group, size in enumerate(sizes)
+    )
 
 
 def test_split_minibatches_shuffles_by_seed():
     parts = [split_minibatches([2] * 32, 4, seed=seed)[0].tolist() for seed in range(3)]
     assert parts[0] != parts[1] != parts[2]
-    assert split_minibatches([2] * 4, 1, seed=0)[0].tolist() == split_minibatches([2] * 4, 1, seed=1)[0].tolist()
+    assert (
+        split_minibatches([2] * 4, 1, seed=0)[0].tolist() == split_minibatches([2] * 4, 1, seed=1)[0].tolist()
+    )
 
 
 def test_split_minibatches_of_few_prompts_has_one_part_each():
@@ -299,7 +375,9 @@ def test_sample_masks_of_failed_and_truncated_samples():
 
 
 def one(prompt=2, completion=3):
-    return [sampled(np.ones(prompt, np.int32), np.ones(completion, np.int32), np.zeros(completion, np.float32))]
+    return [
+        sampled(np.ones(prompt, np.int32), np.ones(completion, np.int32), np.zeros(completion, np.float32))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +406,13 @@ def one(prompt=2, completion=3):
     ],
 )
 def test_pack_raises_on_what_does_not_fit(changes, message):
-    arguments = {"trajectories": one(), "advantages": [1.0], "mask": [True], "row_tokens": 8, "microbatch_tokens": 8}
+    arguments = {
+        "trajectories": one(),
+        "advantages": [1.0],
+        "mask": [True],
+        "row_tokens": 8,
+        "microbatch_tokens": 8,
+    }
     assert len(pack(**arguments)) == 1
     with pytest.raises(ValueError, match=message):
         pack(**(arguments | changes))
@@ -340,11 +424,20 @@ def test_pack_names_every_problem_at_once():
 
 
 def episode():
-    """Two turns of the policy with an observation between: prompt 7, sampled 1 2, observed 8 9, sampled 3 4."""
-    turns = (Turn(0, 1, "prompt"), Turn(1, 3, "policy", "stop"), Turn(3, 5, "environment"), Turn(5, 7, "policy", "length"))
+    """Two turns of the policy with an observation between: prompt 7, sampled 1 2, observed 8 9,
+    sampled 3 4.
+    """
+    turns = (
+        Turn(0, 1, "prompt"),
+        Turn(1, 3, "policy", "stop"),
+        Turn(3, 5, "environment"),
+        Turn(5, 7, "policy", "length"),
+    )
     logprobs = np.array([0, -0.1, -0.2, 0, 0, -0.3, -0.4], np.float32)
     mask = np.array([0, 1, 1, 0, 0, 1, 1], bool)
-    return Trajectory(3, np.array([7, 1, 2, 8, 9, 3, 4], np.int32), mask, logprobs, turns, ((1, 3, 4), (5, 7, 6)))
+    return Trajectory(
+        3, np.array([7, 1, 2, 8, 9, 3, 4], np.int32), mask, logprobs, turns, ((1, 3, 4), (5, 7, 6))
+    )
 
 
 def test_a_trajectory_of_turns_tells_its_parts():
@@ -369,7 +462,10 @@ def test_only_sampled_tokens_are_trained():
         False,
         False,
     ]
-    assert batch.old_logprobs[0].tolist() == [0, -1, -2, 0, 0, -3, -4, 0, 0] and batch.inverse_length[0, 1] == 0.25
+    assert (
+        batch.old_logprobs[0].tolist() == [0, -1, -2, 0, 0, -3, -4, 0, 0]
+        and batch.inverse_length[0, 1] == 0.25
+    )
     assert count_denominators(micro, 9).tokens == 4
     np.testing.assert_array_equal(unpack(micro, [batch.old_logprobs], 1)[0], [-1, -2, -3, -4])
     kept = pack([episode()], [2.0], [True], 9, 9, keep=[[True, False, True, True]])[0]
@@ -383,7 +479,9 @@ def test_advantages_may_differ_within_a_trajectory():
 
 @pytest.mark.parametrize("microbatch_tokens", [4, 12])
 def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
-    """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7, sequence mean (2*2 + 2) / 3."""
+    """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7,
+    sequence mean (2*2 + 2) / 3.
+    """
     values = [[1.0, 3.0], [2.0], [5.0, 1.0, 0.0]]
     drawn = [sampled([1], np.ones(len(v), np.int32), v) for v in values]
     micro = pack(drawn, np.ones(3), np.ones(3, bool), 4, microbatch_tokens, exposure=[2, 0, 1])
@@ -394,7 +492,12 @@ def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
         share = sum(
             float(
                 losses.aggregate(
-                    b.rollout_logprobs, b.loss_mask, b.inverse_length, aggregation=aggregation, denominators=counts, exposure=b.exposure
+                    b.rollout_logprobs,
+                    b.loss_mask,
+                    b.inverse_length,
+                    aggregation=aggregation,
+                    denominators=counts,
+                    exposure=b.exposure,
                 )
             )
             for b in micro
@@ -410,15 +513,27 @@ def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
         ({"logprobs": np.zeros(2, np.float32)}, r"logprobs float32 \(2,\), expected float32 \(7,\)"),
         ({"logprobs": np.full(7, -0.5, np.float32)}, "logprobs of tokens that were not sampled"),
         ({"token_ids": np.arange(7.0)}, "token_ids float64"),
-        ({"turns": (Turn(0, 1, "prompt"), Turn(2, 7, "policy", "stop"))}, r"turns .*, expected them to divide 0 to 7"),
-        ({"turns": (Turn(0, 6, "prompt"), Turn(6, 3, "policy", "stop"), Turn(3, 7, "policy", "stop"))}, "expected them to divide"),
+        (
+            {"turns": (Turn(0, 1, "prompt"), Turn(2, 7, "policy", "stop"))},
+            r"turns .*, expected them to divide 0 to 7",
+        ),
+        (
+            {"turns": (Turn(0, 6, "prompt"), Turn(6, 3, "policy", "stop"), Turn(3, 7, "policy", "stop"))},
+            "expected them to divide",
+        ),
         ({"turns": (Turn(0, 7, "policy", "stop"),)}, "turns of policy, expected a prompt first"),
-        ({"turns": (Turn(0, 7, "prompt"),)}, "turns of prompt, expected a prompt first and at least one of the policy"),
+        (
+            {"turns": (Turn(0, 7, "prompt"),)},
+            "turns of prompt, expected a prompt first and at least one of the policy",
+        ),
         ({"turns": (Turn(0, 1, "prompt"), Turn(1, 7, "policy"))}, "finish reasons that are not those"),
         ({"versions": ((1, 3, 4),)}, "that leave out sampled tokens"),
         ({"versions": ((-6, 7, 1),)}, "expected stretches within 0 to 7"),
         ({"versions": ((5, 7, 1), (1, 3, 2))}, "expected stretches within 0 to 7, in order"),
-        ({"sampled": np.ones(7, bool), "versions": ((0, 7, 0),)}, "sampled tokens outside the policy's turns"),
+        (
+            {"sampled": np.ones(7, bool), "versions": ((0, 7, 0),)},
+            "sampled tokens outside the policy's turns",
+        ),
     ],
 )
 def test_a_trajectory_whose_parts_do_not_fit_is_refused(changes, message):
@@ -458,7 +573,13 @@ def test_pack_takes_a_mask_of_zeros_and_ones():
 def test_counts_and_parts_raise_on_what_does_not_fit():
     (batch,) = pack(of_lengths((2, 3), (1, 1)), np.ones(2), np.ones(2, bool), 8, 16)
     values = batch.rollout_logprobs
-    for given, count in ([values[:, :5]], 2), ([values.T], 2), ([], 2), ([values], 1), ([np.ones((*values.shape, 3))], 2):
+    for given, count in (
+        ([values[:, :5]], 2),
+        ([values.T], 2),
+        ([], 2),
+        ([values], 1),
+        ([np.ones((*values.shape, 3))], 2),
+    ):
         with pytest.raises(ValueError, match="unpack: values do not fit"):
             unpack([batch], given, count)
     for batches, longest in ([], 3), ([batch], 0):
@@ -471,7 +592,10 @@ def test_counts_and_parts_raise_on_what_does_not_fit():
 
 def of_lengths(*lengths):
     """Trajectories of (prompt, completion) lengths."""
-    return [Trajectory.of_completion(i, np.arange(p) + 1, np.arange(c), np.full(c, -1.0), "stop", 0) for i, (p, c) in enumerate(lengths)]
+    return [
+        Trajectory.of_completion(i, np.arange(p) + 1, np.arange(c), np.full(c, -1.0), "stop", 0)
+        for i, (p, c) in enumerate(lengths)
+    ]
 
 
 def test_a_trajectory_raises_on_turns_that_are_none():

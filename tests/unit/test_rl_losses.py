@@ -26,10 +26,14 @@ MAX_TOKENS = 9
 
 
 def draw(seed=0, rows=4, tokens=12):
-    """Log-probabilities, old ones with ratios from 1e-9 to 1e9, advantages, a mask, and sequences of 3, 4 and 5 tokens."""
+    """Log-probabilities, old ones with ratios from 1e-9 to 1e9, advantages, a mask, and sequences of 3,
+    4 and 5 tokens.
+    """
     rng = np.random.default_rng(seed)
     logprobs = -rng.exponential(2.0, (rows, tokens))
-    delta = rng.choice([0.0, 0.1, 0.4, 1.5, 21.0], (rows, tokens), p=[0.1, 0.3, 0.3, 0.25, 0.05]) * rng.choice([-1, 1], (rows, tokens))
+    delta = rng.choice(
+        [0.0, 0.1, 0.4, 1.5, 21.0], (rows, tokens), p=[0.1, 0.3, 0.3, 0.25, 0.05]
+    ) * rng.choice([-1, 1], (rows, tokens))
     old = logprobs - delta - 0.01 * rng.normal(size=(rows, tokens))
     lengths = np.tile([3, 4, 5], rows)
     sequence = np.repeat(np.arange(len(lengths)), lengths).reshape(rows, tokens)
@@ -52,7 +56,18 @@ def draw(seed=0, rows=4, tokens=12):
 
 
 def whole_loss(
-    logprobs, old, advantages, mask, inverse, denominators, ref, *, clip="dual", aggregation="token_mean", kl_coef=0.0, estimator="k3"
+    logprobs,
+    old,
+    advantages,
+    mask,
+    inverse,
+    denominators,
+    ref,
+    *,
+    clip="dual",
+    aggregation="token_mean",
+    kl_coef=0.0,
+    estimator="k3",
 ):
     value, stats = losses.policy_loss(logprobs, old, advantages, mask, **CLIPS[clip])
     if kl_coef:
@@ -78,14 +93,18 @@ def tokens_and_gradient(logprobs, old, advantages, mask, clip="dual"):
 
 
 def arguments(case):
-    return [case[name] for name in ("logprobs", "old", "advantages", "mask", "inverse", "denominators", "ref")]
+    return [
+        case[name] for name in ("logprobs", "old", "advantages", "mask", "inverse", "denominators", "ref")
+    ]
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 def test_policy_loss_matches_oracle_in_value_and_gradient(clip):
     case = draw()
     with jax.enable_x64(True):
-        token_loss, _, gradient = tokens_and_gradient(*[case[n] for n in ("logprobs", "old", "advantages", "mask")], clip=clip)
+        token_loss, _, gradient = tokens_and_gradient(
+            *[case[n] for n in ("logprobs", "old", "advantages", "mask")], clip=clip
+        )
     expected, slope = np.zeros((2, *case["mask"].shape))
     for place in zip(*np.nonzero(case["mask"]), strict=True):
         point = (case["logprobs"][place], case["old"][place], case["advantages"][place])
@@ -131,11 +150,15 @@ def test_gspo_matches_its_objective_over_sequences(seed):
     clip = {"clip_low": 0.05, "clip_high": 0.08}
 
     def oracle(logprobs):
-        return rl_oracle.gspo(logprobs, case["old"], case["advantages"], case["mask"], case["sequence"], **clip)
+        return rl_oracle.gspo(
+            logprobs, case["old"], case["advantages"], case["mask"], case["sequence"], **clip
+        )
 
     def ours(logprobs):
         sequences = losses.Sequences(segments, case["inverse"])
-        value, stats = losses.policy_loss(logprobs, case["old"], case["advantages"], case["mask"], **clip, sequences=sequences)
+        value, stats = losses.policy_loss(
+            logprobs, case["old"], case["advantages"], case["mask"], **clip, sequences=sequences
+        )
         settings = {"aggregation": "sequence_mean", "denominators": case["denominators"]}
         return losses.aggregate(value, case["mask"], case["inverse"], **settings), stats
 
@@ -162,16 +185,26 @@ def test_cispo_weighs_every_token_by_its_clipped_ratio(clip):
         (_, (value, stats)), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(case["logprobs"])
     expected = np.zeros(case["mask"].shape)
     for place in zip(*np.nonzero(case["mask"]), strict=True):
-        expected[place] = rl_oracle.cispo_gradient(case["logprobs"][place], case["old"][place], case["advantages"][place], **clip)
+        expected[place] = rl_oracle.cispo_gradient(
+            case["logprobs"][place], case["old"][place], case["advantages"][place], **clip
+        )
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
-    np.testing.assert_allclose(value, np.where(case["mask"], expected * np.where(case["mask"], case["logprobs"], 0), 0), rtol=1e-12)
-    assert (gradient != 0)[case["mask"] & (case["advantages"] != 0)].all() and stats["clipped_high_positive"] > 0
+    np.testing.assert_allclose(
+        value, np.where(case["mask"], expected * np.where(case["mask"], case["logprobs"], 0), 0), rtol=1e-12
+    )
+    assert (gradient != 0)[case["mask"] & (case["advantages"] != 0)].all() and stats[
+        "clipped_high_positive"
+    ] > 0
 
 
 def test_whole_loss_in_float32_is_close_to_float64():
     case = draw(2)
-    case["old"] = np.maximum(case["old"], case["logprobs"] - 3)  # without ratios of 1e9, whose sum hides all else
-    f32 = jax.tree.map(lambda a: a.astype(np.float32) if a.dtype == np.float64 else a, jax.tree.map(np.asarray, arguments(case)))
+    # without ratios of 1e9, whose sum hides all else
+    case["old"] = np.maximum(case["old"], case["logprobs"] - 3)
+    f32 = jax.tree.map(
+        lambda a: a.astype(np.float32) if a.dtype == np.float64 else a,
+        jax.tree.map(np.asarray, arguments(case)),
+    )
     (value, _), gradient = value_and_gradient(*f32, kl_coef=0.1)
     with jax.enable_x64(True):
         f64 = jax.tree.map(lambda a: a.astype(np.float64) if a.dtype == np.float32 else a, f32)
@@ -210,14 +243,19 @@ def test_statistics_count_what_the_oracle_counts():
         np.testing.assert_allclose(stats[name], value, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("estimator", "aggregation"), [("k1", "token_mean"), ("k2", "token_mean"), ("k3", "sequence_mean")])
+@pytest.mark.parametrize(
+    ("estimator", "aggregation"), [("k1", "token_mean"), ("k2", "token_mean"), ("k3", "sequence_mean")]
+)
 def test_masked_nonfinite_values_change_neither_loss_nor_gradient(estimator, aggregation):
     case = draw(4)
     spoiled = dict(case)
     for i, name in enumerate(("logprobs", "old", "advantages", "ref", "inverse")):
         bad = np.resize(np.roll([-np.inf, np.nan, np.inf, 1e30], i), case["mask"].shape)
         spoiled[name] = np.where(case["mask"], case[name], bad)
-    clean, dirty = (value_and_gradient(*arguments(c), kl_coef=0.1, estimator=estimator, aggregation=aggregation) for c in (case, spoiled))
+    clean, dirty = (
+        value_and_gradient(*arguments(c), kl_coef=0.1, estimator=estimator, aggregation=aggregation)
+        for c in (case, spoiled)
+    )
     chex.assert_trees_all_equal(clean, dirty)
     assert np.isfinite(clean[1]).all() and not np.asarray(clean[1])[~case["mask"]].any()
 
@@ -253,11 +291,16 @@ def test_microbatches_add_up_to_the_batch(rows, aggregation):
     # every part padded to four rows: one compiled program, as in training
     parts = []
     for first, last in itertools.pairwise(edges):
-        part = {n: np.zeros_like(case[n]) for n in names} | {"ref": np.zeros_like(case["ref"]), "denominators": case["denominators"]}
+        part = {n: np.zeros_like(case[n]) for n in names} | {
+            "ref": np.zeros_like(case["ref"]),
+            "denominators": case["denominators"],
+        }
         for n in (*names, "ref"):
             part[n][: last - first] = case[n][first:last]
         parts.append(part)
-    (whole, whole_stats), whole_gradient = value_and_gradient(*arguments(case), kl_coef=0.1, aggregation=aggregation)
+    (whole, whole_stats), whole_gradient = value_and_gradient(
+        *arguments(case), kl_coef=0.1, aggregation=aggregation
+    )
     pieces = [value_and_gradient(*arguments(part), kl_coef=0.1, aggregation=aggregation) for part in parts]
     np.testing.assert_allclose(sum(p[0][0] for p in pieces), whole, rtol=1e-5)
     gradient = np.concatenate([np.asarray(p[1])[:n] for p, n in zip(pieces, rows, strict=True)])
@@ -286,15 +329,26 @@ def test_kl_penalty_has_the_documented_expected_gradient(estimator, expectation)
 
     def expected_penalty(x, weights):
         logprobs = jax.nn.log_softmax(x)
-        return (weights * losses.kl_penalty(logprobs, jax.nn.log_softmax(ref_logits), jnp.ones(11, bool), estimator=estimator)).sum()
+        return (
+            weights
+            * losses.kl_penalty(
+                logprobs, jax.nn.log_softmax(ref_logits), jnp.ones(11, bool), estimator=estimator
+            )
+        ).sum()
 
     def divergence(x):
         p, q = jax.nn.log_softmax(x), jax.nn.log_softmax(ref_logits)
-        return {"zero": 0.0 * x[0], "reverse": (jnp.exp(p) * (p - q)).sum(), "forward": (jnp.exp(q) * (q - p)).sum()}[expectation]
+        return {
+            "zero": 0.0 * x[0],
+            "reverse": (jnp.exp(p) * (p - q)).sum(),
+            "forward": (jnp.exp(q) * (q - p)).sum(),
+        }[expectation]
 
     with jax.enable_x64(True):
         logits, ref_logits = jnp.asarray(logits), jnp.asarray(ref_logits)
-        gradient, expected = jax.jit(lambda x: (jax.grad(expected_penalty)(x, jax.nn.softmax(x)), jax.grad(divergence)(x)))(logits)
+        gradient, expected = jax.jit(
+            lambda x: (jax.grad(expected_penalty)(x, jax.nn.softmax(x)), jax.grad(divergence)(x))
+        )(logits)
     np.testing.assert_allclose(gradient, expected, atol=1e-15, rtol=1e-12)
 
 

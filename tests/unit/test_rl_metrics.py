@@ -27,11 +27,14 @@ def flat(old, rollout):
 @pytest.mark.parametrize("scale", [1e-6, 0.1, 0.7, 30.0])
 def test_mismatch_metrics_match_oracle(scale):
     old, rollout = draw(scale=scale)
-    rollout = [np.clip(r, o - 19, None) for o, r in zip(old, rollout, strict=True)]  # the oracle's k3 in its plain form
+    # the oracle's k3 in its plain form
+    rollout = [np.clip(r, o - 19, None) for o, r in zip(old, rollout, strict=True)]
     expected = rl_oracle.mismatch(old, rollout) if scale < 30 else None
     got = metrics.mismatch_metrics(*flat(old, rollout))
     if expected is None:  # ratios up to e^20: finite, and bad
-        assert all(np.isfinite(value) for value in got.values()) and got["mismatch/token_mult_prob_error"] > 1.05
+        assert (
+            all(np.isfinite(value) for value in got.values()) and got["mismatch/token_mult_prob_error"] > 1.05
+        )
     else:
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
@@ -57,11 +60,15 @@ def test_mismatch_metrics_do_not_see_packing_order_or_masked_tokens():
     rng = np.random.default_rng(1)
     order = rng.permutation(len(arrays[0]))  # also splits every sequence
     size = 2 * 3 * -(-len(order) // 3)
-    packed = [np.full(size, fill, a.dtype) for fill, a in zip((np.nan, -np.inf, False, -1), arrays, strict=True)]
+    packed = [
+        np.full(size, fill, a.dtype) for fill, a in zip((np.nan, -np.inf, False, -1), arrays, strict=True)
+    ]
     places = np.sort(rng.permutation(size)[: len(order)])
     for p, a in zip(packed, arrays, strict=True):
         p[places] = a[order]
-    assert metrics.mismatch_metrics(*[p.reshape(2, 3, -1) for p in packed]) == pytest.approx(expected, rel=1e-12)
+    assert metrics.mismatch_metrics(*[p.reshape(2, 3, -1) for p in packed]) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_mismatch_of_no_tokens_is_empty():
@@ -133,7 +140,9 @@ def test_length_metrics_by_hand():
 def test_every_metric_is_declared():
     emitted = set(metrics.mismatch_metrics(*flat(*draw())))
     emitted |= set(metrics.loss_metrics(SUMS | {"kl_sum": 2.0, "entropy_sum": 3.0}))
-    emitted |= set(metrics.reward_metrics([[0, 1]], [[1, 1]])) | set(metrics.length_metrics([1], [1], ["stop"]))
+    emitted |= set(metrics.reward_metrics([[0, 1]], [[1, 1]])) | set(
+        metrics.length_metrics([1], [1], ["stop"])
+    )
     lr = [np.log([0.5, 0.3])], [np.log([0.4, 0.3])]
     emitted |= set(correct(correction_section(weight="token_truncate"), *lr, np.ones(1, bool)).metrics)
     assert emitted == set(metrics.METRICS)

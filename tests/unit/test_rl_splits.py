@@ -1,4 +1,6 @@
-"""The objective of every algorithm and aggregation, split over microbatches and devices, against the float64 oracle of the whole."""
+"""The objective of every algorithm and aggregation, split over microbatches and devices,
+against the float64 oracle of the whole.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,28 @@ SETTINGS = {
 
 
 def draw() -> tuple[list[Trajectory], np.ndarray, dict[str, np.ndarray]]:
-    """Trajectories, advantages [N] (some zero, as of a group of equal rewards), and token values [N, LONGEST], one-token answers too."""
+    """Trajectories, advantages [N] (some zero, as of a group of equal rewards), and token values [N,
+    LONGEST], one-token answers too.
+    """
     rng = np.random.default_rng(4)
     lengths = [1, 1, LONGEST, *rng.integers(1, LONGEST + 1, COUNT - 3)]
     now = -rng.exponential(1.5, (COUNT, LONGEST))
-    values = {"now": now, "old": now + 0.3 * rng.normal(size=now.shape), "ref": now + 0.3 * rng.normal(size=now.shape)}
+    values = {
+        "now": now,
+        "old": now + 0.3 * rng.normal(size=now.shape),
+        "ref": now + 0.3 * rng.normal(size=now.shape),
+    }
     values["mask"] = np.arange(LONGEST) < np.array(lengths)[:, None]
     values["weight"] = rng.uniform(0.5, 1.5, now.shape)
     trajectories = [
-        Trajectory.of_completion(i, np.ones(rng.integers(1, 6), np.int32), np.ones(n, np.int32), np.zeros(n, np.float32), "length", 0)
+        Trajectory.of_completion(
+            i,
+            np.ones(rng.integers(1, 6), np.int32),
+            np.ones(n, np.int32),
+            np.zeros(n, np.float32),
+            "length",
+            0,
+        )
         for i, n in enumerate(lengths)
     ]
     advantages = rng.normal(size=COUNT)
@@ -45,8 +60,16 @@ def draw() -> tuple[list[Trajectory], np.ndarray, dict[str, np.ndarray]]:
     return trajectories, advantages, values
 
 
-def oracle(name: str, aggregation: str, advantages: np.ndarray, values: dict[str, np.ndarray], algorithm: ResolvedAlgorithm) -> float:
-    """The whole loss in float64; CISPO's clipped ratio is that of `values["fixed"]`, as it has no gradient."""
+def oracle(
+    name: str,
+    aggregation: str,
+    advantages: np.ndarray,
+    values: dict[str, np.ndarray],
+    algorithm: ResolvedAlgorithm,
+) -> float:
+    """The whole loss in float64; CISPO's clipped ratio is that of `values["fixed"]`,
+    as it has no gradient.
+    """
     token = np.zeros((COUNT, LONGEST))
     clips = (algorithm.clip_low, algorithm.clip_high)
     for i in range(COUNT):
@@ -89,20 +112,35 @@ def rows(batch: TrainBatch, trajectories: list[Trajectory], values: np.ndarray, 
 
 
 def program(settings: dict[str, object], devices: int):
-    """(logprobs, batch, denominators) -> (losses [3], gradients [3, R, T]) as `devices` devices compute them, each from its rows."""
-    algorithms = [resolve_algorithm(algorithm_section(**settings, loss_aggregation=name), LONGEST) for name in AGGREGATIONS]
+    """(logprobs, batch, denominators) -> (losses [3], gradients [3, R, T])
+    as `devices` devices compute them, each from its rows.
+    """
+    algorithms = [
+        resolve_algorithm(algorithm_section(**settings, loss_aggregation=name), LONGEST)
+        for name in AGGREGATIONS
+    ]
 
     def shares(now: jax.Array, batch: TrainBatch, denominators: object) -> tuple[jax.Array, jax.Array]:
         def losses(now: jax.Array) -> tuple[jax.Array, jax.Array]:
-            values = jnp.stack([policy_objective(now, batch, denominators, algorithm)[0] for algorithm in algorithms])
+            values = jnp.stack(
+                [policy_objective(now, batch, denominators, algorithm)[0] for algorithm in algorithms]
+            )
             return values, values
 
         gradient, value = jax.jacrev(losses, has_aux=True)(now)
         return jax.lax.psum(value, "rows"), gradient
 
-    mesh, split, whole = Mesh(np.array(jax.devices()[:devices]), ("rows",)), PartitionSpec("rows"), PartitionSpec()
+    mesh, split, whole = (
+        Mesh(np.array(jax.devices()[:devices]), ("rows",)),
+        PartitionSpec("rows"),
+        PartitionSpec(),
+    )
     mapped = jax.shard_map(
-        shares, mesh=mesh, in_specs=(split, split, whole), out_specs=(whole, PartitionSpec(None, "rows")), check_vma=False
+        shares,
+        mesh=mesh,
+        in_specs=(split, split, whole),
+        out_specs=(whole, PartitionSpec(None, "rows")),
+        check_vma=False,
     )
     return jax.jit(mapped)
 
@@ -110,14 +148,25 @@ def program(settings: dict[str, object], devices: int):
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("microbatch_rows", [4, 8, 16])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_aggregation_adds_up_over_microbatches_and_devices(name: str, microbatch_rows: int, devices: int) -> None:
+def test_every_aggregation_adds_up_over_microbatches_and_devices(
+    name: str, microbatch_rows: int, devices: int
+) -> None:
     trajectories, advantages, values = draw()
     correction = (
-        None if name == "gspo" else [row[mask].astype(np.float32) for row, mask in zip(values["weight"], values["mask"], strict=True)]
+        None
+        if name == "gspo"
+        else [
+            row[mask].astype(np.float32) for row, mask in zip(values["weight"], values["mask"], strict=True)
+        ]
     )
     row_tokens = LONGEST + 6
     batches = pack(
-        trajectories, advantages.astype(np.float32), np.ones(COUNT, bool), row_tokens, microbatch_rows * row_tokens, correction=correction
+        trajectories,
+        advantages.astype(np.float32),
+        np.ones(COUNT, bool),
+        row_tokens,
+        microbatch_rows * row_tokens,
+        correction=correction,
     )
     denominators, run = count_denominators(batches, LONGEST), program(SETTINGS[name], devices)
     total, gradient = np.zeros(3), np.zeros((3, COUNT, LONGEST))
@@ -129,7 +178,9 @@ def test_every_aggregation_adds_up_over_microbatches_and_devices(name: str, micr
         total += np.asarray(loss, np.float64)
         for r, t in zip(*np.nonzero(batch.loss_mask), strict=True):
             i = batch.sequence_index[r, t]
-            gradient[:, i, batch.positions[r, t] - len(trajectories[i].prompt_ids)] += np.asarray(slope)[:, r, t]
+            gradient[:, i, batch.positions[r, t] - len(trajectories[i].prompt_ids)] += np.asarray(slope)[
+                :, r, t
+            ]
         assert not np.asarray(slope)[:, ~batch.loss_mask].any()
     for k, aggregation in enumerate(AGGREGATIONS):
         value, slope = expected(name, aggregation)

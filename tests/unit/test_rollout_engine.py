@@ -1,7 +1,8 @@
 """Scheduling, stopping, errors and compilation of the embedded engine, on a model whose answers are known.
 
-The countdown model has attention and MLP switched off and a head that makes token t - 1 follow token t with certainty: a
-prompt ending in t continues t - 1, t - 2, ... down to the stop token 1.  So every completion is known without any oracle.
+The countdown model has attention and MLP switched off and a head that makes token t - 1 follow token t with
+certainty: a prompt ending in t continues t - 1, t - 2, ... down to the stop token 1.  So every completion is
+  known without any oracle.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def check(trajectories: list[Trajectory], requests: list[Request], max_tokens: i
 def test_any_number_of_requests_is_answered_in_order(shared: JaxEngine, count: int) -> None:
     lasts = np.random.default_rng(count).integers(2, 40, count)
     lengths = np.random.default_rng(count + 1).integers(1, 13, count)
-    requests = [request(int(last), int(length), 100 - i) for i, (last, length) in enumerate(zip(lasts, lengths, strict=True))]
+    requests = [
+        request(int(last), int(length), 100 - i)
+        for i, (last, length) in enumerate(zip(lasts, lengths, strict=True))
+    ]
     check(shared.generate(requests, GREEDY), requests)
 
 
@@ -140,13 +144,16 @@ def test_stop_tokens_of_the_call_end_a_completion_and_are_part_of_it(shared: Jax
     assert [t.completion_ids.tolist() for t in got] == [[24, 23, 22, 21, 20], list(range(14, 4, -1)), [20]]
     assert {t.finish_reason for t in got} == {"stop"}
     unstopped = shared.generate([request(4)], dataclasses.replace(GREEDY, stop_token_ids=(), max_tokens=5))[0]
-    assert unstopped.completion_ids.tolist() == [3, 2, 1, 0, VOCAB - 1] and unstopped.finish_reason == "length"
+    assert (
+        unstopped.completion_ids.tolist() == [3, 2, 1, 0, VOCAB - 1] and unstopped.finish_reason == "length"
+    )
 
 
 def test_a_long_answer_does_not_hold_the_batch(shared: JaxEngine) -> None:
     """One answer of 120 tokens and 60 of 7 on four slots: 3 slots serve the short ones meanwhile.
 
-    Batches of four that wait for their longest would take 119 + 15 * 6 steps; with refills the long one hides the rest.
+    Batches of four that wait for their longest would take 119 + 15 * 6 steps; with refills the long one hides
+    the rest.
     """
     requests = [request(121, identity=0)] + [request(8, identity=i) for i in range(1, 61)]
     check(shared.generate(requests, GREEDY), requests)
@@ -183,10 +190,16 @@ def test_tokens_of_a_sequence_are_independent_and_repeatable() -> None:
     requests = [Request(i, [5, 6], i) for i in range(100)]
     call = SamplingParams(1.0, 40, (), 3)
     tokens, again, other = (
-        np.stack([t.completion_ids for t in uniform.generate(requests, dataclasses.replace(call, seed=seed))]) for seed in (3, 3, 4)
+        np.stack([t.completion_ids for t in uniform.generate(requests, dataclasses.replace(call, seed=seed))])
+        for seed in (3, 3, 4)
     )
     np.testing.assert_array_equal(tokens, again)
-    for a, b in ((tokens[:, 1:], tokens[:, :-1]), (tokens[1:], tokens[:-1]), (tokens, other), (tokens[:, 8:], tokens[:, :-8])):
+    for a, b in (
+        (tokens[:, 1:], tokens[:, :-1]),
+        (tokens[1:], tokens[:-1]),
+        (tokens, other),
+        (tokens[:, 8:], tokens[:, :-8]),
+    ):
         equal = (a == b).mean()
         assert abs(equal - 1 / VOCAB) < 5 * (1 / VOCAB / a.size) ** 0.5
     counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
@@ -222,11 +235,25 @@ def test_non_finite_weights_do_not_reach_the_next_call() -> None:
 
 
 def test_a_sequence_that_is_not_finite_does_not_reach_the_next_one_in_its_slot() -> None:
-    """Token 20 has no finite embedding; in the second layer every key and value after it is NaN, far behind the other prompt."""
+    """Token 20 has no finite embedding; in the second layer every key and value after it is NaN,
+    far behind the other prompt.
+    """
     policy = SmallPolicy("bf16", small_model(tie_word_embeddings=False, num_layers=2))
-    sizes = {"slots": 1, "prefill_rows": 1, "decode_chunk_tokens": 2, "max_prompt_tokens": 8, "max_completion_tokens": 20, "pad_id": 0}
+    sizes = {
+        "slots": 1,
+        "prefill_rows": 1,
+        "decode_chunk_tokens": 2,
+        "max_prompt_tokens": 8,
+        "max_completion_tokens": 20,
+        "pad_id": 0,
+    }
     one = JaxEngine(policy.model, policy.plan, **sizes)
-    one.load(map_params(lambda path, value: value.at[20].set(jnp.nan) if "embed" in path else value, policy.published), 0)
+    one.load(
+        map_params(
+            lambda path, value: value.at[20].set(jnp.nan) if "embed" in path else value, policy.published
+        ),
+        0,
+    )
     sampling, wanted = SamplingParams(1.0, 10, (), 7), Request(1, [3], 5)
     (alone,) = one.generate([wanted], sampling)
     assert np.isfinite(alone.sampled_logprobs).all()
@@ -252,7 +279,10 @@ def test_load_raises_on_weights_of_another_plan_or_model(shared: JaxEngine) -> N
             return value[:-1]
         return value.astype(jnp.bfloat16) if "q_proj" in path else value
 
-    listed = r"2 weights.*q_proj.weight: got bfloat16.*norm.weight: got float32 \(159,\), expected float32 \(160,\)"
+    listed = (
+        r"2 weights.*q_proj.weight: got bfloat16.*norm.weight: got float32 \(159,\), expected "
+        r"float32 \(160,\)"
+    )
     with pytest.raises(ValueError, match=listed):
         shared.load(map_params(broken, countdown_weights()), 8)
     decoder = model()
@@ -345,10 +375,16 @@ def test_engine_raises_on_bad_sizes(change: dict[str, int], message: str) -> Non
 def test_buckets_cover_every_length_with_few_shapes() -> None:
     assert prompt_buckets(1) == (8,) and prompt_buckets(8) == (8,) and prompt_buckets(9) == (8, 16)
     assert prompt_buckets(40) == (8, 16, 32, 40) and prompt_buckets(1024)[-2:] == (512, 1024)
-    assert cache_buckets(44) == (48,) and cache_buckets(162) == (88, 168) and cache_buckets(1056) == (72, 136, 264, 528, 1056)
+    assert (
+        cache_buckets(44) == (48,)
+        and cache_buckets(162) == (88, 168)
+        and cache_buckets(1056) == (72, 136, 264, 528, 1056)
+    )
     assert batch_sizes(1) == (1,) and batch_sizes(31) == (31,) and batch_sizes(256) == (64, 256)
     for total in range(2, 700, 7):
-        assert cache_buckets(total)[-1] >= total and list(cache_buckets(total)) == sorted(set(cache_buckets(total)))
+        assert cache_buckets(total)[-1] >= total and list(cache_buckets(total)) == sorted(
+            set(cache_buckets(total))
+        )
 
 
 def test_caches_are_filled_and_extended_in_place(shared: JaxEngine) -> None:

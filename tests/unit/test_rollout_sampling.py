@@ -25,7 +25,9 @@ def controls(temperature: float = 1.0, greedy: bool = False, seed: int = 0, voca
 
 
 @functools.partial(jit, static_argnames="exact")
-def draw(logits: jax.Array, seeds: jax.Array, positions: jax.Array, call: Controls, exact: bool = True) -> tuple[jax.Array, jax.Array]:
+def draw(
+    logits: jax.Array, seeds: jax.Array, positions: jax.Array, call: Controls, exact: bool = True
+) -> tuple[jax.Array, jax.Array]:
     return sample(logits, request_keys(call.seed, seeds), positions, call, Numerics(exact=exact))
 
 
@@ -52,7 +54,9 @@ def test_tokens_follow_the_softmax(exact: bool, temperature: float, vary: str) -
     logits, index, fixed = logits_of(), np.arange(DRAWS), np.zeros(DRAWS)
     seeds, positions = (index, fixed) if vary == "request" else (fixed, index)
     rows = np.tile(logits, (DRAWS, 1))
-    tokens, _ = draw(rows, seeds.astype(np.uint32), positions.astype(np.int32), controls(temperature), exact=exact)
+    tokens, _ = draw(
+        rows, seeds.astype(np.uint32), positions.astype(np.int32), controls(temperature), exact=exact
+    )
     assert chi_square(np.asarray(tokens), softmax64(logits, temperature)) < CHI_SQUARE_15_999
 
 
@@ -60,7 +64,13 @@ def test_tokens_of_different_calls_follow_the_softmax() -> None:
     logits, zero = logits_of(), jnp.zeros(1, jnp.int32)
 
     def one(call_seed: jax.Array) -> jax.Array:
-        return sample(jnp.asarray(logits)[None], request_keys(call_seed, zero.astype(jnp.uint32)), zero, controls(), Numerics())[0][0]
+        return sample(
+            jnp.asarray(logits)[None],
+            request_keys(call_seed, zero.astype(jnp.uint32)),
+            zero,
+            controls(),
+            Numerics(),
+        )[0][0]
 
     tokens = jit(jax.vmap(one))(jnp.arange(DRAWS, dtype=jnp.uint32))
     assert chi_square(np.asarray(tokens), softmax64(logits, 1.0)) < CHI_SQUARE_15_999
@@ -68,17 +78,26 @@ def test_tokens_of_different_calls_follow_the_softmax() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_logprobs_hold_at_every_temperature_that_is_taken_and_not_far_below(exact: bool) -> None:
-    """Logits of hundreds: at the lowest temperature they are off by their own roundoff; what FP32 has as 0 gives NaN."""
+    """Logits of hundreds: at the lowest temperature they are off by their own roundoff;
+    what FP32 has as 0 gives NaN.
+    """
     logits = np.random.default_rng(0).normal(0, 100, (32, 16)).astype(np.float32)
     seeds, positions = jnp.arange(32, dtype=jnp.uint32), jnp.zeros(32, jnp.int32)
     for temperature in (*TEMPERATURES, 0.1):
         tokens, logprobs = draw(jnp.asarray(logits), seeds, positions, controls(temperature), exact=exact)
         wide = logits.astype(np.float64) / np.float64(np.float32(temperature))
-        oracle = wide[np.arange(32), tokens] - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1)) - wide.max(-1)
+        oracle = (
+            wide[np.arange(32), tokens]
+            - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1))
+            - wide.max(-1)
+        )
         assert np.abs(logprobs - oracle).max() <= 4 * U_FP32 * max(np.abs(wide).max(), 16)
     assert not np.isfinite(draw(jnp.asarray(logits), seeds, positions, controls(1e-40), exact=exact)[1]).any()
-    if not exact:  # not the bits of a logit twice: its roundoff, divided by the temperature, is the log-probability
-        assert not np.isfinite(draw(jnp.asarray(logits), seeds, positions, controls(1e-12), exact=False)[1]).all()
+    # not the bits of a logit twice: its roundoff, divided by the temperature, is the log-probability
+    if not exact:
+        assert not np.isfinite(
+            draw(jnp.asarray(logits), seeds, positions, controls(1e-12), exact=False)[1]
+        ).all()
 
 
 def test_the_chi_square_test_can_fail() -> None:
@@ -91,17 +110,24 @@ def test_the_chi_square_test_can_fail() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_logprobs_match_a_float64_log_softmax(exact: bool, temperature: float) -> None:
-    """Error at most: the division, then the normaliser (and its sum, without exact) and the difference round to FP32."""
+    """Error at most: the division, then the normaliser (and its sum, without exact)
+    and the difference round to FP32.
+    """
     logits = np.random.default_rng(1).normal(0, 6, (64, 301)).astype(np.float32)
     call = controls(temperature, vocab=301)
-    tokens, logprobs = draw(jnp.asarray(logits), jnp.arange(64, dtype=jnp.uint32), jnp.zeros(64, jnp.int32), call, exact=exact)
+    tokens, logprobs = draw(
+        jnp.asarray(logits), jnp.arange(64, dtype=jnp.uint32), jnp.zeros(64, jnp.int32), call, exact=exact
+    )
     scaled = logits.astype(np.float64) / np.float32(temperature).astype(np.float64)
     top = scaled.max(-1, keepdims=True)
     reference = scaled - top - np.log(np.exp(scaled - top).sum(-1, keepdims=True))
     chosen = np.take_along_axis(reference, np.asarray(tokens)[:, None], -1)[:, 0]
     magnitude = np.abs(scaled).max(-1)
-    roundings = 4 if exact else 4 + 16  # 301 FP32 terms summed pairwise or by lanes, and the exponentials' own error
-    assert (np.abs(np.asarray(logprobs) - chosen) <= roundings * U_FP32 * (magnitude + np.abs(chosen) + 6)).all()
+    # 301 FP32 terms summed pairwise or by lanes, and the exponentials' own error
+    roundings = 4 if exact else 4 + 16
+    assert (
+        np.abs(np.asarray(logprobs) - chosen) <= roundings * U_FP32 * (magnitude + np.abs(chosen) + 6)
+    ).all()
 
 
 def test_a_token_depends_on_its_own_seed_and_position_alone() -> None:
@@ -110,11 +136,15 @@ def test_a_token_depends_on_its_own_seed_and_position_alone() -> None:
     positions = rng.integers(0, 500, 48).astype(np.int32)
     tokens, logprobs = map(np.asarray, draw(logits, seeds, positions, controls(0.8)))
     order = rng.permutation(48)
-    moved_tokens, moved_logprobs = map(np.asarray, draw(logits[order], seeds[order], positions[order], controls(0.8)))
+    moved_tokens, moved_logprobs = map(
+        np.asarray, draw(logits[order], seeds[order], positions[order], controls(0.8))
+    )
     np.testing.assert_array_equal(moved_tokens, tokens[order])
     np.testing.assert_array_equal(moved_logprobs, logprobs[order])
     for rows in (1, 3, 20):
-        few_tokens, few_logprobs = map(np.asarray, draw(logits[:rows], seeds[:rows], positions[:rows], controls(0.8)))
+        few_tokens, few_logprobs = map(
+            np.asarray, draw(logits[:rows], seeds[:rows], positions[:rows], controls(0.8))
+        )
         np.testing.assert_array_equal(few_tokens, tokens[:rows])
         np.testing.assert_array_equal(few_logprobs, logprobs[:rows])
 
@@ -133,15 +163,22 @@ def test_greedy_takes_the_lowest_of_the_best_and_reports_temperature_one() -> No
     logits = np.zeros((3, 16), np.float32)
     logits[0, [4, 9]] = 2.0
     logits[1, 15] = 1.0
-    tokens, logprobs = map(np.asarray, draw(logits, np.arange(3, dtype=np.uint32), np.zeros(3, np.int32), controls(1.0, greedy=True)))
+    tokens, logprobs = map(
+        np.asarray,
+        draw(logits, np.arange(3, dtype=np.uint32), np.zeros(3, np.int32), controls(1.0, greedy=True)),
+    )
     assert tokens.tolist() == [4, 15, 0]
-    np.testing.assert_allclose(logprobs, [np.log(softmax64(logits[i], 1.0)[t]) for i, t in enumerate(tokens)], rtol=1e-6)
+    np.testing.assert_allclose(
+        logprobs, [np.log(softmax64(logits[i], 1.0)[t]) for i, t in enumerate(tokens)], rtol=1e-6
+    )
 
 
 def test_a_nan_is_reported_not_hidden() -> None:
     logits = np.zeros((2, 16), np.float32)
     logits[1, 3] = np.nan
-    tokens, logprobs = map(np.asarray, draw(logits, np.arange(2, dtype=np.uint32), np.zeros(2, np.int32), controls()))
+    tokens, logprobs = map(
+        np.asarray, draw(logits, np.arange(2, dtype=np.uint32), np.zeros(2, np.int32), controls())
+    )
     assert np.isfinite(logprobs[0]) and np.isnan(logprobs[1]) and 0 <= tokens[1] < 16
 
 

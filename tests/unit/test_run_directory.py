@@ -48,7 +48,9 @@ def test_create_makes_a_new_run(tmp_path: Path) -> None:
 
 def test_create_raises_on_a_run_without_resume(tmp_path: Path) -> None:
     path = begun(tmp_path / "a")
-    with pytest.raises(UserError, match=r"already holds a run: got run.directory=.*Continue it with --resume"):
+    with pytest.raises(
+        UserError, match=r"already holds a run: got run.directory=.*Continue it with --resume"
+    ):
         RunDirectory.create(path)
     with RunDirectory.create(path, resume=True) as run:
         assert run.resumed
@@ -88,7 +90,9 @@ def test_create_raises_on_a_run_that_is_open(tmp_path: Path) -> None:
         "try: RunDirectory.create(sys.argv[1], resume=True)\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    other = subprocess.run([sys.executable, "-c", code, str(run.path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "UserError run directory: in use by another run" in other.stdout
     assert f"process {os.getpid()} on " in other.stdout
     run.close()
@@ -105,7 +109,9 @@ def test_create_takes_over_the_lock_of_a_killed_run(tmp_path: Path) -> None:
         "if child: print(child, flush=True)\n"
         "time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
@@ -129,7 +135,9 @@ def test_create_removes_half_written_files(tmp_path: Path) -> None:
     assert not list(path.glob(".*partial*"))
 
 
-def test_atomic_write_leaves_the_old_file_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_write_leaves_the_old_file_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "config.yaml"
     atomic_write(path, "old")
     monkeypatch.setattr(run_directory.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
@@ -174,7 +182,10 @@ def test_git_state_knows_commit_and_changes(tmp_path: Path) -> None:
 def test_samples_are_written_and_truncated_by_step(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "a") as run:
         for step in (1, 2, 3):
-            samples = [{"prompt": f"{step}+1=", "completion": "ü\ud800\n", "answer": "2", "reward": np.float32(0.5)}, {"reward": np.nan}]
+            samples = [
+                {"prompt": f"{step}+1=", "completion": "ü\ud800\n", "answer": "2", "reward": np.float32(0.5)},
+                {"reward": np.nan},
+            ]
             run.append_samples(step, samples)
         with open(run.samples_path, "ab") as file:
             file.write(b'{"step": 3, "prom')  # a kill
@@ -188,7 +199,9 @@ def test_samples_are_written_and_truncated_by_step(tmp_path: Path) -> None:
     assert rows[1]["reward"] is None
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "a"', b'{"step": 4}', b"\0\0\0\0", b"\xff\xfe\n", b"[4]\n", b'{"a": 1}\n'])
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"step": 4, "a"', b'{"step": 4}', b"\0\0\0\0", b"\xff\xfe\n", b"[4]\n", b'{"a": 1}\n']
+)
 @pytest.mark.parametrize("step", [-1, 0, 2, 99])
 def test_truncate_jsonl_keeps_whole_rows_up_to_the_step(tmp_path: Path, tail: bytes, step: int) -> None:
     path = tmp_path / "rows.jsonl"
@@ -213,7 +226,13 @@ def test_read_jsonl_raises_on_a_broken_line_between_rows(tmp_path: Path) -> None
 
 
 def test_json_value_turns_everything_into_json() -> None:
-    value = {"a": (np.int64(3), jnp.float32(0.5)), "b": [float("nan"), np.array([1.0, np.inf])], 1: Path("x"), "t": True, "n": None}
+    value = {
+        "a": (np.int64(3), jnp.float32(0.5)),
+        "b": [float("nan"), np.array([1.0, np.inf])],
+        1: Path("x"),
+        "t": True,
+        "n": None,
+    }
     expected = {"a": [3, 0.5], "b": [None, [1.0, None]], "1": "x", "t": True, "n": None}
     assert json_value(value) == expected
     assert json.loads(json.dumps(json_value(value), allow_nan=False)) == expected

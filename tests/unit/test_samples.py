@@ -1,4 +1,6 @@
-"""Samples of a run token by token: texts that join to the completion, log-probabilities at their tokens, and a bounded size."""
+"""Samples of a run token by token: texts that join to the completion, log-probabilities at their tokens,
+and a bounded size.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 def test_what_an_environment_wrote_has_no_logprob() -> None:
     sampled = np.array([False, True, False, True])
     logprobs = np.where(sampled, np.float32(-0.5), np.float32(0))
-    turns = (Turn(0, 1, "prompt"), Turn(1, 2, "policy", "stop"), Turn(2, 3, "environment"), Turn(3, 4, "policy", "stop"))
+    turns = (
+        Turn(0, 1, "prompt"),
+        Turn(1, 2, "policy", "stop"),
+        Turn(2, 3, "environment"),
+        Turn(3, 4, "policy", "stop"),
+    )
     several = Trajectory(1, np.array([5, 2, 3, 4], np.int32), sampled, logprobs, turns, ((1, 4, 0),))
     assert token_record(CHARACTERS, several) == {"tokens": ["a", "b", "c"], "logprobs": [-0.5, None, -0.5]}
 

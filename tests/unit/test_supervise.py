@@ -1,4 +1,6 @@
-"""How a watched process may end, and what its parent makes of it; without JAX's runtime, which `test_two_processes.py` starts."""
+"""How a watched process may end, and what its parent makes of it; without JAX's runtime,
+which `test_two_processes.py` starts.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,14 @@ for child, directory in children.items():
     with open(f"{directory}/status", "w") as file:
         file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 """
-LOST = "stopped: distributed: another process of the run ended, or was silent for distributed.timeout_s = 9 s; its own output may say why"
-FATAL = "native('Terminating process because the JAX distributed service detected fatal errors. {rpc}'); os.abort()"
+LOST = (
+    "stopped: distributed: another process of the run ended, or was silent for "
+    "distributed.timeout_s = 9 s; its own output may say why"
+)
+FATAL = (
+    "native('Terminating process because the JAX distributed service detected fatal errors. "
+    "{rpc}'); os.abort()"
+)
 
 
 ENDS = [
@@ -62,8 +70,16 @@ ENDS = [
         4,
         "stopped: distributed: not all processes were there within distributed.timeout_s = 9 s.\n",
     ),
-    ("native('a check failed'); os.abort()", 134, "stopped: distributed: this process was ended by SIGABRT.\na check failed\n"),
-    ("native('noise'); os.kill(os.getpid(), signal.SIGKILL)", 137, "stopped: distributed: this process was ended by SIGKILL.\n"),
+    (
+        "native('a check failed'); os.abort()",
+        134,
+        "stopped: distributed: this process was ended by SIGABRT.\na check failed\n",
+    ),
+    (
+        "native('noise'); os.kill(os.getpid(), signal.SIGKILL)",
+        137,
+        "stopped: distributed: this process was ended by SIGKILL.\n",
+    ),
     ("native('a hint'); raise ArithmeticError('a bug')", 1, "ArithmeticError: a bug\na hint\n"),
     ("raise ValueError('Gloo AllGather failed: Connection closed by peer')", 1, "closed by peer\n"),
 ]
@@ -73,19 +89,31 @@ ENDS = [
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A directory for each of `ENDS`, with its status and what it wrote."""
     directories = [tmp_path_factory.mktemp("end") for _ in ENDS]
-    bodies = json.dumps([(str(directory), body) for directory, (body, *_) in zip(directories, ENDS, strict=True)])
-    subprocess.run([sys.executable, "-c", PREAMBLE + ALL_OF_THEM, bodies], env=ENVIRONMENT, check=True, timeout=120)
+    bodies = json.dumps(
+        [(str(directory), body) for directory, (body, *_) in zip(directories, ENDS, strict=True)]
+    )
+    subprocess.run(
+        [sys.executable, "-c", PREAMBLE + ALL_OF_THEM, bodies], env=ENVIRONMENT, check=True, timeout=120
+    )
     return directories
 
 
 def start(body: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", f"{PREAMBLE}command({body!r})"]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-@pytest.mark.parametrize(("index", "status", "message"), [(index, *end[1:]) for index, end in enumerate(ENDS)])
-def test_end_of_the_worker_is_one_message_and_a_status(ended: list[Path], index: int, status: int, message: str) -> None:
-    """What native code wrote is shown where nothing else explains the end; a collective cannot fail where there is one process."""
+@pytest.mark.parametrize(
+    ("index", "status", "message"), [(index, *end[1:]) for index, end in enumerate(ENDS)]
+)
+def test_end_of_the_worker_is_one_message_and_a_status(
+    ended: list[Path], index: int, status: int, message: str
+) -> None:
+    """What native code wrote is shown where nothing else explains the end;
+    a collective cannot fail where there is one process.
+    """
     found, output, errors = ((ended[index] / name).read_text() for name in ("status", "output", "errors"))
     assert int(found) == status, errors
     assert message in errors and ("noise" not in errors) and output == ("done\n" if status == 0 else "")
@@ -94,7 +122,8 @@ def test_end_of_the_worker_is_one_message_and_a_status(ended: list[Path], index:
 
 def test_signals_are_passed_on() -> None:
     process = start(
-        "signal.signal(signal.SIGTERM, lambda *_: (print('asked', flush=True), os._exit(143))); print('up', flush=True); time.sleep(60)"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('asked', flush=True), os._exit(143))); "
+        "print('up', flush=True); time.sleep(60)"
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
@@ -114,10 +143,13 @@ def test_worker_ends_with_its_parent() -> None:
 
 
 def test_coordinators_port_of_another_run_is_refused() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as other:  # as gRPC listens: the port may be shared
+    # as gRPC listens: the port may be shared
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        section = DistributedSection(processes=2, process_id=0, coordinator=f"127.0.0.1:{other.getsockname()[1]}", timeout_s=5)
+        section = DistributedSection(
+            processes=2, process_id=0, coordinator=f"127.0.0.1:{other.getsockname()[1]}", timeout_s=5
+        )
         with pytest.raises(UserError, match="the coordinator's port is taken"):
             processes.start(section)

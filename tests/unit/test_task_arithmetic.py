@@ -17,11 +17,18 @@ from jetrl_jax.tasks.registry import build_task
 from tests.sections import task_section
 
 
-def task(name: str | None = None, seed: int = 0, eval_fraction: float = 0.1, template: str = "{prompt}", **options) -> Task:
-    return build_task(task_section(name=name, eval_fraction=eval_fraction, prompt_template=template, options=options), seed)
+def task(
+    name: str | None = None, seed: int = 0, eval_fraction: float = 0.1, template: str = "{prompt}", **options
+) -> Task:
+    return build_task(
+        task_section(name=name, eval_fraction=eval_fraction, prompt_template=template, options=options), seed
+    )
 
 
-@pytest.mark.parametrize(("name", "options"), [("sum", {"operands": 3, "digits": 4}), ("sum", {}), ("chain", {}), ("chain", {"digits": 3})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sum", {"operands": 3, "digits": 4}), ("sum", {}), ("chain", {}), ("chain", {"digits": 3})],
+)
 def test_arithmetic_answers_match_sympy(name, options):
     sympy = pytest.importorskip("sympy", reason="sympy (extra tasks) is the oracle of the answers")
     built = task(name, **options)
@@ -31,7 +38,9 @@ def test_arithmetic_answers_match_sympy(name, options):
         assert equals and not right
         assert sympy.Integer(example.answer) == sympy.sympify(left)
         assert len(re.findall(r"\d+", left)) == options.get("operands", {"sum": 2, "chain": 4}[name])
-        assert max(len(n) for n in re.findall(r"\d+", left)) <= options.get("digits", {"sum": 2, "chain": 1}[name])
+        assert max(len(n) for n in re.findall(r"\d+", left)) <= options.get(
+            "digits", {"sum": 2, "chain": 1}[name]
+        )
         signs |= set(re.findall(r"[+-]", left))
     assert signs == ({"+"} if name == "sum" else {"+", "-"})
 
@@ -84,8 +93,10 @@ def test_arithmetic_example_depends_on_index_and_seed_alone():
 
 def test_arithmetic_is_the_same_in_another_process():
     program = (
-        "from jetrl_jax.config.task import ArithmeticSection; from jetrl_jax.tasks.registry import build_task; import sys;"
-        "t = build_task(ArithmeticSection(name='reverse'), 7); print([e.prompt for e in t.train[:5]]); assert 'jax' not in sys.modules"
+        "from jetrl_jax.config.task import ArithmeticSection; from jetrl_jax.tasks.registry import "
+        "build_task; import sys;"
+        "t = build_task(ArithmeticSection(name='reverse'), 7); print([e.prompt for e in t.train[:5]]); "
+        "assert 'jax' not in sys.modules"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program],
@@ -109,7 +120,13 @@ def test_arithmetic_verify_accepts_the_solution_and_nothing_near():
         for example in built.train[:50]:
             assert built.verify(example.solution, example) == 1.0
             assert built.verify(f" {example.answer}\n", example) == 1.0
-            for wrong in ("", example.answer + "0", example.answer[:-1], example.prompt, example.answer + " " + example.answer):
+            for wrong in (
+                "",
+                example.answer + "0",
+                example.answer[:-1],
+                example.prompt,
+                example.answer + " " + example.answer,
+            ):
                 assert built.verify(wrong, example) == 0.0
         assert pickle.loads(pickle.dumps(built.verifier())) is built.verifier()
 
@@ -133,7 +150,10 @@ def test_arithmetic_template_and_alphabet():
         ({"name": "sum", "digits": 0}, "task.options.digits=0"),
         ({"name": "sum", "train_size": 0}, "task.options.train_size=0"),
         ({"name": "reverse", "min_letters": 9}, "min_letters=9 above max_letters=8"),
-        ({"name": "sum", "digits": 1, "eval_size": 50}, "too few held-out problems: got task.options.eval_size=50, found"),
+        (
+            {"name": "sum", "digits": 1, "eval_size": 50},
+            "too few held-out problems: got task.options.eval_size=50, found",
+        ),
     ],
 )
 def test_arithmetic_raises_on_bad_options(arguments, message):

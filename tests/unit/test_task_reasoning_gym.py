@@ -15,11 +15,22 @@ library = pytest.importorskip("reasoning_gym", reason="reasoning-gym (extra task
 
 def build(name="chain_sum", seed=0, template="{prompt}", **options):
     options = {"train_size": 60, "eval_size": 20, **options}
-    return build_task(task_section(kind="reasoning_gym", name=name, prompt_template=template, options=options), seed)
+    return build_task(
+        task_section(kind="reasoning_gym", name=name, prompt_template=template, options=options), seed
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["chain_sum", "spell_backward", "countdown", "leg_counting", "propositional_logic", "acre", "gsm_symbolic"]
+    "name",
+    [
+        "chain_sum",
+        "spell_backward",
+        "countdown",
+        "leg_counting",
+        "propositional_logic",
+        "acre",
+        "gsm_symbolic",
+    ],
 )
 def test_reasoning_gym_items_and_scores_are_the_librarys(name):
     task = build(name)
@@ -36,7 +47,11 @@ def test_reasoning_gym_items_and_scores_are_the_librarys(name):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("chain_sum", {}), ("leg_counting", {}), ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})],
+    [
+        ("chain_sum", {}),
+        ("leg_counting", {}),
+        ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    ],
 )
 def test_reasoning_gym_splits_are_disjoint_for_every_seed(name, options):
     held_out = [e.prompt for e in build(name, **options).eval]

@@ -1,4 +1,6 @@
-"""Tasks from records: files, Hugging Face datasets, a user's function; broken input named by file and line."""
+"""Tasks from records: files, Hugging Face datasets, a user's function;
+broken input named by file and line.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def build(kind: str = "jsonl", **fields):
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", jsonl), ("parquet", parquet)])
 def test_records_become_examples(tmp_path, kind, write):
     task = build(
-        kind, path=write(tmp_path / "train", ROWS[:3]), eval_path=write(tmp_path / "eval", ROWS[3:5]), prompt_template="[{prompt}]"
+        kind,
+        path=write(tmp_path / "train", ROWS[:3]),
+        eval_path=write(tmp_path / "eval", ROWS[3:5]),
+        prompt_template="[{prompt}]",
     )
     assert list(task.train) == [Example(f"[q{i}]", f"a{i}", f"s{i}", i, {"level": i}) for i in range(3)]
     assert [e.prompt for e in task.eval] == ["[q3]", "[q4]"]
@@ -55,7 +60,9 @@ def test_records_become_examples(tmp_path, kind, write):
 def test_records_take_other_field_names(tmp_path, kind, write):
     rows = [{"q": f"{i}?", "gold": i / 2, "work": f"#### {i / 2}"} for i in range(6)]
     options = {"solution_field": "work", "verifier": "gsm8k"}
-    task = build(kind, path=write(tmp_path / "f", rows), prompt_field="q", answer_field="gold", options=options)
+    task = build(
+        kind, path=write(tmp_path / "f", rows), prompt_field="q", answer_field="gold", options=options
+    )
     for example in [*task.train, *task.eval]:
         assert example.answer == f"{int(example.prompt[:-1]) / 2:g}" and not example.metadata
         assert task.verify(example.solution, example) == 1.0
@@ -66,7 +73,10 @@ def test_records_take_other_field_names(tmp_path, kind, write):
 def test_records_hold_out_a_share_whatever_the_order(tmp_path, fraction):
     rows = ROWS + [dict(row, answer="twice") for row in ROWS[:7]]
     shuffled = random.Random(1).sample(rows, len(rows))
-    first, second = (build(path=jsonl(tmp_path / f"{i}", r), eval_fraction=fraction) for i, r in enumerate((rows, shuffled)))
+    first, second = (
+        build(path=jsonl(tmp_path / f"{i}", r), eval_fraction=fraction)
+        for i, r in enumerate((rows, shuffled))
+    )
     held_out = {e.prompt for e in first.eval}
     assert held_out == {e.prompt for e in second.eval}
     assert len(held_out) == len(first.eval) == min(math.ceil(fraction * 20), 19)
@@ -94,7 +104,7 @@ def test_jsonl_broken_lines_are_one_error(tmp_path):
     text = str(error.value)
     assert "12 broken records" in text and text.endswith("and 2 more")
     for number, reason in [
-        (2, "not JSON"), (3, "no field 'prompt' (has 'answer')"), (4, "'prompt' is empty"), (6, "'answer' is null"),
+        (2, "not JSON"), (3, "no field 'prompt' (has 'answer')"), (4, "'prompt' is empty"), (6, "'answer' is " "null"),
         (7, "not an object but list"),
         (8, "'prompt' is int, expected text"), (9, "not UTF-8"), (10, "'solution' is int, expected text"),
         (11, "not an object but int"), (12, "not JSON"),
@@ -104,10 +114,10 @@ def test_jsonl_broken_lines_are_one_error(tmp_path):
 
 
 BAD_ANSWERS = [
-    (b'"1/2"', "got '1/2', expected a number as a whole"), (b'"10 or 12"', "got '10 or 12', expected a number"),
+    (b'"1/2"', "got '1/2', expected a number as a whole"), (b'"10 or 12"', "got '10 or 12', expected a " "number"),
     (b'"x"', "got 'x', expected a number"),
-    (b'"3, 5, 7"', "got '3, 5, 7'"), (b"true", "got bool True, expected a text or a number"), (b"[18]", "got list [18], expected a text"),
-    (b"NaN", "got float nan, expected a finite number"), (b"-Infinity", "got float -inf"), (b'{"a": 1}', "got dict"),
+    (b'"3, 5, 7"', "got '3, 5, 7'"), (b"true", "got bool True, expected a text or a number"), (b"[18]", "got list [18], " "expected a " "text"),
+    (b"NaN", "got float nan, expected a finite number"), (b"-Infinity", "got float -inf"), (b'{"a": 1}', "got " "dict"),
     (b'""', "got '', expected a text"),
     (b'"\\ud800"', "got the lone surrogate U+D800 at character 1"), (b"null", "'answer' is null"),
 ]  # fmt: skip
@@ -122,20 +132,28 @@ def test_jsonl_answers_that_the_verifier_cannot_compare_are_one_error_with_their
             build(path=jsonl(tmp_path / "f.jsonl", lines), options={"verifier": verifier})
         assert "12 broken records" in str(error.value)
         for number, (_, reason) in enumerate(BAD_ANSWERS[:10], start=31):
-            assert f"f.jsonl:{number}: 'answer' cannot be compared by {verifier}: {reason}" in str(error.value), reason
+            assert f"f.jsonl:{number}: 'answer' cannot be compared by {verifier}: {reason}" in str(
+                error.value
+            ), reason
     for answer, reason in BAD_ANSWERS[4:]:
         path = jsonl(tmp_path / "one.jsonl", [ROWS[0], b'{"prompt": "q", "answer": %s}' % answer, ROWS[1]])
         for verifier in ("exact_match", "math_verify"):
             with pytest.raises(UserError) as error:
                 build(path=path, options={"verifier": verifier})
-            assert "1 broken record:" in str(error.value) and f"{path}:2: " in str(error.value) and reason in str(error.value)
+            assert (
+                "1 broken record:" in str(error.value)
+                and f"{path}:2: " in str(error.value)
+                and reason in str(error.value)
+            )
     assert build(path=jsonl(tmp_path / "good.jsonl", [*ROWS, {"prompt": "q", "answer": "1/2"}]))
 
 
 @pytest.mark.parametrize("field", ["prompt", "answer", "solution"])
 def test_jsonl_lone_surrogates_are_named(tmp_path, field):
     path = jsonl(tmp_path / "f.jsonl", [*ROWS, {**ROWS[0], field: "ab\ud83d"}])
-    with pytest.raises(UserError, match=rf"f.jsonl:21: '{field}' .*got the lone surrogate U\+D83D at character 3"):
+    with pytest.raises(
+        UserError, match=rf"f.jsonl:21: '{field}' .*got the lone surrogate U\+D83D at character 3"
+    ):
         build(path=path)
     build(path=jsonl(tmp_path / "g.jsonl", [*ROWS, {**ROWS[0], field: "ab\U0001f600"}]))
 
@@ -171,15 +189,29 @@ def test_floats_keep_the_width_of_their_column(tmp_path):
         (pyarrow.float16(), np.float16([0.1, 42, 2.5]), ["0.1", "42", "2.5"]), (pyarrow.int32(), [1, 2, 3], ["1", "2", "3"]),
     ]:  # fmt: skip
         table = pyarrow.table(
-            {"prompt": prompts, "answer": pyarrow.array(values, kind), "level": pyarrow.array([0.1] * 3, pyarrow.float32())}
+            {
+                "prompt": prompts,
+                "answer": pyarrow.array(values, kind),
+                "level": pyarrow.array([0.1] * 3, pyarrow.float32()),
+            }
         )
         parquet_files.write_table(table, tmp_path / "t.parquet")
         task = build("parquet", path=str(tmp_path / "t.parquet"), eval_path=eval_path)
         assert [e.answer for e in task.train] == expected
         assert task.train[0].metadata["level"] == float(np.float32(0.1))
-    for column in ([True, False, True], [b"a", b"b", b"c"], [[1], [2], [3]], [float("nan")] * 3, [datetime.date(2024, 1, 1)] * 3):
-        parquet_files.write_table(pyarrow.table({"prompt": prompts, "answer": pyarrow.array(column)}), tmp_path / "t.parquet")
-        with pytest.raises(UserError, match=r"t.parquet:1: 'answer' cannot be compared by exact_match: got \w+ .*, expected"):
+    for column in (
+        [True, False, True],
+        [b"a", b"b", b"c"],
+        [[1], [2], [3]],
+        [float("nan")] * 3,
+        [datetime.date(2024, 1, 1)] * 3,
+    ):
+        parquet_files.write_table(
+            pyarrow.table({"prompt": prompts, "answer": pyarrow.array(column)}), tmp_path / "t.parquet"
+        )
+        with pytest.raises(
+            UserError, match=r"t.parquet:1: 'answer' cannot be compared by exact_match: got \w+ .*, expected"
+        ):
             build("parquet", path=str(tmp_path / "t.parquet"), eval_path=eval_path)
 
 
@@ -197,8 +229,8 @@ def test_jsonl_compressed_files_are_read_or_refused_by_name(tmp_path):
     packed = gzip.compress(content)
     for name, raw, reason in [
         ("a.bz2", bz2.compress(content), "compressed by bzip2"), ("a.xz", lzma.compress(content), "compressed by xz"),
-        ("a.zip", b"PK\x03\x04" + content, "a zip archive"), ("a.parquet", b"PAR1" + content, "a Parquet file"),
-        ("cut.gz", packed[: len(packed) // 2], "EOFError"), ("bad.gz", packed[:30] + b"\x00" * 8 + packed[38:], "error|Error|not JSON"),
+        ("a.zip", b"PK\x03\x04" + content, "a zip archive"), ("a.parquet", b"PAR1" + content, "a Parquet " "file"),
+        ("cut.gz", packed[: len(packed) // 2], "EOFError"), ("bad.gz", packed[:30] + b"\x00" * 8 + packed[38:], "error|Error|not " "JSON"),
     ]:  # fmt: skip
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(UserError, match=rf"{name}.*(?:{reason})"):
@@ -208,10 +240,15 @@ def test_jsonl_compressed_files_are_read_or_refused_by_name(tmp_path):
 def test_jsonl_zstd_is_read_where_pyarrow_is_installed(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra tasks) is not installed")
     content = Path(jsonl(tmp_path / "f.jsonl", ROWS)).read_bytes()
-    frames = [pyarrow.compress(content[:500], "zstd", asbytes=True), pyarrow.compress(content[500:], "zstd", asbytes=True)]
+    frames = [
+        pyarrow.compress(content[:500], "zstd", asbytes=True),
+        pyarrow.compress(content[500:], "zstd", asbytes=True),
+    ]
     (tmp_path / "f.jsonl.zst").write_bytes(b"".join(frames))
     (tmp_path / "cut.jsonl.zst").write_bytes(frames[0] + frames[1][:-20])
-    assert list(build(path=str(tmp_path / "f.jsonl.zst")).train) == list(build(path=str(tmp_path / "f.jsonl")).train)
+    assert list(build(path=str(tmp_path / "f.jsonl.zst")).train) == list(
+        build(path=str(tmp_path / "f.jsonl")).train
+    )
     with pytest.raises(UserError, match=r"cut\.jsonl\.zst"):
         build(path=str(tmp_path / "cut.jsonl.zst"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -227,7 +264,9 @@ def test_jsonl_fields_that_stand_twice_are_named(tmp_path):
 
 def test_jsonl_byte_order_mark_blank_lines_and_unicode(tmp_path):
     path = tmp_path / "f.jsonl"
-    path.write_text('\ufeff{"prompt": "é\u2028x", "answer": "ü"}\r\n\r\n{"prompt": "b", "answer": "c"}', "utf-8")
+    path.write_text(
+        '\ufeff{"prompt": "é\u2028x", "answer": "ü"}\r\n\r\n{"prompt": "b", "answer": "c"}', "utf-8"
+    )
     task = build(path=str(path))
     assert {e.prompt for e in [*task.train, *task.eval]} == {"é\u2028x", "b"}
 
@@ -236,7 +275,9 @@ def test_parquet_broken_rows_are_one_error(tmp_path):
     path = parquet(tmp_path / "f.parquet", [ROWS[0], {**ROWS[1], "answer": None}, {**ROWS[2], "prompt": ""}])
     with pytest.raises(UserError) as error:
         build("parquet", path=path)
-    assert f"{path}:2: 'answer' is null" in str(error.value) and f"{path}:3: 'prompt' is empty" in str(error.value)
+    assert f"{path}:2: 'answer' is null" in str(error.value) and f"{path}:3: 'prompt' is empty" in str(
+        error.value
+    )
     (tmp_path / "no.parquet").write_text("text")
     with pytest.raises(UserError, match="parquet: cannot read"):
         build("parquet", path=str(tmp_path / "no.parquet"))
@@ -247,7 +288,10 @@ def test_parquet_broken_rows_are_one_error(tmp_path):
     [
         ({"path": "no.jsonl"}, "no such file: got 'no.jsonl'"),
         ({"path": "."}, "It is a directory"),
-        ({"path": "f", "options": {"solutionfield": "x"}}, "got task.options.solutionfield.*Did you mean 'solution_field'"),
+        (
+            {"path": "f", "options": {"solutionfield": "x"}},
+            "got task.options.solutionfield.*Did you mean 'solution_field'",
+        ),
         ({"path": "f", "options": {"verifier": "judge"}}, "got task.options.verifier='judge'"),
         ({"path": "f", "options": {"solution_field": "no"}}, "no field 'no'"),
         ({"path": "empty"}, "got 0 distinct prompts"),
@@ -274,7 +318,9 @@ def test_datasets_from_disk_and_from_files(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": whole, "test": datasets.Dataset.from_list(ROWS[:2])}).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"train": whole, "test": datasets.Dataset.from_list(ROWS[:2])}).save_to_disk(
+        tmp_path / "two"
+    )
     (tmp_path / "files").mkdir()
     jsonl(tmp_path / "files" / "train.jsonl", ROWS)
     one = build("datasets", name=str(tmp_path / "one"), eval_fraction=0.2)
@@ -285,7 +331,9 @@ def test_datasets_from_disk_and_from_files(tmp_path, monkeypatch):
     assert (len(two.train), [e.prompt for e in two.eval]) == (18, ["q0", "q1"])
     assert as_task(whole, task_section()).train[0].solution.startswith("s")
     kinds = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.Value("float32")})
-    narrow = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "answer": [0.1, 0.1, 0.1]}, features=kinds)
+    narrow = datasets.Dataset.from_dict(
+        {"prompt": ["a", "b", "c"], "answer": [0.1, 0.1, 0.1]}, features=kinds
+    )
     narrow.save_to_disk(tmp_path / "narrow")
     for task in (as_task(narrow, task_section()), build("datasets", name=str(tmp_path / "narrow"))):
         assert {e.answer for e in [*task.train, *task.eval]} == {"0.1"}
@@ -367,17 +415,24 @@ def test_rows_in_memory_have_the_verifier_and_solutions_that_the_section_names(s
     )  # digits: of the task it stands for
     example = task.train[0]
     assert example.solution == example.metadata.get("why", example.solution) == f"because {example.answer}"
-    assert (task.verify(f"\\boxed{{{example.answer}}}", example), task.verify(example.answer, example)) == (1.0, 0.0)
+    assert (task.verify(f"\\boxed{{{example.answer}}}", example), task.verify(example.answer, example)) == (
+        1.0,
+        0.0,
+    )
     with pytest.raises(UserError, match="no field 'because'"):
         as_task(rows, task_section(options={"solution_field": "because"}))
     with pytest.raises(UserError, match="unknown verifier"):
         as_task(rows, task_section(options={"verifier": "box"}))
-    with pytest.raises(UserError, match=r"got task.options.verifer, expected none such. Did you mean 'verifier'\?"):
+    with pytest.raises(
+        UserError, match=r"got task.options.verifer, expected none such. Did you mean 'verifier'\?"
+    ):
         as_task(rows, task_section(options={"verifer": "boxed"}))
 
 
 def test_an_option_that_a_task_has_no_use_for_is_refused():
     task = as_task(EXPLAINED, task_section())
-    with pytest.raises(UserError, match=r"option without an effect: got task.options.verifier.*has|is a Task with a verifier"):
+    with pytest.raises(
+        UserError, match=r"option without an effect: got task.options.verifier.*has|is a Task with a verifier"
+    ):
         as_task(task, task_section(options={"verifier": "boxed"}))
     assert as_task(task, task_section(options={"digits": 2})) is task

@@ -19,26 +19,49 @@ from jetrl_jax.tasks.base import Example
 from jetrl_jax.text.tokenizer import ByteTokenizer, CharacterTokenizer, HuggingFaceTokenizer, build_tokenizer
 from tests.sections import tokenizer_section
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers (extra hf) is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers (extra hf) is not installed"
+)
 ALPHABET = tokenizer_section().characters
-TEXTS = ["12+34=", "hello world", "  two  blanks ", "héllo\n\tü 😀 漢字 <b>x</b> <eos>", "a" * 50, "\x00\x7f\r\n"]
+TEXTS = [
+    "12+34=",
+    "hello world",
+    "  two  blanks ",
+    "héllo\n\tü 😀 漢字 <b>x</b> <eos>",
+    "a" * 50,
+    "\x00\x7f\r\n",
+]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif " "%}{% endif %}"
 )  # fmt: skip
 SPECIALS = ["<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 
-def write_files(folder: Path, *, bos=False, eos=False, template: str | None = TEMPLATE, config=None, generation=None, **settings) -> Path:
+def write_files(
+    folder: Path,
+    *,
+    bos=False,
+    eos=False,
+    template: str | None = TEMPLATE,
+    config=None,
+    generation=None,
+    **settings,
+) -> Path:
     """A byte-level BPE tokenizer with the files and habits of a checkpoint's."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    backend.train_from_iterator(["hello world, the answer is 42", "what is the answer", "user assistant system think"] * 20, trainer)
+    backend.train_from_iterator(
+        ["hello world, the answer is 42", "what is the answer", "user assistant system think"] * 20, trainer
+    )
     if bos or eos:
         parts = ["<|bos|>"] * bos + ["$A"] + ["<|endoftext|>"] * eos
         backend.post_processor = processors.TemplateProcessing(
@@ -52,8 +75,14 @@ def write_files(folder: Path, *, bos=False, eos=False, template: str | None = TE
         "pad_token": "<|pad|>",
         "clean_up_tokenization_spaces": False,
     }
-    written |= ({"bos_token": "<|bos|>"} if bos else {}) | ({"chat_template": template} if template else {}) | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
+    written |= (
+        ({"bos_token": "<|bos|>"} if bos else {})
+        | ({"chat_template": template} if template else {})
+        | settings
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in written.items() if v is not None})
+    )
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         if content is not None:
             (folder / name).write_text(json.dumps(content))
@@ -87,7 +116,12 @@ def test_character_raises_naming_the_character():
 def test_byte_ids_are_the_bytes():
     tokenizer = ByteTokenizer()
     rng = random.Random(0)
-    for text in [*TEXTS, "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(500))]:
+    for text in [
+        *TEXTS,
+        "".join(
+            chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(500)
+        ),
+    ]:
         assert tokenizer.encode(text) == tokenizer.encode_prompt(text) == [2 + b for b in text.encode()]
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([0, 1, 257, 258, 99]) == "\ufffd\ufffda"
@@ -98,7 +132,9 @@ def test_byte_ids_are_the_bytes():
 
 @needs_transformers
 @pytest.mark.parametrize(
-    "tokenizer", [CharacterTokenizer(ALPHABET), CharacterTokenizer("aé\n <>eos"), ByteTokenizer()], ids=["default", "odd", "byte"]
+    "tokenizer",
+    [CharacterTokenizer(ALPHABET), CharacterTokenizer("aé\n <>eos"), ByteTokenizer()],
+    ids=["default", "odd", "byte"],
 )
 def test_built_in_tokenizers_reload_in_transformers_with_the_same_ids(tmp_path, tokenizer):
     tokenizer.save(tmp_path)
@@ -113,7 +149,10 @@ def test_built_in_tokenizers_reload_in_transformers_with_the_same_ids(tmp_path, 
         if "<eos>" not in text:
             assert reloaded(text).input_ids == ours.encode_prompt(text) == ids
         assert (
-            reloaded.decode([*ids, 1, 0], skip_special_tokens=True) == ours.decode([*ids, 1, 0]) == tokenizer.decode([*ids, 1, 0]) == text
+            reloaded.decode([*ids, 1, 0], skip_special_tokens=True)
+            == ours.decode([*ids, 1, 0])
+            == tokenizer.decode([*ids, 1, 0])
+            == text
         )
 
 
@@ -137,7 +176,8 @@ def test_fingerprints_tell_tokenizers_apart_and_are_the_same_elsewhere(tmp_path)
     prints = [t.fingerprint() for t in tokens]
     assert len(set(prints)) == len(prints)
     program = (
-        "from jetrl_jax.text.tokenizer import *; import sys; print(CharacterTokenizer('ab').fingerprint(), ByteTokenizer().fingerprint());"
+        "from jetrl_jax.text.tokenizer import *; import sys; "
+        "print(CharacterTokenizer('ab').fingerprint(), ByteTokenizer().fingerprint());"
         "assert not {'jax', 'transformers'} & set(sys.modules)"
     )
     ran = subprocess.run(
@@ -158,7 +198,11 @@ def test_huggingface_ids_match_transformers(tmp_path, habits):
         assert ours.encode(text) == reference(text, add_special_tokens=False).input_ids
         with_specials = reference(text).input_ids
         assert ours.encode_prompt(text) == (with_specials[:-1] if habits.get("eos") else with_specials)
-        assert ours.decode([*with_specials, 4, 3]) == reference.decode(with_specials, skip_special_tokens=True) == text
+        assert (
+            ours.decode([*with_specials, 4, 3])
+            == reference.decode(with_specials, skip_special_tokens=True)
+            == text
+        )
     assert ours.vocab_size == len(reference)
     assert (ours.eos_ids, ours.pad_id) == ((1,), 4)
 
@@ -170,9 +214,15 @@ def test_huggingface_ids_match_transformers(tmp_path, habits):
 def test_chat_template_matches_transformers_without_a_second_bos(tmp_path, kwargs, system, habits):
     template = TEMPLATE if habits else TEMPLATE.removeprefix("{{ bos_token }}")
     reference = auto(write_files(tmp_path, template=template, **habits))
-    ours = HuggingFaceTokenizer(tmp_path, chat_template=True, chat_template_kwargs=kwargs, system_prompt=system)
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": "what is 6*7"}]
-    expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs)
+    ours = HuggingFaceTokenizer(
+        tmp_path, chat_template=True, chat_template_kwargs=kwargs, system_prompt=system
+    )
+    messages = ([{"role": "system", "content": system}] if system else []) + [
+        {"role": "user", "content": "what is 6*7"}
+    ]
+    expected = reference.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
+    )
     ids = ours.encode_prompt("what is 6*7")
     assert ids == expected
     assert ids.count(0) == (1 if habits else 0) and ids[-1] not in ours.eos_ids
@@ -191,11 +241,16 @@ def test_chat_template_raises_on_arguments_it_never_reads(tmp_path):
     write_files(tmp_path, bos=True, template=TEMPLATE + "{% generation %}{% endgeneration %}")
     with pytest.raises(
         UserError,
-        match=r"got tokenizer.chat_template_kwargs.enable_thinkin, expected one of: enable_thinking. Did you mean 'enable_thinking'",
+        match=r"got tokenizer.chat_template_kwargs.enable_thinkin, expected one of: enable_thinking. "
+        r"Did you mean 'enable_thinking'",
     ):
         HuggingFaceTokenizer(tmp_path, chat_template=True, chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(UserError, match=r"never reads an argument: got tokenizer.chat_template_kwargs.add_generation_prompt"):
-        HuggingFaceTokenizer(tmp_path, chat_template=True, chat_template_kwargs={"add_generation_prompt": False})
+    with pytest.raises(
+        UserError, match=r"never reads an argument: got tokenizer.chat_template_kwargs.add_generation_prompt"
+    ):
+        HuggingFaceTokenizer(
+            tmp_path, chat_template=True, chat_template_kwargs={"add_generation_prompt": False}
+        )
 
 
 @needs_transformers
@@ -206,15 +261,22 @@ def test_chat_template_raises_where_there_is_none_or_it_fails(tmp_path):
         HuggingFaceTokenizer(write_files(tmp_path / "b", template="{% for %}"), chat_template=True)
     with pytest.raises(UserError, match=r"failed: .*no system here"):
         refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
-        HuggingFaceTokenizer(write_files(tmp_path / "c", template=refuses), chat_template=True, system_prompt="s").encode_prompt("q")
+        HuggingFaceTokenizer(
+            write_files(tmp_path / "c", template=refuses), chat_template=True, system_prompt="s"
+        ).encode_prompt("q")
 
 
-SYSTEM = "{% for m in messages if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
 USER = "<|im_start|>user\n{{ messages[-1].content }}<|im_end|>\n"
 TURN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DROPS_USER = "does not write the user's text as it is: got .* expected the text in it. Take another template"
 DROPS_SYSTEM = r"does not write the system's text \(tokenizer.system_prompt\) as it is"
-STOPS = r"the chat template's prompt ends in a stop token: got '<\|im_end\|>' \(id 3\) after .*, expected none of the stop tokens \[3, 1\]"
+STOPS = (
+    r"the chat template's prompt ends in a stop token: got '<\|im_end\|>' \(id 3\) after .*, "
+    r"expected none of the stop tokens \[3, 1\]"
+)
 
 
 @needs_transformers
@@ -229,8 +291,8 @@ STOPS = r"the chat template's prompt ends in a stop token: got '<\|im_end\|>' \(
         *(
             (USER.replace("content", f"content{change}") + TURN, None, DROPS_USER)
             for change in (
-                "[:50]", "[-50:]", " | lower", " | upper", " | e", " | tojson", " | truncate(300)", " | replace('{', '')",
-                ".split('\\n')[0]", " | title", ".encode('ascii', 'ignore').decode()", " | striptags", " | wordwrap(60)", " | trim('?')",
+                "[:50]", "[-50:]", " | lower", " | upper", " | e", " | tojson", " | truncate(300)", " | replace('{', " "'')",
+                ".split('\\n')[0]", " | title", ".encode('ascii', 'ignore').decode()", " | striptags", " | " "wordwrap(60)", " | " "trim('?')",
             )
         ),
         (USER + TURN, "be brief", DROPS_SYSTEM),
@@ -241,7 +303,9 @@ STOPS = r"the chat template's prompt ends in a stop token: got '<\|im_end\|>' \(
         (USER + "<|im_end|> \n\n ", None, STOPS),
     ],
 )  # fmt: skip
-def test_chat_template_that_loses_a_text_or_ends_in_a_stop_token_is_refused_when_it_is_opened(tmp_path, template, system, message):
+def test_chat_template_that_loses_a_text_or_ends_in_a_stop_token_is_refused_when_it_is_opened(
+    tmp_path, template, system, message
+):
     write_files(tmp_path, template=template, generation={"eos_token_id": [3, 1]})
     with pytest.raises(UserError, match=rf"(?s)^HuggingFaceTokenizer: .*{message}"):
         HuggingFaceTokenizer(tmp_path, chat_template=True, system_prompt=system)
@@ -254,34 +318,52 @@ def test_chat_template_that_loses_a_text_or_ends_in_a_stop_token_is_refused_when
         SYSTEM + USER + TURN,
         SYSTEM + USER.replace("content", "content | trim") + TURN,
         "{% for m in messages %}{{ m.content }} {% endfor %}",
-        "{{ messages | map(attribute='content') | join('\n\n') }}",  # a system text that is merged with the user's
+        # a system text that is merged with the user's
+        "{{ messages | map(attribute='content') | join('\n\n') }}",
         "{% for m in messages %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endfor %}",
         SYSTEM + USER + TURN + "<think>\n\n</think>\n\n",
     ],
 )
 def test_chat_templates_that_keep_every_text_are_taken(tmp_path, template):
     ours = HuggingFaceTokenizer(
-        write_files(tmp_path, template=template, generation={"eos_token_id": [3, 1]}), chat_template=True, system_prompt=" be\nbrief "
+        write_files(tmp_path, template=template, generation={"eos_token_id": [3, 1]}),
+        chat_template=True,
+        system_prompt=" be\nbrief ",
     )
     rng = random.Random(0)
     for _ in range(20):
-        text = "".join(chr(rng.choice([10, 32, 39, 60, 92, 123, 125, rng.randrange(33, 0xD800)])) for _ in range(rng.randrange(60)))
-        assert text.strip() in ours.render(text) and "be\nbrief" in ours.render(text) and ours.encode_prompt(text)[-1] not in ours.eos_ids
+        text = "".join(
+            chr(rng.choice([10, 32, 39, 60, 92, 123, 125, rng.randrange(33, 0xD800)]))
+            for _ in range(rng.randrange(60))
+        )
+        assert (
+            text.strip() in ours.render(text)
+            and "be\nbrief" in ours.render(text)
+            and ours.encode_prompt(text)[-1] not in ours.eos_ids
+        )
 
 
 @needs_transformers
 def test_a_template_that_loses_only_some_text_is_refused_with_that_text(tmp_path):
     """What no probe shows is found when it is drawn: never trained on in silence."""
-    template = "{% if 'secret' in messages[-1].content %}no{% else %}{{ messages[-1].content }}{% endif %}" + TURN
+    template = (
+        "{% if 'secret' in messages[-1].content %}no{% else %}{{ messages[-1].content }}{% endif %}" + TURN
+    )
     ours = HuggingFaceTokenizer(write_files(tmp_path, template=template), chat_template=True)
-    with pytest.raises(UserError, match=r"does not write the user's text as it is: got 'no.*' for 'a secret', expected the text in it"):
+    with pytest.raises(
+        UserError,
+        match=r"does not write the user's text as it is: got 'no.*' for 'a secret', expected the text in it",
+    ):
         ours.encode_prompt("a secret")
 
 
 @pytest.mark.parametrize("habits", [{}, {"bos": True}, {"bos": True, "eos": True}])
 def test_a_prompt_that_ends_in_a_stop_token_is_refused_and_an_empty_one_is_empty(tmp_path, habits):
     ours = HuggingFaceTokenizer(write_files(tmp_path, **habits))
-    with pytest.raises(UserError, match=r"the prompt ends in a stop token: got '<\|endoftext\|>' \(id 1\) after 'hello<\|endoftext\|>'"):
+    with pytest.raises(
+        UserError,
+        match=r"the prompt ends in a stop token: got '<\|endoftext\|>' \(id 1\) after 'hello<\|endoftext\|>'",
+    ):
         ours.encode_prompt("hello<|endoftext|>")
     assert ours.encode_prompt("<|endoftext|>hello")[-1] not in ours.eos_ids
     assert ours.encode_prompt("") == ([0] if habits else [])
@@ -295,7 +377,14 @@ def test_a_prompt_that_ends_in_a_stop_token_is_refused_and_an_empty_one_is_empty
         ({"generation": {"eos_token_id": [3, 1]}, "config": {"eos_token_id": 2}}, (3, 1)),
         ({"generation": {"eos_token_id": 3}, "eos_token": None}, (3,)),
         ({"generation": {}, "config": {"eos_token_id": [2]}}, (2, 1)),
-        ({"config": {"eos_token_id": None}, "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "pad_token": None}, (3,)),
+        (
+            {
+                "config": {"eos_token_id": None},
+                "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+                "pad_token": None,
+            },
+            (3,),
+        ),
     ],
 )
 def test_eos_ids_come_from_the_checkpoints_files(tmp_path, monkeypatch, files, eos_ids):
@@ -326,10 +415,18 @@ def test_huggingface_without_transformers_gives_the_same(tmp_path, monkeypatch, 
     ours = HuggingFaceTokenizer(tmp_path)
     for text in TEXTS:
         assert ours.encode(text) == expected.encode(text)
-        assert ours.encode_prompt(text) == expected.encode_prompt(text) == [0] * ("bos" in habits) + ours.encode(text)
+        assert (
+            ours.encode_prompt(text)
+            == expected.encode_prompt(text)
+            == [0] * ("bos" in habits) + ours.encode(text)
+        )
         assert ours.decode([0, *ours.encode(text), 3, 1]) == text
     assert ours.fingerprint() == expected.fingerprint()
-    assert (ours.vocab_size, ours.pad_id, ours.eos_ids) == (expected.vocab_size, expected.pad_id, expected.eos_ids)
+    assert (ours.vocab_size, ours.pad_id, ours.eos_ids) == (
+        expected.vocab_size,
+        expected.pad_id,
+        expected.eos_ids,
+    )
     with pytest.raises(UserError, match=r"needs the package transformers.*jetrl-jax\[hf\]"):
         HuggingFaceTokenizer(tmp_path, chat_template=True)
 
@@ -338,7 +435,9 @@ def test_huggingface_without_transformers_gives_the_same(tmp_path, monkeypatch, 
 def test_decode_keeps_the_marks_of_a_thought_and_no_other_special_token(tmp_path, monkeypatch, special):
     write_files(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")])
+    backend.add_tokens(
+        [tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     opened = [HuggingFaceTokenizer(tmp_path)] if importlib.util.find_spec("transformers") else []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -347,20 +446,31 @@ def test_decode_keeps_the_marks_of_a_thought_and_no_other_special_token(tmp_path
             ids = ours.encode(text)
             assert ("think" not in text.split()[0]) or len(ours.encode("</think>")) == 1
             assert ours.decode([0, 2, *ids, 3, 1]) == text
-        assert ours.decode(ours.encode("<|im_start|>assistant<think>a</think>b<|im_end|>")) == "assistant<think>a</think>b"
+        assert (
+            ours.decode(ours.encode("<|im_start|>assistant<think>a</think>b<|im_end|>"))
+            == "assistant<think>a</think>b"
+        )
 
 
 @needs_transformers
 @pytest.mark.parametrize(
     ("end", "opened"),
-    [("", False), ("<think>\n", True), ("<think>\nOkay, ", True), ("<think>\n\n</think>\n\n", False), ("</think>", False)],
+    [
+        ("", False),
+        ("<think>\n", True),
+        ("<think>\nOkay, ", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("</think>", False),
+    ],
 )
 @pytest.mark.parametrize("special", [True, False])
 def test_prompts_know_whether_their_template_opens_a_thought(tmp_path, end, opened, special):
     template = TEMPLATE.split("{% if enable_thinking")[0] + end.replace("\n", "\n") + "{% endif %}"
     write_files(tmp_path, template=template)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")])
+    backend.add_tokens(
+        [tokenizers.AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     ours = HuggingFaceTokenizer(tmp_path, chat_template=True, system_prompt="Think inside <think> ... .")
     for text in ("what is 6*7?", "what does <think> mean?", "a\n<think>\nb</think>"):
@@ -373,7 +483,9 @@ def test_huggingface_save_keeps_every_id(tmp_path):
     first = HuggingFaceTokenizer(folder, chat_template=True, chat_template_kwargs={"enable_thinking": False})
     first.save(tmp_path / "b")
     first.save(folder)
-    second = HuggingFaceTokenizer(tmp_path / "b", model_path=folder, chat_template=True, chat_template_kwargs={"enable_thinking": False})
+    second = HuggingFaceTokenizer(
+        tmp_path / "b", model_path=folder, chat_template=True, chat_template_kwargs={"enable_thinking": False}
+    )
     assert second.fingerprint() == first.fingerprint()
     for text in TEXTS:
         assert second.encode_prompt(text) == first.encode_prompt(text)
@@ -407,10 +519,16 @@ def test_build_tokenizer_reads_every_field(tmp_path):
     folder = write_files(tmp_path / "a", bos=True)
     other = write_files(tmp_path / "b", generation={"eos_token_id": 3})
     assert build_tokenizer(tokenizer_section(kind="huggingface"), str(folder)).encode_prompt("q")[0] == 0
-    assert build_tokenizer(tokenizer_section(kind="huggingface", path=str(folder)), str(other)).eos_ids == (3, 1)
+    assert build_tokenizer(tokenizer_section(kind="huggingface", path=str(folder)), str(other)).eos_ids == (
+        3,
+        1,
+    )
     if importlib.util.find_spec("transformers"):
         section = tokenizer_section(
-            kind="huggingface", chat_template=True, chat_template_kwargs={"enable_thinking": False}, system_prompt="short"
+            kind="huggingface",
+            chat_template=True,
+            chat_template_kwargs={"enable_thinking": False},
+            system_prompt="short",
         )
         text = build_tokenizer(section, str(folder)).render("q")
         assert text.startswith("<|bos|><|im_start|>system\nshort<|im_end|>") and text.endswith("</think>\n\n")

@@ -1,4 +1,6 @@
-"""The exact operations of vLLM's side against the trainer's own and a float64 oracle: equal bits, in every layout of a paged cache."""
+"""The exact operations of vLLM's side against the trainer's own and a float64 oracle: equal bits,
+in every layout of a paged cache.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,34 @@ EPS = 1e-6
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(500, 256), (300, 4, 64)])
-def test_rms_norm_is_the_trainers(variant: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rms_norm_is_the_trainers(
+    variant: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exact_torch, "ELEMENTS_AT_ONCE", 256 * 7)  # seven rows at a time
     rng, numerics = np.random.default_rng(0), Numerics(engine_variant=variant)
-    x, residual, weight = normal(rng, *shape), normal(rng, *shape), torch.from_numpy(1 + rng.normal(size=shape[-1])).bfloat16()
+    x, residual, weight = (
+        normal(rng, *shape),
+        normal(rng, *shape),
+        torch.from_numpy(1 + rng.normal(size=shape[-1])).bfloat16(),
+    )
     master = bf16(weight).astype(jnp.float32)
-    assert_equal(exact_torch.rms_norm(x, weight, EPS, variant)[0], ops.rms_norm(bf16(x), master, EPS, numerics))
+    assert_equal(
+        exact_torch.rms_norm(x, weight, EPS, variant)[0], ops.rms_norm(bf16(x), master, EPS, numerics)
+    )
     ours = exact_torch.rms_norm(x, weight, EPS, variant, residual)
-    for mine, theirs in zip(ours, ops.add_rms_norm(bf16(x), bf16(residual), master, EPS, numerics), strict=True):
+    for mine, theirs in zip(
+        ours, ops.add_rms_norm(bf16(x), bf16(residual), master, EPS, numerics), strict=True
+    ):
         assert_equal(mine, theirs)
 
 
 def test_rms_norm_has_two_variants() -> None:
     rng = np.random.default_rng(1)
-    x, residual, weight = normal(rng, 100, 256), normal(rng, 100, 256), torch.from_numpy(1 + rng.normal(size=256)).bfloat16()
+    x, residual, weight = (
+        normal(rng, 100, 256),
+        normal(rng, 100, 256),
+        torch.from_numpy(1 + rng.normal(size=256)).bfloat16(),
+    )
     native, cuda = (exact_torch.rms_norm(x, weight, EPS, variant, residual)[0] for variant in VARIANTS)
     assert 0.1 < (native != cuda).float().mean() < 0.5
 
@@ -48,7 +64,9 @@ def test_silu_is_the_trainers() -> None:
     ours = exact_torch.silu_multiply(torch.cat((gate, up), dim=-1)).float().numpy()
     trainers = np.asarray(ops.silu_multiply(bf16(gate), bf16(up), Numerics()), np.float32)
     smallest = np.finfo(np.float32).tiny
-    np.testing.assert_array_equal(*(np.where(np.abs(side) <= 2 * smallest, 0, side) for side in (ours, trainers)))
+    np.testing.assert_array_equal(
+        *(np.where(np.abs(side) <= 2 * smallest, 0, side) for side in (ours, trainers))
+    )
 
 
 def test_rotation_is_the_trainers_and_rounds_to_nearest() -> None:
@@ -58,16 +76,22 @@ def test_rotation_is_the_trainers_and_rounds_to_nearest() -> None:
     assert_equal(ours, ops.rope(bf16(x)[None], (bf16(cos)[None], bf16(sin)[None]), numerics)[0])
     first, second = x.double().chunk(2, dim=-1)
     wide = [side.double()[:, None] for side in (cos, sin)]
-    expected = torch.cat((first * wide[0] - second * wide[1], second * wide[0] + first * wide[1]), dim=-1).float()
+    expected = torch.cat(
+        (first * wide[0] - second * wide[1], second * wide[0] + first * wide[1]), dim=-1
+    ).float()
     assert torch.equal(ours, expected.bfloat16())
-    assert not torch.equal(ours.float(), (expected.view(torch.int32) & ~0xFFFF).view(torch.float32)), "truncation is another rotation"
+    assert not torch.equal(ours.float(), (expected.view(torch.int32) & ~0xFFFF).view(torch.float32)), (
+        "truncation is another rotation"
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_log_softmax_is_the_trainers(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(40, 500)) * size).float()
     every = jnp.tile(jnp.arange(500, dtype=jnp.int32)[None], (40, 1))
-    trainers = [vocabulary.token_logprobs(jnp.asarray(logits.numpy()), every[:, i]) for i in range(0, 500, 50)]
+    trainers = [
+        vocabulary.token_logprobs(jnp.asarray(logits.numpy()), every[:, i]) for i in range(0, 500, 50)
+    ]
     for at_once in (exact_torch.ELEMENTS_AT_ONCE, 1100):
         monkeypatch.setattr(exact_torch, "ELEMENTS_AT_ONCE", at_once)
         ours = exact_torch.log_softmax(logits)
@@ -92,7 +116,9 @@ def attended(paged: Paged, query: Any) -> Any:
     tokens, heads, width = query.shape
     output = torch.full((tokens, heads, width), 7.0, dtype=torch.bfloat16)
     keys, values = exact_torch.key_value_cache(paged.cache, width)
-    exact_torch.paged_attention(query, keys, values, paged.table, paged.starts, paged.lengths, width**-0.5, output)
+    exact_torch.paged_attention(
+        query, keys, values, paged.table, paged.starts, paged.lengths, width**-0.5, output
+    )
     assert (output[-2:] == 7).all(), "rows of no request"
     return output[:-2].reshape(tokens - 2, -1)
 

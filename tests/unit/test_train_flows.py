@@ -1,4 +1,6 @@
-"""The benchmark of whole training runs: its arithmetic on made-up rows, and what it reads from a run's record; nothing is trained."""
+"""The benchmark of whole training runs: its arithmetic on made-up rows,
+and what it reads from a run's record; nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,34 @@ CHOICE = {"name": "xla", "reason": "auto: cudnn cannot run: the platform is 'cpu
 
 
 def rows(speed: float, steps: int = 6) -> list[dict[str, float]]:
-    """The row before RL, then steps at speed, speed + 1, ...; the first of each three compiles and is slow."""
+    """The row before RL, then steps at speed, speed + 1, ...;
+    the first of each three compiles and is slow.
+    """
     made = [{"step": 0.0, "eval/accuracy": 0.5}]
     for step in range(1, steps + 1):
         value = 1.0 if step % 3 == 1 else speed + step
-        made.append({"step": float(step), bench.MISMATCH: step / 8, **dict.fromkeys(bench.METRICS.values(), value)})
+        made.append(
+            {"step": float(step), bench.MISMATCH: step / 8, **dict.fromkeys(bench.METRICS.values(), value)}
+        )
     return made
 
 
 def write_run(directory: Path, speed: float, fp8: bool) -> None:
     directory.mkdir(parents=True)
-    start = {"device_kind": "cpu", "packages": {"jax": "1"}, "commit": None, "attention": CHOICE, "engine": "jax"}
+    start = {
+        "device_kind": "cpu",
+        "packages": {"jax": "1"},
+        "commit": None,
+        "attention": CHOICE,
+        "engine": "jax",
+    }
     start |= {"fp8_products": {"forward": CHOICE, "backward": CHOICE | {"name": "xla_fast"}}}
-    (directory / "environment.json").write_text(json.dumps({"starts": [{"attention": {"name": "old", "reason": ""}}, start]}))
-    (directory / "precision.txt").write_text("parameter  site  format  blocks\na  fprop  " + ("fp8" if fp8 else "bf16") + "  -\n")
+    (directory / "environment.json").write_text(
+        json.dumps({"starts": [{"attention": {"name": "old", "reason": ""}}, start]})
+    )
+    (directory / "precision.txt").write_text(
+        "parameter  site  format  blocks\na  fprop  " + ("fp8" if fp8 else "bf16") + "  -\n"
+    )
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(speed)))
 
 
@@ -53,9 +69,17 @@ def test_the_metrics_are_declared() -> None:
 
 
 def test_a_flow_is_a_preset_with_or_without_exactness() -> None:
-    for flow, expected in {"bf16": [], "bf16-exact": ["numerics.exact=true"], "bf16-fast": ["numerics.exact=false"]}.items():
+    for flow, expected in {
+        "bf16": [],
+        "bf16-exact": ["numerics.exact=true"],
+        "bf16-fast": ["numerics.exact=false"],
+    }.items():
         sets = bench.settings(Path("out"), flow, 3, ["seed=1"])
-        assert sets[0] == "seed=1" and "precision.preset=bf16" in sets and [one for one in sets if "exact" in one] == expected
+        assert (
+            sets[0] == "seed=1"
+            and "precision.preset=bf16" in sets
+            and [one for one in sets if "exact" in one] == expected
+        )
 
 
 def test_the_first_steps_of_a_stretch_are_left_out() -> None:
@@ -80,21 +104,37 @@ def test_report_says_what_served_what_and_leaves_out_fp8_where_there_is_none(tmp
     assert list(both["bf16"]) == ["attention"] and both["bf16"]["attention"].startswith("xla (auto: cudnn")
     assert list(both["fp8_unified"]) == ["attention", "fp8_products forward", "fp8_products backward"]
     low, high = 43.5 / 18.5, 40.5 / 15.5
-    assert record["against_base"]["fp8_unified"]["step, s"] == pytest.approx({"ratio": (low + high) / 2, "low": low, "high": high})
+    assert record["against_base"]["fp8_unified"]["step, s"] == pytest.approx(
+        {"ratio": (low + high) / 2, "low": low, "high": high}
+    )
     text = bench.table(record)
     assert "| bf16 | 17 (15.75 to 18.25; stretches 15.5 to 18.5) |" in text and text.count(" | 0.75 |") == 2
     assert "fp8_unified against bf16, stretch by stretch: rollout, tokens/s x 2.482 (2.351 to 2.613)" in text
     json.dumps(record)
 
 
-def test_what_was_measured_of_the_first_flow_outlives_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_of_the_first_flow_outlives_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(config: Path, sets: list[str], directory: Path) -> None:
         if directory.name == "bf16":
             raise RunStopped("no time left")
         write_run(directory, 2.0, True)
 
     monkeypatch.setattr(bench, "train", train)
-    words = ["--flows", "fp8_unified", "bf16", "--stretches", "1", "--steps", "6", "--left-out", "1", "--out", str(tmp_path / "out")]
+    words = [
+        "--flows",
+        "fp8_unified",
+        "bf16",
+        "--stretches",
+        "1",
+        "--steps",
+        "6",
+        "--left-out",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     with pytest.raises(RunStopped, match="no time left"):
         bench.main(words)
     record = json.loads((tmp_path / "out" / "train_flows.json").read_text())
@@ -109,7 +149,9 @@ def test_what_was_measured_of_the_first_flow_outlives_the_second(tmp_path: Path,
         (["--out", "."], "--out is not empty"),
     ],
 )
-def test_mistakes_end_before_anything_runs(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_before_anything_runs(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         bench.main(words)
     assert problem in capsys.readouterr().err

@@ -51,7 +51,9 @@ def test_read_number_matches_fractions_on_random_decimals():
     rng = random.Random(0)
     for _ in range(500):
         value = Fraction(rng.randrange(-(10**12), 10**12), 10 ** rng.randrange(0, 6))
-        digits = format(Decimal(value.numerator) / Decimal(value.denominator), "," if rng.random() < 0.5 else "")
+        digits = format(
+            Decimal(value.numerator) / Decimal(value.denominator), "," if rng.random() < 0.5 else ""
+        )
         read = verify.read_number(digits)
         assert read is not None and Fraction(read) == value
 
@@ -59,14 +61,14 @@ def test_read_number_matches_fractions_on_random_decimals():
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("so\n#### 18", 1), ("####18", 1), ("#### $18", 1), ("#### **18**", 1), ("#### \\boxed{18}", 1), ("#### $18$", 1),
+        ("so\n#### 18", 1), ("####18", 1), ("#### $18", 1), ("#### **18**", 1), ("#### \\boxed{18}", 1), ("#### " "$18$", 1),
         ("#### `18`", 1), ("##### 18", 1), ("#### 18.00", 1),
-        ("#### 18\nThat was 3 more than 15.", 1), ("#### 18 because 9*2", 1), ("#### 18. Or 19?", 1), ("#### 18\n#### Note\n5 eggs", 1),
+        ("#### 18\nThat was 3 more than 15.", 1), ("#### 18 because 9*2", 1), ("#### 18. Or 19?", 1), ("#### 18\n#### " "Note\n5 " "eggs", 1),
         ("#### 18 ####", 1),
         ("#### 17\nNo:\n#### 18", 1), ("#### 18\nNo:\n#### 17", 0), ("#### 18\n#### 1/2", 0), ("#### 16 17 18", 0), ("#### 18 17 16", 1),
-        ("18", 0), ("the answer is 18", 0), ("#### ", 0), ("####\n18", 0), ("#### eighteen", 0), ("### 18", 0), ("#### 9*2=18", 0),
+        ("18", 0), ("the answer is 18", 0), ("#### ", 0), ("####\n18", 0), ("#### eighteen", 0), ("### 18", 0), ("#### " "9*2=18", 0),
         ("#### 18-19", 0), ("#### -18", 0),
-        ("#### 18e0", 0), ("#### 18.1", 0), ("#### 1.8", 0), ("#### 81", 0), ("#### 19", 0), ("#### 180", 0), ("#### 018", 1),
+        ("#### 18e0", 0), ("#### 18.1", 0), ("#### 1.8", 0), ("#### 81", 0), ("#### 19", 0), ("#### 180", 0), ("#### " "018", 1),
         ("#### 18\u0660", 1), ("", 0),
         ("<think>#### 18</think>", 0), ("<think>#### 5</think>\n#### 18", 1), ("#### 18</think>#### 5", 0), ("<think>\n#### 18", 0),
         ("#### 18\r\n", 1),
@@ -83,7 +85,7 @@ def test_gsm8k_final_answer(completion, expected):
         ("last_number", "21-18", 1),
         ("last_number", "costs $18.", 1), ("last_number", "none", 0), ("last_number", "is -18", 0), ("last_number", "a_18", 1),
         ("last_number", "1,8", 0), ("last_number", "", 0),
-        ("boxed", "so \\boxed{18}", 1), ("boxed", "\\boxed{18\\text{ eggs}} of 20", 1), ("boxed", "\\boxed{17} \\boxed{18}", 1),
+        ("boxed", "so \\boxed{18}", 1), ("boxed", "\\boxed{18\\text{ eggs}} of 20", 1), ("boxed", "\\boxed{17} " "\\boxed{18}", 1),
         ("boxed", "\\boxed{x}", 0), ("boxed", "18", 0),
         ("exact_match", " 18\n", 1), ("exact_match", "18.0", 0), ("exact_match", "=18", 0),
     ],
@@ -93,12 +95,27 @@ def test_other_verifiers(name, completion, expected):
 
 
 def test_last_number_keeps_a_sign_that_is_no_operator():
-    assert [verify.last_number(t) for t in ("is -7", "(-7", "=-7", "3 -7", "10-7", "x-7", "-7")] == [-7, -7, -7, -7, 7, 7, -7]
+    assert [verify.last_number(t) for t in ("is -7", "(-7", "=-7", "3 -7", "10-7", "x-7", "-7")] == [
+        -7,
+        -7,
+        -7,
+        -7,
+        7,
+        7,
+        -7,
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("gsm8k", "x+1"), ("last_number", ""), ("boxed", "1/2"), ("exact_match", ["18"]), ("exact_match", None), ("exact_match", True)],
+    [
+        ("gsm8k", "x+1"),
+        ("last_number", ""),
+        ("boxed", "1/2"),
+        ("exact_match", ["18"]),
+        ("exact_match", None),
+        ("exact_match", True),
+    ],
 )
 def test_verifiers_raise_on_an_answer_they_cannot_compare(name, answer):
     with pytest.raises(UserError, match="expected"):

@@ -23,11 +23,19 @@ from tests.sections import task_section
 TOKENIZER = CharacterTokenizer("=abcdefghijklmnopqrstuvwxyz")
 EOS = TOKENIZER.eos_ids[0]
 ROW = 16
-TASK = build_task(task_section(name="reverse", options={"min_letters": 3, "max_letters": 7, "train_size": 2000, "eval_size": 50}), 0)
+TASK = build_task(
+    task_section(
+        name="reverse", options={"min_letters": 3, "max_letters": 7, "train_size": 2000, "eval_size": 50}
+    ),
+    0,
+)
 
 
 def sampler(task: Any = TASK, seed: int = 0, **options: Any) -> SolutionSampler:
-    sizes = {"row_tokens": options.pop("row_tokens", ROW), "max_prompt_tokens": options.pop("max_prompt_tokens", 8)}
+    sizes = {
+        "row_tokens": options.pop("row_tokens", ROW),
+        "max_prompt_tokens": options.pop("max_prompt_tokens", 8),
+    }
     section = WarmStartSection(**({"steps": 1, "batch_size": 64} | options))
     return SolutionSampler(task, TOKENIZER, section, seed=seed, **sizes)
 
@@ -38,19 +46,33 @@ def rows(batch: TrainBatch) -> list[tuple[str, str, int]]:
     for ids, segments, mask in zip(batch.token_ids, batch.segment_ids, batch.loss_mask, strict=True):
         length = int(segments.sum())
         assert (
-            np.array_equal(segments, np.arange(ROW) < length) and mask[:length].nonzero()[0][-1] == length - 1 and not mask[length:].any()
+            np.array_equal(segments, np.arange(ROW) < length)
+            and mask[:length].nonzero()[0][-1] == length - 1
+            and not mask[length:].any()
         )
         start = int(mask.argmax())
         assert mask[start:length].all() and not mask[:start].any()
-        found.append((TOKENIZER.decode(ids[:start].tolist()), TOKENIZER.decode(ids[start : length - 1].tolist()), int(ids[length - 1])))
+        found.append(
+            (
+                TOKENIZER.decode(ids[:start].tolist()),
+                TOKENIZER.decode(ids[start : length - 1].tolist()),
+                int(ids[length - 1]),
+            )
+        )
     return found
 
 
 def test_without_noise_rows_hold_prompts_and_their_solutions() -> None:
     batch = sampler().batch(0)
-    assert batch.token_ids.shape == (64, ROW) and batch.token_ids.dtype == np.int32 and batch.loss_mask.dtype == bool
+    assert (
+        batch.token_ids.shape == (64, ROW)
+        and batch.token_ids.dtype == np.int32
+        and batch.loss_mask.dtype == bool
+    )
     assert np.array_equal(batch.positions, np.tile(np.arange(ROW), (64, 1)))
-    assert batch.sequence_index.max() == 63 and np.array_equal(batch.sequence_index >= 0, batch.segment_ids > 0)
+    assert batch.sequence_index.max() == 63 and np.array_equal(
+        batch.sequence_index >= 0, batch.segment_ids > 0
+    )
     for prompt, solution, last in rows(batch):
         assert prompt.endswith("=") and solution == prompt[-2::-1] and last == EOS
     assert len({prompt for prompt, _, _ in rows(batch)}) > 32
@@ -62,7 +84,11 @@ def test_noise_replaces_its_share_of_tokens_and_keeps_lengths_and_stops() -> Non
     for step in range(20):
         for prompt, solution, last in rows(noisy.batch(step)):
             right = prompt[-2::-1]
-            assert len(solution) == len(right) and last == EOS and set(solution) <= set("abcdefghijklmnopqrstuvwxyz")
+            assert (
+                len(solution) == len(right)
+                and last == EOS
+                and set(solution) <= set("abcdefghijklmnopqrstuvwxyz")
+            )
             wrong += sum(a != b for a, b in zip(solution, right, strict=True))
             total += len(right)
     deviation = (noise * (1 - noise) / total) ** 0.5
@@ -95,7 +121,12 @@ class Forbidden:
 
 def test_held_out_prompts_are_never_drawn() -> None:
     held_out = {example.prompt for example in TASK.eval}
-    small = build_task(task_section(name="reverse", options={"min_letters": 1, "max_letters": 2, "train_size": 500, "eval_size": 40}), 0)
+    small = build_task(
+        task_section(
+            name="reverse", options={"min_letters": 1, "max_letters": 2, "train_size": 500, "eval_size": 40}
+        ),
+        0,
+    )
     held_out |= {example.prompt for example in small.eval}
     for task in (TASK, small):
         spied = ListTask("spied", task.train, Forbidden())  # type: ignore[arg-type]
@@ -109,7 +140,9 @@ def test_solutions_that_do_not_fit_are_passed_over() -> None:
     batch = sampler(ListTask("mixed", [long, bare, wordy, short], [])).batch(0)
     assert {prompt for prompt, _, _ in rows(batch)} == {"ab="}
     edge = Example("abcdefg=", "gfedcba", "gfedcba")  # 8 + 7 + the stop token: exactly a row
-    assert {solution for _, solution, _ in rows(sampler(ListTask("edge", [edge], [])).batch(0))} == {"gfedcba"}
+    assert {solution for _, solution, _ in rows(sampler(ListTask("edge", [edge], [])).batch(0))} == {
+        "gfedcba"
+    }
     for options in ({"row_tokens": 15}, {"max_prompt_tokens": 7}):
         with pytest.raises(UserError, match="no usable worked solution"):
             sampler(ListTask("edge", [edge], []), **options)
@@ -141,7 +174,9 @@ class StubPrograms:
 
 def test_loop_reports_every_step_and_the_loss_of_its_end() -> None:
     section, seen = WarmStartSection(steps=20, batch_size=4), []
-    state, loss = warm_start(StubPrograms(), 0, sampler(batch_size=4), section, lambda *args: seen.append(args))  # type: ignore[arg-type]
+    state, loss = warm_start(
+        StubPrograms(), 0, sampler(batch_size=4), section, lambda *args: seen.append(args)
+    )  # type: ignore[arg-type]
     assert state == 20 and [step for step, _ in seen] == list(range(1, 21)) and seen[0][1] == 10.0
     assert loss == np.mean([-8.0, -9.0])  # the last two of twenty
 

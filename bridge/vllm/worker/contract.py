@@ -1,7 +1,8 @@
-"""The installed vLLM's quantisers and block-FP8 products as plain functions on numpy arrays, for `jetrl_jax.commands.check_engine`.
+"""The installed vLLM's quantisers and block-FP8 products as plain functions on numpy arrays, for
+`jetrl_jax.commands.check_engine`.
 
-On CPU: this project's plugin (what a run takes) and vLLM's own quantiser. On CUDA: the CUDA quantiser with FP32 and with
-power-of-two scales, and the CUTLASS, DeepGEMM and Triton products.
+On CPU: this project's plugin (what a run takes) and vLLM's own quantiser. On CUDA: the CUDA quantiser with
+FP32 and with power-of-two scales, and the CUTLASS, DeepGEMM and Triton products.
 """
 
 from __future__ import annotations
@@ -35,17 +36,28 @@ class Backend:
 
 def backends() -> tuple[list[Backend], list[Backend]]:
     """(quantisers, products) of the installed vLLM on this machine."""
-    return (_cpu_quantizers(), _cpu_products()) if current_platform.is_cpu() else (_cuda_quantizers(), _cuda_products())
+    return (
+        (_cpu_quantizers(), _cpu_products())
+        if current_platform.is_cpu()
+        else (_cuda_quantizers(), _cuda_products())
+    )
 
 
 def _cpu_quantizers() -> list[Backend]:
     from bridge.vllm.worker.fp8_kernel import SCALE_FORMATS, quantize_rows
 
     found = [
-        Backend(f"plugin/{name}", f"precision.scale_format={name}", _quantizer(functools.partial(quantize_rows, scale_format=name)))
+        Backend(
+            f"plugin/{name}",
+            f"precision.scale_format={name}",
+            _quantizer(functools.partial(quantize_rows, scale_format=name)),
+        )
         for name in SCALE_FORMATS
     ]
-    return [*found, Backend("vllm/cpu_native", "vLLM's QuantFP8 without the plugin", _quantizer(_native_quantizer()))]
+    return [
+        *found,
+        Backend("vllm/cpu_native", "vLLM's QuantFP8 without the plugin", _quantizer(_native_quantizer())),
+    ]
 
 
 def _native_quantizer() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -76,10 +88,14 @@ def _cuda_quantizers() -> list[Backend]:
 
     return [
         Backend(
-            "vllm/cuda/float32", "VLLM_USE_DEEP_GEMM_E8M0=0", _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=False))
+            "vllm/cuda/float32",
+            "VLLM_USE_DEEP_GEMM_E8M0=0",
+            _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=False)),
         ),
         Backend(
-            "vllm/cuda/power_of_two", "VLLM_USE_DEEP_GEMM_E8M0=1", _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=True))
+            "vllm/cuda/power_of_two",
+            "VLLM_USE_DEEP_GEMM_E8M0=1",
+            _quantizer(lambda x: per_token_group_quant_fp8(x, BLOCK, use_ue8m0=True)),
         ),
     ]
 
@@ -103,7 +119,9 @@ def _cuda_products() -> list[Backend]:
 
     return [
         Backend("vllm/cutlass", "VLLM_USE_DEEP_GEMM=0", _product(cutlass), "deepgemm"),
-        Backend("vllm/deepgemm", "VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=0", _product(deepgemm), "deepgemm"),
+        Backend(
+            "vllm/deepgemm", "VLLM_USE_DEEP_GEMM=1 VLLM_USE_DEEP_GEMM_E8M0=0", _product(deepgemm), "deepgemm"
+        ),
         Backend("vllm/triton", "linear_backend=triton", _product(triton), "triton"),
     ]
 

@@ -23,7 +23,12 @@ class ExactCpuAttention(ExactAttention, CPUAttentionBackendImpl):
     """Exact attention over a cache in plain order, which vLLM's own kernels for CPUs do not keep."""
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
     ) -> None:
         """Writes keys and values [T, K, H] at their slots of the cache [blocks, K, block size, 2 H]."""
         if not self.exact:
@@ -31,5 +36,7 @@ class ExactCpuAttention(ExactAttention, CPUAttentionBackendImpl):
         count = slot_mapping.shape[0]
         used, size = slot_mapping >= 0, kv_cache.shape[2]
         slots = slot_mapping[used].long()
-        kv_cache[slots // size, :, slots % size] = torch.cat((key[:count][used], value[:count][used]), dim=-1).to(kv_cache.dtype)
+        kv_cache[slots // size, :, slots % size] = torch.cat(
+            (key[:count][used], value[:count][used]), dim=-1
+        ).to(kv_cache.dtype)
         return None

@@ -1,4 +1,5 @@
-"""Exact attention on vLLM's CUDA platform: FlashAttention's backend, metadata and cache update, our attention.  Not run yet.
+"""Exact attention on vLLM's CUDA platform: FlashAttention's backend, metadata and cache update, our
+attention.  Not run yet.
 
 vLLM's cache update copies BF16 as it is, in the layouts that `exact_torch.key_value_cache` knows.
 """

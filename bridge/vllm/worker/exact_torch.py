@@ -1,8 +1,9 @@
-"""The trainer's `numerics.exact` operations on torch tensors of any device: reductions in float64, rounded where
-`jetrl_jax.models.ops` rounds.
+"""The trainer's `numerics.exact` operations on torch tensors of any device: reductions in float64, rounded
+where `jetrl_jax.models.ops` rounds.
 
-float64 leaves some 29 bits beyond FP32, so whatever the order of a sum, the device or the batch, the rounded result is the
-same but for sums that lie within 1e-16 of a tie.  Free of vLLM, whose classes in `bridge.vllm.worker.exact` call these.
+float64 leaves some 29 bits beyond FP32, so whatever the order of a sum, the device or the batch, the rounded
+result is the same but for sums that lie within 1e-16 of a tie.  Free of vLLM, whose classes in
+`bridge.vllm.worker.exact` call these.
 Slow: for checks, and for CPUs.
 
 Shapes: T tokens of all requests, R requests, N query heads, K key/value heads, H head width.
@@ -18,17 +19,27 @@ ELEMENTS_AT_ONCE = 1 << 23  # of one float64 temporary
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, engine_variant: str, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    engine_variant: str,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """RMSNorm of x (+ residual) [..., D] in x's dtype: (normed, the sum rounded), as `ops.rms_norm` and `ops.add_rms_norm`.
+    """RMSNorm of x (+ residual) [..., D] in x's dtype: (normed, the sum rounded), as `ops.rms_norm` and
+    `ops.add_rms_norm`.
 
-    engine_variant: "native" (the unrounded sum is normed, one more rounding before the weight) or "cuda" (the rounded sum, none).
+    engine_variant: "native" (the unrounded sum is normed, one more rounding before the weight) or "cuda" (the
+      rounded sum, none).
     """
     add = () if residual is None else (residual,)
-    return _in_parts(lambda *part: _rms_norm(*part, weight=weight, eps=eps, engine_variant=engine_variant), x, *add)
+    return _in_parts(
+        lambda *part: _rms_norm(*part, weight=weight, eps=eps, engine_variant=engine_variant), x, *add
+    )
 
 
-def _rms_norm(x: torch.Tensor, *residual: torch.Tensor, weight: torch.Tensor, eps: float, engine_variant: str) -> tuple[torch.Tensor, ...]:
+def _rms_norm(
+    x: torch.Tensor, *residual: torch.Tensor, weight: torch.Tensor, eps: float, engine_variant: str
+) -> tuple[torch.Tensor, ...]:
     h = sum((part.float() for part in residual), x.float())
     total = h.to(x.dtype)
     wide = (total if engine_variant == "cuda" else h).double()
@@ -39,7 +50,8 @@ def _rms_norm(x: torch.Tensor, *residual: torch.Tensor, weight: torch.Tensor, ep
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F]; made on the CPU.
+    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F]; made
+    on the CPU.
 
     factor: YaRN's, which multiplies them in FP32.
     """
@@ -49,7 +61,8 @@ def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of x [T, N, H] with the halves as pairs, by cos and sin [T, H / 2] in x's dtype: FP32, one rounding, as `ops.rope`.
+    """RoPE of x [T, N, H] with the halves as pairs, by cos and sin [T, H / 2] in x's dtype: FP32, one
+    rounding, as `ops.rope`.
 
     The products of two BF16 numbers are exact in FP32, so a fused multiply-add changes nothing.
     """
@@ -59,7 +72,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two, as `ops.silu_multiply`."""
+    """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two,
+    as `ops.silu_multiply`.
+    """
     return _in_parts(_silu_multiply, gate_up)[0]
 
 
@@ -71,7 +86,9 @@ def _silu_multiply(gate_up: torch.Tensor) -> tuple[torch.Tensor]:
     return ((silu.float() * up.float()).to(gate_up.dtype),)
 
 
-def _in_parts(function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _in_parts(
+    function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """`function` of equal shapes [T, ...], so many rows at a time that a float64 temporary stays small."""
     rows = max(1, ELEMENTS_AT_ONCE // arrays[0].shape[1:].numel())
     parts = [function(*part) for part in zip(*(array.split(rows) for array in arrays), strict=True)]
@@ -79,8 +96,8 @@ def _in_parts(function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias; as `models.dense.dense`
-    of a trainer whose `Numerics.dense` is "float64"."""
+    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias;
+    as `models.dense.dense` of a trainer whose `Numerics.dense` is "float64"."""
     wide = x.double()
     rows = weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))
     out = torch.cat([(wide @ part.double().t()).float() for part in rows], dim=-1)
@@ -88,7 +105,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of FP32 logits [R, V]: the normaliser in float64 and rounded, as `vocabulary.token_logprobs`."""
+    """Log-probabilities of FP32 logits [R, V]: the normaliser in float64 and rounded,
+    as `vocabulary.token_logprobs`.
+    """
     return _in_parts(_log_softmax, logits.float())[0]
 
 
@@ -102,7 +121,8 @@ def _log_softmax(logits: torch.Tensor) -> tuple[torch.Tensor]:
 def key_value_cache(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, values) [blocks, block size, K, H], views of one layer's paged cache in plain order.
 
-    vLLM 0.24 and 0.25 keep [blocks, 2, block size, K, H], later versions and the CPU backend [blocks, K, block size, 2 H].
+    vLLM 0.24 and 0.25 keep [blocks, 2, block size, K, H], later versions and the CPU backend [blocks, K,
+    block size, 2 H].
 
     Raises:
       NotImplementedError: another layout.
@@ -113,7 +133,9 @@ def key_value_cache(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, 
         keys, values = cache.transpose(1, 2).split(head_size, dim=-1)
     else:
         expected = f"[blocks, 2, size, K, {head_size}] or [blocks, K, size, {2 * head_size}]"
-        raise NotImplementedError(f"exact attention: unknown layout of the KV cache: got {list(cache.shape)}, expected {expected}.")
+        raise NotImplementedError(
+            f"exact attention: unknown layout of the KV cache: got {list(cache.shape)}, expected {expected}."
+        )
     return keys, values
 
 
@@ -130,7 +152,8 @@ def paged_attention(
     """Causal attention of the last tokens of each request to all its tokens in a paged cache; fills `output`.
 
     Args:
-      query: [T, N, H], the requests' new tokens one after the other; keys, values: [blocks, block size, K, H].
+      query: [T, N, H], the requests' new tokens one after the other; keys, values: [blocks, block size, K,
+        H].
       table: [R, ...], a request's blocks in order; entries past its length may hold anything.
       starts: [R + 1], first row in `query` of each request; one without new tokens is left out.
       lengths: [R], tokens of each request in the cache, the new ones included.
@@ -158,7 +181,12 @@ def _gathered(side: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) ->
     """Keys or values of some requests, float64 [R, K, S, H]; zeros past a request's length."""
     blocks, size, heads, width = side.shape
     used = -(-int(lengths.max()) // size)
-    gathered = side[table[:, :used].clamp(0, blocks - 1)].reshape(len(table), used * size, heads, width).permute(0, 2, 1, 3).double()
+    gathered = (
+        side[table[:, :used].clamp(0, blocks - 1)]
+        .reshape(len(table), used * size, heads, width)
+        .permute(0, 2, 1, 3)
+        .double()
+    )
     stale = torch.arange(used * size, device=side.device) >= lengths[:, None]
     return gathered.masked_fill(stale[:, None, :, None], 0.0)
 
@@ -177,7 +205,8 @@ def _attend(
     kept = offset < new[:, None]
     token = torch.where(kept, starts[:, None] + offset, 0)  # [R, Q]
     queries = (query[token].float() * torch.tensor(scale, dtype=torch.float32, device=query.device)).double()
-    (R, K, S, H), Q = keys.shape, len(offset)
+    (R, K, S, H) = keys.shape
+    Q = len(offset)
     queries = queries.view(R, Q, K, -1, H).permute(0, 2, 3, 1, 4).reshape(R, K, -1, H)  # [R, K, G * Q, H]
     last = (lengths - new)[:, None] + offset
     hidden = torch.arange(S, device=query.device) > last[..., None]  # [R, Q, S]

@@ -1,11 +1,15 @@
-"""W8A8 block-FP8 linear layers on vLLM's CPU platform, bit for bit the product of `pallas_kernels.gemm.reference`.
+"""W8A8 block-FP8 linear layers on vLLM's CPU platform, bit for bit the product of
+`pallas_kernels.gemm.reference`.
 
-    activations   per row and group of 128: s = max(amax, 1e-10) / 448, q = e4m3(clip(x / s, -448, 448))   (vLLM's CUDA op)
-    product       per 128 of K: dot exact in float64 and rounded to FP32, promoted into an FP32 accumulator, BF16 out
+    activations   per row and group of 128: s = max(amax, 1e-10) / 448, q = e4m3(clip(x / s, -448, 448))
+                  (vLLM's CUDA op)
+    product       per 128 of K: dot exact in float64 and rounded to FP32, promoted into an FP32 accumulator,
+                  BF16 out
 
-vLLM 0.32 has block-FP8 kernels for CPUs with AMX alone.  This one is appended to vLLM's list, so a native kernel is
-taken where there is one.  Promotion order and scale format come with the engine's settings, under ``jetrl`` in
-`VllmConfig.additional_config`; without them they are the defaults of the contract ("deepgemm", "float32").
+vLLM 0.32 has block-FP8 kernels for CPUs with AMX alone.  This one is appended to vLLM's list, so a native
+kernel is taken where there is one.  Promotion order and scale format come with the engine's settings, under
+``jetrl`` in `VllmConfig.additional_config`; without them they are the defaults of the contract ("deepgemm",
+"float32").
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from typing import Any
 
 import torch
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.platforms import PlatformEnum, current_platform
 
 from pallas_kernels.formats import AMAX_FLOOR, BLOCK, E4M3_MAX
@@ -28,7 +34,9 @@ SCALE_FORMATS = ("float32", "power_of_two")
 
 
 def quantize_rows(x: torch.Tensor, scale_format: str = "float32") -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes float8_e4m3fn [M, K] and scales float32 [M, ceil(K / 128)] of activations [M, K]; the last group may be partial."""
+    """Codes float8_e4m3fn [M, K] and scales float32 [M, ceil(K / 128)] of activations [M, K];
+    the last group may be partial.
+    """
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % BLOCK)).float().view(rows, -1, BLOCK)
     amax = padded.abs().amax(-1, keepdim=True)
@@ -42,9 +50,14 @@ def quantize_rows(x: torch.Tensor, scale_format: str = "float32") -> tuple[torch
 
 
 def block_scaled_matmul(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, promotion_order: str = "deepgemm"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    promotion_order: str = "deepgemm",
 ) -> torch.Tensor:
-    """FP32 accumulator [M, N] of codes a [M, K] and b [N, K] with scales [M, K / 128] and [N / 128, K / 128], K ascending.
+    """FP32 accumulator [M, N] of codes a [M, K] and b [N, K] with scales [M, K / 128] and [N / 128, K / 128],
+    K ascending.
 
     A row does not depend on the other rows: the dot of 128 products of codes is exact in float64.
     """
@@ -64,7 +77,8 @@ def block_scaled_matmul(
 class PluginSettings:
     """What an engine was given under ``jetrl``.
 
-    exact: whether it takes the operations of `bridge.vllm.worker.exact`; engine_variant: their rounding points in norms.
+    exact: whether it takes the operations of `bridge.vllm.worker.exact`; engine_variant: their rounding
+      points in norms.
     """
 
     promotion_order: str = PROMOTION_ORDERS[0]
@@ -73,16 +87,23 @@ class PluginSettings:
     engine_variant: str = ENGINE_VARIANTS[0]
 
     def __post_init__(self) -> None:
-        known = self.promotion_order in PROMOTION_ORDERS and self.scale_format in SCALE_FORMATS and self.engine_variant in ENGINE_VARIANTS
+        known = (
+            self.promotion_order in PROMOTION_ORDERS
+            and self.scale_format in SCALE_FORMATS
+            and self.engine_variant in ENGINE_VARIANTS
+        )
         if not known or not isinstance(self.exact, bool):
             raise ValueError(
-                f"additional_config.{SETTINGS_KEY}: unknown value: got {dataclasses.asdict(self)}, expected promotion_order in "
-                f"{PROMOTION_ORDERS}, scale_format in {SCALE_FORMATS}, exact true or false and engine_variant in {ENGINE_VARIANTS}."
+                f"additional_config.{SETTINGS_KEY}: unknown value: got {dataclasses.asdict(self)}, "
+                "expected promotion_order in "
+                f"{PROMOTION_ORDERS}, scale_format in {SCALE_FORMATS}, exact true or false and "
+                f"engine_variant in {ENGINE_VARIANTS}."
             )
 
 
 def engine_settings() -> PluginSettings:
-    """The settings of the engine that is being built; without an engine, or one that was given none, vLLM's own operations.
+    """The settings of the engine that is being built; without an engine, or one that was given none, vLLM's
+    own operations.
 
     Raises:
       ValueError: unknown values; exact operations without `enforce_eager`, which torch would fuse.
@@ -96,7 +117,8 @@ def engine_settings() -> PluginSettings:
     settings = PluginSettings(exact=False) if given is None else PluginSettings(**given)
     if settings.exact and config.model_config is not None and not config.model_config.enforce_eager:
         raise ValueError(
-            f"additional_config.{SETTINGS_KEY}: exact operations in an engine that is compiled: got enforce_eager=False, expected "
+            f"additional_config.{SETTINGS_KEY}: exact operations in an engine that is compiled: got "
+            "enforce_eager=False, expected "
             'True, or {"exact": false}.'
         )
     return settings
@@ -107,7 +129,8 @@ class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.promotion_order, self.scale_format = engine_settings().promotion_order, engine_settings().scale_format
+        self.promotion_order = engine_settings().promotion_order
+        self.scale_format = engine_settings().scale_format
         # vLLM's own quantiser for CPU has another floor (1 / (448 * 512) on the scale) than its CUDA op.
         self.quant_fp8 = self._quantize
 
@@ -116,10 +139,14 @@ class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         """Whether vLLM may take it: on the CPU platform."""
         return (True, None) if current_platform.is_cpu() else (False, "is for CPUs.")
 
-    def _quantize(self, x: torch.Tensor, scale: Any = None, scale_ub: Any = None, use_triton: bool = False) -> Any:
+    def _quantize(
+        self, x: torch.Tensor, scale: Any = None, scale_ub: Any = None, use_triton: bool = False
+    ) -> Any:
         return quantize_rows(x, self.scale_format)
 
-    def apply_block_scaled_mm(self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor) -> torch.Tensor:
+    def apply_block_scaled_mm(
+        self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+    ) -> torch.Tensor:
         """vLLM's call: codes and scales to [M, N] in the layer's dtype."""
         return block_scaled_matmul(A, B, As, Bs, self.promotion_order).to(self.config.out_dtype)
 
@@ -135,8 +162,9 @@ def register_kernel() -> None:
 def _avoid_amx_attention() -> None:
     """Attention by AVX-512 in engines that were given this project's settings; others keep vLLM's choice.
 
-    vLLM 0.32 takes its AMX attention on CPUs that have AMX.  That one rounds the probabilities to BF16, which the model
-    here does not mirror, and dies of an illegal instruction unless another AMX kernel ran before and asked the operating
+    vLLM 0.32 takes its AMX attention on CPUs that have AMX.  That one rounds the probabilities to BF16, which
+    the model here does not mirror, and dies of an illegal instruction unless another AMX kernel ran before
+    and asked the operating
     system for the tiles: with the FP8 kernel above none does.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder

@@ -1,7 +1,8 @@
-"""vLLM's operators as an engine with this project's settings builds and calls them, for `jetrl_jax.commands.check_engine`.
+"""vLLM's operators as an engine with this project's settings builds and calls them, for
+`jetrl_jax.commands.check_engine`.
 
-Each is vLLM's own class, made while such an engine's settings stand, and called as its model calls it: what answers is what
-would run here, by vLLM's choice of platform, CPU library and plugin.
+Each is vLLM's own class, made while such an engine's settings stand, and called as its model calls it: what
+answers is what would run here, by vLLM's choice of platform, CPU library and plugin.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, n
     plugin.register()
     variant = parameters.get("engine_variant", "native")
     with set_current_vllm_config(_engine_config(variant)), torch.no_grad():
-        outputs = OPERATORS[case.split()[0]](parameters, {name: _tensor(array) for name, array in inputs.items()})
+        outputs = OPERATORS[case.split()[0]](
+            parameters, {name: _tensor(array) for name, array in inputs.items()}
+        )
     return {name: _array(tensor) for name, tensor in outputs.items()}
 
 
@@ -82,7 +85,9 @@ def _rope(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tens
 
 def _attention(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
     """All tokens but the last as a prefill, the last as a decode, through the paged cache."""
-    backend = (AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.FLASH_ATTN).get_class()
+    backend = (
+        AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.FLASH_ATTN
+    ).get_class()
     q, k, v = (arrays[name] for name in "qkv")
     tokens, heads, width = q.shape
     kv_heads, scale = k.shape[1], width**-0.5
@@ -132,14 +137,22 @@ def _linear(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Te
 
 
 def _head(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Log-probabilities as a prompt's tokens get them and as a sampled one gets them: NaN where the two differ."""
+    """Log-probabilities as a prompt's tokens get them and as a sampled one gets them:
+    NaN where the two differ.
+    """
     weight = arrays["weight"]
-    head = SimpleNamespace(tp_size=1, weight=weight, quant_method=SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t()))
+    head = SimpleNamespace(
+        tp_size=1,
+        weight=weight,
+        quant_method=SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.t()),
+    )
     processor = LogitsProcessor(weight.shape[0])
     logits = processor._get_logits(arrays["x"], head, None)
     of_prompt = Sampler(logprobs_mode="processed_logprobs").compute_logprobs(logits)
     generators = {row: torch.Generator(device=logits.device).manual_seed(row) for row in range(len(logits))}
-    of_sampled = TopKTopPSampler(logprobs_mode="processed_logprobs")(logits.clone(), generators, None, None)[1]
+    of_sampled = TopKTopPSampler(logprobs_mode="processed_logprobs")(logits.clone(), generators, None, None)[
+        1
+    ]
     return {"logits": logits, "logprobs": torch.where(of_prompt == of_sampled, of_sampled, torch.nan)}
 
 

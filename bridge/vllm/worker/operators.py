@@ -1,8 +1,9 @@
 """What vLLM's model computes inside a forward: the output of every operator, by hooks on its torch modules.
 
-Operators have the names of `jetrl_jax.diagnostics.operators`.  Where two modules make one operator's output (the norms of query
-and key heads), and where one makes a tuple, the parts stand side by side.  RoPE is one module for all layers, so a layer is
-told by how often its operator ran before.  Needs vLLM in this process and eager: compiled code calls no module.
+Operators have the names of `jetrl_jax.diagnostics.operators`.  Where two modules make one operator's output
+(the norms of query and key heads), and where one makes a tuple, the parts stand side by side.  RoPE is one
+module for all layers, so a layer is told by how often its operator ran before.  Needs vLLM in this process
+and eager: compiled code calls no module.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ MODULES = {
 
 @contextmanager
 def recorded(model: torch.nn.Module) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """While it is open, the list gets (operator, float32 [T, width]) of every module of `MODULES` that runs, in order."""
+    """While it is open, the list gets (operator, float32 [T, width])
+    of every module of `MODULES` that runs, in order.
+    """
     events: list[tuple[str, np.ndarray]] = []
 
     def hook(operator: str) -> Any:
@@ -68,7 +71,9 @@ def by_layer(events: list[tuple[str, np.ndarray]], layers: int) -> Outputs:
         layer = FINAL if operator == "norm" else runs.get(operator, 0)
         runs[operator] = runs.get(operator, 0) + 1
         outputs[layer, operator] = np.concatenate([values for _, values in group], axis=-1)
-    expected = {operator: 1 if operator == "norm" else layers for operator in set(MODULES.values()) - {"qk_norm"}}
+    expected = {
+        operator: 1 if operator == "norm" else layers for operator in set(MODULES.values()) - {"qk_norm"}
+    }
     if {operator: count for operator, count in runs.items() if operator != "qk_norm"} != expected:
         raise EngineFailed(f"vLLM: its operators cannot be told apart: got runs {runs}, expected {expected}.")
     return outputs
@@ -77,7 +82,10 @@ def by_layer(events: list[tuple[str, np.ndarray]], layers: int) -> Outputs:
 def _flat(output: Any) -> np.ndarray:
     """A module's output as float32 [T, width], copied: what follows may write into it.
 
-    Of a linear layer's (output, bias) the bias is None; of a norm's (normed, residual) and RoPE's (q, k) both are kept.
+    Of a linear layer's (output, bias) the bias is None; of a norm's (normed, residual) and RoPE's (q, k) both
+    are kept.
     """
     parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
-    return np.concatenate([part.detach().float().cpu().numpy().reshape(len(part), -1) for part in parts], axis=-1)
+    return np.concatenate(
+        [part.detach().float().cpu().numpy().reshape(len(part), -1) for part in parts], axis=-1
+    )

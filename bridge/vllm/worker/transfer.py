@@ -1,15 +1,17 @@
-"""vLLM weight transfer backend ``jetrl``: staged, verified against a manifest, then applied; never half applied.
+"""vLLM weight transfer backend ``jetrl``: staged, verified against a manifest, then applied; never half
+applied.
 
     start_weight_update    forgets what an earlier, broken update staged
-    update_weights         stage and verify: every tensor of the manifest, its shape, dtype and hash, nothing besides
+    update_weights         stage and verify: every tensor of the manifest, its shape, dtype and hash
     finish_weight_update   apply by vLLM's layerwise reload, into the storage that the model already has
 
-vLLM 0.24 does not tell a backend of the end: there `update_weights` applies what it has verified (started with
-`is_checkpoint_format=False`, lest vLLM takes the model apart before).  Until then the model is untouched, so whatever
-fails before leaves the old version whole.
+vLLM 0.24 does not tell a backend of the end: there `update_weights` applies what it has verified (started
+with `is_checkpoint_format=False`, lest vLLM takes the model apart before).  Until then the model is
+untouched, so whatever fails before leaves the old version whole.
 
-Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over in this
-process.  `jetrl_held_manifest` reads back what the model multiplies, fused layers taken apart, for the parity certificate.
+Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over
+in this process.  `jetrl_held_manifest` reads back what the model multiplies, fused layers taken apart, for
+the parity certificate.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from bridge.vllm.worker.exact import operations
 from jetrl_jax.rollout.manifest import Manifest, TensorEntry
@@ -34,7 +40,8 @@ BACKEND = "jetrl"
 SHOWN = 5
 APPLIES_ON_RECEIPT = not hasattr(WeightTransferEngine, "finish_weight_update")  # vLLM 0.24
 
-BF16 = SimpleNamespace(dtype=torch.bfloat16)  # all that is read of a model's config where vLLM does not give it to a backend (0.24)
+# all that is read of a model's config where vLLM does not give it to a backend (0.24)
+BF16 = SimpleNamespace(dtype=torch.bfloat16)
 
 _handed_over: dict[str, tuple[Manifest, list[tuple[str, torch.Tensor]]]] = {}
 _tickets = itertools.count()
@@ -47,7 +54,9 @@ def register_backend() -> None:
 
 
 def hand_over(manifest: Manifest, tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Leaves tensors for the engine in this process; returns the `ticket` of the `update_info` that takes them."""
+    """Leaves tensors for the engine in this process; returns the `ticket` of the `update_info` that takes
+    them.
+    """
     ticket = str(next(_tickets))
     _handed_over[ticket] = (manifest, tensors)
     return ticket
@@ -60,7 +69,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where one policy version is: a file with its manifest beside it (``<path>.json``), or a ticket of `hand_over`."""
+    """Where one policy version is: a file with its manifest beside it (``<path>.json``),
+    or a ticket of `hand_over`.
+    """
 
     path: str | None = None
     ticket: str | None = None
@@ -101,8 +112,12 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         problems = manifest.differences(manifest_of(tensors, manifest.policy_version))
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ValueError(f"update_weights: the weights are not those of their manifest: {'; '.join(problems[:SHOWN])}{more}.")
-        order = {name: place for place, name in enumerate(manifest.entries)}  # by layer, as vLLM's reload wants them
+            raise ValueError(
+                "update_weights: the weights are not those of their manifest: "
+                f"{'; '.join(problems[:SHOWN])}{more}."
+            )
+        # by layer, as vLLM's reload wants them
+        order = {name: place for place, name in enumerate(manifest.entries)}
         self._staged = sorted(tensors, key=lambda pair: order[pair[0]])
         if APPLIES_ON_RECEIPT:
             self.finish_weight_update()
@@ -113,18 +128,26 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
           RuntimeError: nothing is staged.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
-        staged, self._staged = self._staged, None
+        staged = self._staged
+        self._staged = None
         if staged is None:
-            raise RuntimeError("finish_weight_update: nothing is staged: expected update_weights(...) before.")
+            raise RuntimeError(
+                "finish_weight_update: nothing is staged: expected update_weights(...) before."
+            )
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(staged))
         finalize_layerwise_reload(self.model, getattr(self, "model_config", BF16))
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """What vLLM 0.24 and 0.25 demand of a backend; here the trainer writes a file or hands tensors over."""
+        """What vLLM 0.24 and 0.25 demand of a backend;
+        here the trainer writes a file or hands tensors over.
+        """
         raise NotImplementedError("trainer_send_weights: weights of backend jetrl come by path or ticket.")
 
     def shutdown(self) -> None:
@@ -150,14 +173,22 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Ma
     entries = {}
     for name, tensor in tensors:
         host = tensor.detach().cpu().contiguous()
-        entries[name] = TensorEntry.of(tensor.shape, str(tensor.dtype).removeprefix("torch."), host.reshape(-1).view(torch.uint8).numpy())
+        entries[name] = TensorEntry.of(
+            tensor.shape, str(tensor.dtype).removeprefix("torch."), host.reshape(-1).view(torch.uint8).numpy()
+        )
     return Manifest(version, entries)
 
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint tensors `names` as a vLLM model holds them after loading; a name that it lacks is left out."""
+    """The checkpoint tensors `names` as a vLLM model holds them after loading;
+    a name that it lacks is left out.
+    """
     modules = dict(model.named_modules())
-    fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    fused = {
+        part: (whole, parts)
+        for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
+        for part in parts
+    }
     for name in names:
         path, attribute = name.rsplit(".", 1)
         parent, last = path.rsplit(".", 1) if "." in path else ("", path)
@@ -177,7 +208,9 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple
 
 
 def _held(layer: Any, attribute: str) -> torch.Tensor | None:
-    """A parameter of a layer; where vLLM packed the weight for its CPU kernel, what the kernel makes of the identity."""
+    """A parameter of a layer; where vLLM packed the weight for its CPU kernel,
+    what the kernel makes of the identity.
+    """
     tensor = getattr(layer, attribute, None)
     if attribute == "weight" and tensor is not None and tensor.numel() == 0:
         identity = torch.eye(layer.input_size_per_partition, dtype=tensor.dtype)

@@ -1,11 +1,13 @@
 """One submission: who waits, who sits in which slot, and what was sampled so far.  Host side, numpy.
 
-    queue -> prefill each distinct prompt once -> insert into free slots -> decode a chunk of all slots -> collect
+    queue -> prefill each distinct prompt once -> insert into free slots -> decode a chunk of all slots ->
+    collect
                                   ^                                                                 |
                                   +-------------------- finished slots are free again --------------+
 
-Requests wait in the order of their prompts' buckets, so that a prefill has little padding and the requests of a prompt
-follow each other.  Nothing here loops over tokens: a chunk's reports are read at once and spread by index arrays.
+Requests wait in the order of their prompts' buckets, so that a prefill has little padding and the requests of
+a prompt follow each other.  Nothing here loops over tokens: a chunk's reports are read at once and spread by
+index arrays.
 """
 
 from __future__ import annotations
@@ -63,15 +65,22 @@ class Generation:
         state: SlotState | None,
         pad_id: int,
     ) -> None:
-        self.programs, self.shapes, self.weights, self.pad_id = programs, shapes, weights, pad_id
-        self.requests, self.max_tokens, self.controls, self._state = requests, sampling.max_tokens, controls, state
+        self.programs = programs
+        self.shapes = shapes
+        self.weights = weights
+        self.pad_id = pad_id
+        self.requests = requests
+        self.max_tokens = sampling.max_tokens
+        self.controls = controls
+        self._state = state
         self.statistics = EngineStatistics()
         self.is_stop = np.asarray(controls.is_stop)
         self.seeds = np.array([request.seed for request in requests], np.uint32)
         self.tokens = np.zeros((len(requests), self.max_tokens), np.int32)
         self.logprobs = np.zeros((len(requests), self.max_tokens), np.float32)
         self.sampled = np.zeros(len(requests), np.int64)  # tokens so far
-        self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)  # request in each slot
+        # request in each slot
+        self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
         self.reports: list[jax.Array] = []
         self._plan_prefills(prompts)
 
@@ -86,7 +95,9 @@ class Generation:
         self._state = state
 
     def _plan_prefills(self, prompts: list[tuple[int, ...]]) -> None:
-        """Orders the distinct prompts by bucket and first appearance, cuts them into batches, and orders the requests so."""
+        """Orders the distinct prompts by bucket and first appearance, cuts them into batches,
+        and orders the requests so.
+        """
         index: dict[tuple[int, ...], int] = {}
         for prompt in prompts:
             index.setdefault(prompt, len(index))
@@ -103,7 +114,8 @@ class Generation:
         self.prefilled: tuple[int, Prefilled] | None = None
 
     def run(self, version: int) -> Iterator[Trajectory]:
-        """Refills, decodes and collects until every request is done; trajectories carry `version` and come chunk by chunk.
+        """Refills, decodes and collects until every request is done; trajectories carry `version` and come
+        chunk by chunk.
 
         Those of a chunk are given while the devices decode the next one.
         """
@@ -136,7 +148,9 @@ class Generation:
             seeds = np.zeros(len(self.occupant), np.uint32)
             seeds[slots[here]] = self.seeds[taken[here]]
             prompts = self._prefill(int(batch))
-            self.state, report = self.programs.insert(self.state, prompts, source, seeds, np.int32(self.max_tokens), self.controls)
+            self.state, report = self.programs.insert(
+                self.state, prompts, source, seeds, np.int32(self.max_tokens), self.controls
+            )
             self.reports.append(report)
             self.statistics.inserts += 1
 
@@ -148,7 +162,8 @@ class Generation:
             tokens = np.full((self.shapes.prefill_rows, width), self.pad_id, np.int32)
             lengths = np.ones(self.shapes.prefill_rows, np.int32)
             for row, prompt in enumerate(members):
-                tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+                tokens[row, : len(prompt)] = prompt
+                lengths[row] = len(prompt)
             self.prefilled = batch, self.programs.prefill(self.weights, tokens, lengths)
             self.statistics.prefills += 1
         return self.prefilled[1]
@@ -183,7 +198,9 @@ class Generation:
         self.reports.append(report)
 
     def _collect(self) -> np.ndarray:
-        """Reads the reports and frees the slots of finished requests; returns these in the order of their last tokens."""
+        """Reads the reports and frees the slots of finished requests;
+        returns these in the order of their last tokens.
+        """
         tokens, bits = np.concatenate([np.asarray(report) for report in self.reports], axis=1)
         busy = np.flatnonzero(self.occupant >= 0)
         occupants, valid = self.occupant[busy], tokens[:, busy] >= 0
@@ -193,7 +210,10 @@ class Generation:
         self.statistics.slot_steps += steps * len(self.occupant)
         self.reports = []
         step, column = np.nonzero(valid)
-        request, offset = occupants[column], (np.cumsum(valid, axis=0) - 1 + self.sampled[occupants])[step, column]
+        request, offset = (
+            occupants[column],
+            (np.cumsum(valid, axis=0) - 1 + self.sampled[occupants])[step, column],
+        )
         self.tokens[request, offset] = tokens[step, busy[column]]
         self.logprobs[request, offset] = bits.view(np.float32)[step, busy[column]]
         self.sampled[occupants] += valid.sum(axis=0)

@@ -1,11 +1,12 @@
 """The embedded engine on many devices: an engine for each copy of the policy, with its share of the requests.
 
-A copy lies on one device, or on those that its layers are split over.  Decoding needs no other copy once the weights are
-there, so the engines run side by side, each in a thread that drives its devices; nothing waits for the longest answer of
-another copy.  A policy version reaches them from the trainer's shards by one resharding on the devices, codes as codes.
+A copy lies on one device, or on those that its layers are split over.  Decoding needs no other copy once the
+weights are there, so the engines run side by side, each in a thread that drives its devices; nothing waits
+for the longest answer of another copy.  A policy version reaches them from the trainer's shards by one
+resharding on the devices, codes as codes.
 
-With several processes each drives the engines of its own devices and is given all requests; what they sampled is exchanged,
-so that every process has all trajectories.
+With several processes each drives the engines of its own devices and is given all requests; what they sampled
+is exchanged, so that every process has all trajectories.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ class DataParallelEngine(RolloutEngine):
       copies: the layout of each (`Layout.copies`).
       replicate: published weights -> those of each copy, in the same order (`Layout.replicate`).
 
-    With `numerics.exact` a completion does not depend on the number of devices; without, its bits depend on the compiled
-    shapes, as they do on one device.
+    With `numerics.exact` a completion does not depend on the number of devices; without, its bits depend on
+    the compiled shapes, as they do on one device.
     """
 
     def __init__(
-        self, build: Callable[[Layout], JaxEngine], copies: Sequence[Layout], replicate: Callable[[nnx.State], list[nnx.State]]
+        self,
+        build: Callable[[Layout], JaxEngine],
+        copies: Sequence[Layout],
+        replicate: Callable[[nnx.State], list[nnx.State]],
     ) -> None:
         super().__init__()
         self._replicate = replicate
@@ -67,12 +71,18 @@ class DataParallelEngine(RolloutEngine):
         self.engines[0].check(requests, sampling)
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """Requests are dealt out in even runs.  Trajectories come as any engine has them; with several processes when all are done."""
+        """Requests are dealt out in even runs.  Trajectories come as any engine has them;
+        with several processes when all are done.
+        """
         parts = np.array_split(np.arange(len(requests)), len(self.engines) * processes.count())
         first = len(self.engines) * processes.index()
         shares = [[requests[i] for i in part] for part in parts[first : first + len(self.engines)]]
         if processes.count() > 1:
-            sampled = [t for share in self._each(lambda engine, share: engine.generate(share, sampling), shares) for t in share]
+            sampled = [
+                t
+                for share in self._each(lambda engine, share: engine.generate(share, sampling), shares)
+                for t in share
+            ]
             yield from _exchange(requests, sampled, self.policy_version)
             return
         done: SimpleQueue[Trajectory | None] = SimpleQueue()  # None: an engine has ended
@@ -101,8 +111,15 @@ class DataParallelEngine(RolloutEngine):
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Dealt out over this process's engines; each process scores all."""
-        shares = [[sequences[i] for i in part] for part in np.array_split(np.arange(len(sequences)), len(self.engines))]
-        return [scores for share in self._each(lambda engine, share: engine.score(share), shares) for scores in share]
+        shares = [
+            [sequences[i] for i in part]
+            for part in np.array_split(np.arange(len(sequences)), len(self.engines))
+        ]
+        return [
+            scores
+            for share in self._each(lambda engine, share: engine.score(share), shares)
+            for scores in share
+        ]
 
     def _close(self) -> None:
         """Ends the engines and their threads."""
@@ -123,7 +140,10 @@ class DataParallelEngine(RolloutEngine):
             with jax.default_device(device):
                 return run(engine, share)
 
-        return [self._threads.submit(one, *given) for given in zip(self.engines, self._first_devices, shares, strict=True)]
+        return [
+            self._threads.submit(one, *given)
+            for given in zip(self.engines, self._first_devices, shares, strict=True)
+        ]
 
 
 def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:

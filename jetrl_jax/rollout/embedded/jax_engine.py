@@ -1,13 +1,15 @@
 """The embedded rollout engine: continuous batching over compiled JAX programs, driven from the host.
 
-A slot is refilled when its sequence ends, so a long answer does not hold the others; between two looks of the host a
-program decodes up to `decode_chunk_tokens` tokens (`continuous_batching`).  Prompts are padded at the right to a
-bucket, never at the left; each program is compiled once per shape (`shapes`, `warmup`), and nothing compiles later.
+A slot is refilled when its sequence ends, so a long answer does not hold the others; between two looks of the
+host a program decodes up to `decode_chunk_tokens` tokens (`continuous_batching`).  Prompts are padded at the
+right to a bucket, never at the left; each program is compiled once per shape (`shapes`, `warmup`), and
+nothing compiles later.
 
-What a request gets does not depend on the requests around it: its noise comes from its seed and the token's position
-(`sampling`), and with `numerics.exact` its logits are the same bits in every slot, batch and bucket; they are also the
-bits that the trainer's full forward gives (tests/parity/test_rollout_exact.py).  Without `exact` the bits of a sequence
-depend on the compiled shape, though not on its slot or on the other sequences in it.
+What a request gets does not depend on the requests around it: its noise comes from its seed and the token's
+position (`sampling`), and with `numerics.exact` its logits are the same bits in every slot, batch and bucket;
+they are also the bits that the trainer's full forward gives (tests/parity/test_rollout_exact.py).  Without
+`exact` the bits of a sequence depend on the compiled shape, though not on its slot or on the other sequences
+in it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Gen
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
-from jetrl_jax.rollout.embedded.shapes import EngineShapes, batch_sizes, cache_buckets, prompt_buckets, smallest_fit
+from jetrl_jax.rollout.embedded.shapes import (
+    EngineShapes,
+    batch_sizes,
+    cache_buckets,
+    prompt_buckets,
+    smallest_fit,
+)
 from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
@@ -38,7 +46,8 @@ class JaxEngine(RolloutEngine):
     """`RolloutEngine` on the trainer's own model and devices.
 
     Args:
-      model: gives architecture and numerics; its parameters are not used and may be abstract (`nnx.eval_shape`).
+      model: gives architecture and numerics; its parameters are not used and may be abstract
+        (`nnx.eval_shape`).
       plan: the precision plan that `load`'s argument was published with.
       slots: sequences decoded at once.
       prefill_rows: prompts prefilled at once.
@@ -84,8 +93,10 @@ class JaxEngine(RolloutEngine):
         if problems:
             raise ValueError("JaxEngine: bad value: " + "; ".join(problems) + ".")
         super().__init__()
-        self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
-        self.vocab_size, self.pad_id = config.vocab_size, pad_id
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_completion_tokens = max_completion_tokens
+        self.vocab_size = config.vocab_size
+        self.pad_id = pad_id
         self.shapes = EngineShapes(
             batch_sizes=batch_sizes(slots),
             prompt_buckets=prompt_buckets(max_prompt_tokens),
@@ -102,12 +113,22 @@ class JaxEngine(RolloutEngine):
 
     @classmethod
     def from_section(
-        cls, model: Decoder, plan: PrecisionPlan, section: RolloutSection, pad_id: int, layout: Layout | None = None
+        cls,
+        model: Decoder,
+        plan: PrecisionPlan,
+        section: RolloutSection,
+        pad_id: int,
+        layout: Layout | None = None,
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout`, whose engine it is; arguments and errors as the class."""
+        """The engine with the sizes of a config's `rollout`, whose engine it is;
+        arguments and errors as the class.
+        """
         engine = section.engine
         if not isinstance(engine, JaxEngineSection):
-            raise ValueError(f"JaxEngine.from_section: another engine's section: got rollout.engine.kind={engine.kind}, expected jax")
+            raise ValueError(
+                "JaxEngine.from_section: another engine's section: got "
+                f"rollout.engine.kind={engine.kind}, expected jax"
+            )
         return cls(
             model,
             plan,
@@ -122,7 +143,8 @@ class JaxEngine(RolloutEngine):
 
     @property
     def published(self) -> nnx.State:
-        """The weights that it multiplies, as they were handed over: parameter path -> array or `ScaledArray` (`named_params`).
+        """The weights that it multiplies, as they were handed over: parameter path -> array or `ScaledArray`
+        (`named_params`).
 
         Raises:
           RuntimeError: none were loaded.
@@ -145,7 +167,8 @@ class JaxEngine(RolloutEngine):
         return {"mode": "jax", "slots": self.shapes.batch_sizes[-1], "decode_chunk_tokens": self.shapes.chunk}
 
     def _load(self, published: Any, version: int) -> None:
-        """Takes weights published under this engine's plan by reference; they must stay alive until the next `load`.
+        """Takes weights published under this engine's plan by reference; they must stay alive until the next
+        `load`.
 
         Raises:
           ValueError: paths, shapes, dtypes or block shapes that are not the plan's, all listed.
@@ -159,40 +182,73 @@ class JaxEngine(RolloutEngine):
             if path in given and _describe(given[path]) != _describe(spec)
         ]
         if problems:
-            raise ValueError(f"load: {len(problems)} weights do not fit the precision plan: " + "; ".join(problems) + ".")
-        self._published, self._weights = published, [given[path] for path in expected]
+            raise ValueError(
+                f"load: {len(problems)} weights do not fit the precision plan: " + "; ".join(problems) + "."
+            )
+        self._published = published
+        self._weights = [given[path] for path in expected]
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """More requests than slots wait in a queue; a slot's next request begins when its trajectory is done."""
+        """More requests than slots wait in a queue; a slot's next request begins when its trajectory is
+        done.
+        """
         self.statistics = EngineStatistics()
         if not requests:
             return
-        state, self._idle_state = self._idle_state, None  # where this ends early, slots are in flight and are not used again
+        # where this ends early, slots are in flight and are not used again
+        state = self._idle_state
+        self._idle_state = None
         prompts, controls = [tuple(request.prompt_ids) for request in requests], self._controls(sampling)
-        generation = Generation(self.programs, self.shapes, self._weights, requests, prompts, sampling, controls, state, self.pad_id)
+        generation = Generation(
+            self.programs,
+            self.shapes,
+            self._weights,
+            requests,
+            prompts,
+            sampling,
+            controls,
+            state,
+            self.pad_id,
+        )
         self.statistics = generation.statistics
         yield from generation.run(self._version)
         self._idle_state = generation.state
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """By the trainer's own forward, in rows of a few lengths; with `numerics.exact` the bits that sampling reports."""
+        """By the trainer's own forward, in rows of a few lengths;
+        with `numerics.exact` the bits that sampling reports.
+        """
         longest = self.max_prompt_tokens + self.max_completion_tokens
         check_sequences(sequences, longest, self.vocab_size)
         widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
-        return [self._scorer(self._published, ids, width) for ids, width in zip(sequences, widths, strict=True)]
+        return [
+            self._scorer(self._published, ids, width) for ids, width in zip(sequences, widths, strict=True)
+        ]
 
     def _close(self) -> None:
         """Lets go of the weights."""
-        self._published, self._weights, self._idle_state = None, [], None
+        self._published = None
+        self._weights = []
+        self._idle_state = None
 
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary, too large a `max_tokens`."""
+        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary,
+        too large a `max_tokens`.
+        """
         problems, prompts = [], [tuple(request.prompt_ids) for request in requests]
         if sampling.max_tokens > self.max_completion_tokens:
-            problems.append(f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={self.max_completion_tokens}")
+            problems.append(
+                f"got max_tokens={sampling.max_tokens}, expected at most "
+                f"max_completion_tokens={self.max_completion_tokens}"
+            )
         if any(token >= self.vocab_size for token in sampling.stop_token_ids):
-            problems.append(f"got stop_token_ids={sampling.stop_token_ids}, expected ids below vocab_size={self.vocab_size}")
-        for prompt, name in {prompt: f"request {request.id}" for prompt, request in zip(prompts, requests, strict=True)}.items():
+            problems.append(
+                f"got stop_token_ids={sampling.stop_token_ids}, expected ids below "
+                f"vocab_size={self.vocab_size}"
+            )
+        for prompt, name in {
+            prompt: f"request {request.id}" for prompt, request in zip(prompts, requests, strict=True)
+        }.items():
             if not 0 < len(prompt) <= self.max_prompt_tokens:
                 limit = f"expected 1 to max_prompt_tokens={self.max_prompt_tokens}"
                 problems.append(f"{name}: got a prompt of {len(prompt)} tokens, {limit}")
@@ -214,5 +270,8 @@ def _describe(weight: Any) -> str:
     """Kind, shape and type of a published weight, as an error shows it."""
     if isinstance(weight, ScaledArray):
         qvalue, scale = weight.qvalue, weight.scale
-        return f"{qvalue.dtype} {tuple(qvalue.shape)} in blocks {weight.block_shape} with {scale.dtype} scales {tuple(scale.shape)}"
+        return (
+            f"{qvalue.dtype} {tuple(qvalue.shape)} in blocks {weight.block_shape} with {scale.dtype} "
+            f"scales {tuple(scale.shape)}"
+        )
     return f"{np.dtype(weight.dtype).name} {tuple(weight.shape)}"

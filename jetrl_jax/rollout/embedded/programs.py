@@ -5,9 +5,9 @@
     decode[B, S]    up to `chunk` tokens in every active slot, leaving early when enough slots are idle
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
-B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program needs
-besides the state is an argument, so nothing is compiled twice; the state is donated.  With `run=False` a method only
-compiles.  A report is one int32 array
+B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program
+needs besides the state is an argument, so nothing is compiled twice; the state is donated.  With `run=False`
+a method only compiles.  A report is one int32 array
 [2, C, B]: token ids (-1 where nothing was sampled) and the bits of the float32 log-probabilities.
 """
 
@@ -62,7 +62,9 @@ class SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts ready to be inserted: cache rows [R, K, T, H] per layer, float32 logits [R, V], int32 lengths [R]."""
+    """Prompts ready to be inserted: cache rows [R, K, T, H] per layer, float32 logits [R, V],
+    int32 lengths [R].
+    """
 
     cache: list[KVCache]
     logits: jax.Array
@@ -87,8 +89,13 @@ class EnginePrograms:
       compilations: programs compiled so far.
     """
 
-    def __init__(self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes, layout: Layout | None = None) -> None:
-        self.config, self.numerics, self.shapes, self.layout = model.config, model.numerics, shapes, layout
+    def __init__(
+        self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes, layout: Layout | None = None
+    ) -> None:
+        self.config = model.config
+        self.numerics = model.numerics
+        self.shapes = shapes
+        self.layout = layout
         self.prompt_length = shapes.prompt_buckets[-1]
         self.graphdef, params = nnx.split(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -103,7 +110,9 @@ class EnginePrograms:
 
     def empty_state(self, slots: int, length: int) -> SlotState:
         """Idle slots."""
-        return self._program(("empty", slots, length), functools.partial(self._empty_program, slots, length), ())()
+        return self._program(
+            ("empty", slots, length), functools.partial(self._empty_program, slots, length), ()
+        )()
 
     def abstract_state(self, slots: int, length: int) -> SlotState:
         """As `empty_state`: shapes, dtypes and, on split layers, shardings, without any array."""
@@ -113,7 +122,11 @@ class EnginePrograms:
 
     def abstract_weights(self) -> nnx.State:
         """The weights that an engine holds: shapes, dtypes and, on split layers, shardings."""
-        return self.published if self.layout is None else placed(self.layout.shardings(self.published), self.published)
+        return (
+            self.published
+            if self.layout is None
+            else placed(self.layout.shardings(self.published), self.published)
+        )
 
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
@@ -122,11 +135,14 @@ class EnginePrograms:
         for bucket in shapes.prompt_buckets:
             self.prefill(weights, np.zeros((rows, bucket), np.int32), np.ones(rows, np.int32), run=False)
         cache = empty_cache(self.config, self.numerics, rows, self.prompt_length)
-        prompts = Prefilled(cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32))
+        prompts = Prefilled(
+            cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32)
+        )
         for slots in shapes.batch_sizes:
             source, seeds = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
             for length in shapes.cache_buckets:
-                state = self.empty_state(slots, length)  # real, since an abstract float64 array would become float32
+                # real, since an abstract float64 array would become float32
+                state = self.empty_state(slots, length)
                 self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
                 self.decode(weights, state, controls, np.int32(0), run=False)
                 for longer in (size for size in shapes.cache_buckets if size > length):
@@ -135,24 +151,36 @@ class EnginePrograms:
                     self.resize(state, source[:fewer], length, run=False)
 
     def prefill(self, weights: list[Any], tokens: Any, lengths: Any, *, run: bool = True) -> Any:
-        """Prefills int32 prompts [R, T], padded at the right; lengths int32 [R], at least 1.  Returns `Prefilled`."""
+        """Prefills int32 prompts [R, T], padded at the right; lengths int32 [R], at least 1.
+        Returns `Prefilled`.
+        """
         args = (weights, tokens, lengths)
         program = self._program(("prefill", tokens.shape[1]), self._prefill_program, args)
         return program(*args) if run else None
 
     def insert(
-        self, state: SlotState, prompts: Prefilled, source: Any, seeds: Any, budget: Any, controls: Controls, *, run: bool = True
+        self,
+        state: SlotState,
+        prompts: Prefilled,
+        source: Any,
+        seeds: Any,
+        budget: Any,
+        controls: Controls,
+        *,
+        run: bool = True,
     ) -> Any:
         """Puts prompt source[b] into slot b where source[b] >= 0 and samples its first token.
 
-        source int32 [B], seeds uint32 [B]; `budget` (int32, at least 1) tokens may be sampled.  The state is consumed.
-        Returns the next state and a report with C = 1.
+        source int32 [B], seeds uint32 [B]; `budget` (int32, at least 1) tokens may be sampled.  The state is
+        consumed. Returns the next state and a report with C = 1.
         """
         args = (state, prompts, source, seeds, budget, controls)
         program = self._program(("insert", *state.shape), self._insert_program, args, donate=0)
         return program(*args) if run else None
 
-    def decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any, *, run: bool = True) -> Any:
+    def decode(
+        self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any, *, run: bool = True
+    ) -> Any:
         """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.  The state is consumed.
 
         Returns the next state and a report.
@@ -174,9 +202,17 @@ class EnginePrograms:
 
     def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
         """`decode` traced; the arguments may be abstract."""
-        return jit(self._mapped("decode", self._decode_program), donate_argnums=1).trace(weights, state, controls, idle_limit)
+        return jit(self._mapped("decode", self._decode_program), donate_argnums=1).trace(
+            weights, state, controls, idle_limit
+        )
 
-    def _program(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: int | None = None) -> Any:
+    def _program(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donate: int | None = None,
+    ) -> Any:
         """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
         if key not in self._compiled:
             options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
@@ -222,7 +258,11 @@ class EnginePrograms:
     def _empty_program(self, slots: int, length: int) -> SlotState:
         zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
         kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
-        return SlotState(empty_cache(self.config, self.numerics, slots, length, kv_heads), jnp.zeros((slots, 2), jnp.uint32), *zeros)
+        return SlotState(
+            empty_cache(self.config, self.numerics, slots, length, kv_heads),
+            jnp.zeros((slots, 2), jnp.uint32),
+            *zeros,
+        )
 
     def _prefill_program(self, weights: list[Any], tokens: jax.Array, lengths: jax.Array) -> Prefilled:
         model = self._bind(weights)
@@ -234,7 +274,13 @@ class EnginePrograms:
         return Prefilled(stored, self._logits(model, last), lengths)
 
     def _insert_program(
-        self, state: SlotState, prompts: Prefilled, source: jax.Array, seeds: jax.Array, budget: jax.Array, controls: Controls
+        self,
+        state: SlotState,
+        prompts: Prefilled,
+        source: jax.Array,
+        seeds: jax.Array,
+        budget: jax.Array,
+        controls: Controls,
     ) -> tuple[SlotState, jax.Array]:
         new, row = source >= 0, jnp.maximum(source, 0)
         first = jnp.argsort(~new, stable=True).astype(jnp.int32)  # the slots to fill, then the others
@@ -245,7 +291,8 @@ class EnginePrograms:
 
             def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
                 one = jax.lax.dynamic_index_in_dim(prefilled[:, :, :length], row[slot], 0)
-                with jax.enable_x64(self.numerics.exact):  # zeros behind: a NaN of the slot's last sequence would reach this one
+                # zeros behind: a NaN of the slot's last sequence would reach this one
+                with jax.enable_x64(self.numerics.exact):
                     one = jnp.pad(one, ((0, 0), (0, 0), (0, old.shape[2] - length), (0, 0)))
                 return jax.lax.dynamic_update_slice(old, one, (slot, zero, zero, zero))
 
@@ -257,7 +304,8 @@ class EnginePrograms:
         token, logprob = sample(prompts.logits[row], keys, lengths, controls, self.numerics)
         remaining = jnp.where(controls.is_stop[token], 0, budget - 1)
         token, position, remaining = (
-            jnp.where(new, added, old) for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
+            jnp.where(new, added, old)
+            for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
         )
         report = _report(token[None], logprob[None], new[None])
         return SlotState(cache, keys, token, jnp.where(remaining > 0, position, 0), remaining), report
@@ -273,14 +321,20 @@ class EnginePrograms:
             idle = jnp.sum(state.remaining == 0, dtype=jnp.int32)
             return (step < self.shapes.chunk) & (idle < idle_limit)
 
-        def one_token(carry: tuple[jax.Array, SlotState, jax.Array]) -> tuple[jax.Array, SlotState, jax.Array]:
+        def one_token(
+            carry: tuple[jax.Array, SlotState, jax.Array],
+        ) -> tuple[jax.Array, SlotState, jax.Array]:
             step, state, report = carry
             active = state.remaining > 0
             hidden, cache = model.extend(state.token[:, None], state.position[:, None], state.cache)
-            token, logprob = sample(self._logits(model, hidden[:, 0]), state.keys, state.position + 1, controls, self.numerics)
+            token, logprob = sample(
+                self._logits(model, hidden[:, 0]), state.keys, state.position + 1, controls, self.numerics
+            )
             remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
             position = jnp.where(remaining > 0, state.position + 1, 0)
-            report = jax.lax.dynamic_update_slice(report, _report(token[None], logprob[None], active[None]), (0, step, 0))
+            report = jax.lax.dynamic_update_slice(
+                report, _report(token[None], logprob[None], active[None]), (0, step, 0)
+            )
             return step + 1, SlotState(cache, state.keys, token, position, remaining), report
 
         report = jnp.full((2, self.shapes.chunk, slots), -1, jnp.int32)
@@ -298,7 +352,13 @@ class EnginePrograms:
             with jax.enable_x64(self.numerics.exact):
                 return jnp.pad(take(x), ((0, 0), (0, 0), (0, length - old_length), (0, 0)))
 
-        return SlotState(jax.tree.map(fit, state.cache), take(state.keys), take(state.token), take(state.position), take(state.remaining))
+        return SlotState(
+            jax.tree.map(fit, state.cache),
+            take(state.keys),
+            take(state.token),
+            take(state.position),
+            take(state.remaining),
+        )
 
 
 def _report(token: jax.Array, logprob: jax.Array, sampled: jax.Array) -> jax.Array:

@@ -1,15 +1,17 @@
-"""Sampling as a function of (logits, seed, position): a token does not depend on slot, batch mates or program.
+"""Sampling as a function of (logits, seed, position): a token does not depend on slot, batch mates or
+program.
 
 Token v is drawn by an exponential race, which is the Gumbel-max rule without its outer logarithm:
 
     E_v = -log(1 - U_v),  U_v uniform        token = argmax_v p_v / E_v,   p_v = exp(logits_v / temperature)
 
-U depends on the request's key and the absolute position of the token alone (Threefry), so a refilled slot, another
-batch size or a run that was resumed draws the same token from the same logits.  `numerics.exact` races in float64.
+U depends on the request's key and the absolute position of the token alone (Threefry), so a refilled slot,
+another batch size or a run that was resumed draws the same token from the same logits.  `numerics.exact`
+races in float64.
 
-The reported log-probability is over the full vocabulary at the sampling temperature, by the very operations that
-the trainer uses (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  There is no top-k and no top-p: a truncated
-distribution is not the policy that is trained.
+The reported log-probability is over the full vocabulary at the sampling temperature, by the very operations
+that the trainer uses (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  There is no top-k and no
+top-p: a truncated distribution is not the policy that is trained.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def _uniform_bits(key_data: jax.Array, position: jax.Array, count: int) -> jax.A
     return jax.random.bits(jax.random.fold_in(key, position), (count,), jnp.uint32)
 
 
-def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
     """Draws one token per row.
 
     Args:

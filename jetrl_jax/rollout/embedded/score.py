@@ -1,6 +1,8 @@
-"""The trainer's log-probabilities of given tokens under published weights: its own full forward, with nothing cached.
+"""The trainer's log-probabilities of given tokens under published weights: its own full forward, with nothing
+cached.
 
-An engine on the trainer's devices scores so (`JaxEngine.score`), and the certificate of any other is compared with it.
+An engine on the trainer's devices scores so (`JaxEngine.score`), and the certificate of any other is compared
+with it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ CHUNK_TOKENS = 1024  # whose logits exist at once
 
 
 class Scorer:
-    """(published weights, token ids) -> float32 [length], each token's log-probability given those before at temperature 1.
+    """(published weights, token ids) -> float32 [length], each token's log-probability given those before at
+    temperature 1.
 
     Entry 0 is 0.  Compiled once per length.
 
@@ -33,9 +36,13 @@ class Scorer:
     def __init__(self, model: Decoder, layout: Layout | None = None) -> None:
         graphdef, params = nnx.split(model)
 
-        def program(published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        def program(
+            published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array
+        ) -> jax.Array:
             decoder = nnx.merge(graphdef, published if layout is None else layout.shards(published))
-            return completion_logprobs(decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=CHUNK_TOKENS)[0]
+            return completion_logprobs(
+                decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=CHUNK_TOKENS
+            )[0]
 
         specs = None if layout is None else (layout.specs(params), WHOLE, WHOLE, WHOLE)
         self._program = jit(program if layout is None else layout.map(program, specs, WHOLE))

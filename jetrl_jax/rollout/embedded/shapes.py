@@ -28,7 +28,9 @@ class EngineShapes:
 
 
 def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
-    """Padded prompt lengths: powers of two from 8, and a last one that fits the longest prompt (a multiple of 8)."""
+    """Padded prompt lengths: powers of two from 8, and a last one that fits the longest prompt (a multiple
+    of 8).
+    """
     buckets, size = [], SMALLEST_PROMPT_BUCKET
     while size < max_prompt_tokens:
         buckets.append(size)

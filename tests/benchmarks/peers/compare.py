@@ -1,10 +1,10 @@
 """Time a GRPO step and a rollout of our trainer, TRL's and Tunix's, in alternation: ``make bench-peers``.
 
-Each contender is a process of its own, built and warmed up before the first measurement, that sleeps while another
-one runs.  A round gives every contender one burst of steps and one of rollouts, in a new random order, so that all
-see the same states of the machine.  Reported are the medians over the rounds with the quartiles, and for each ratio
-to our trainer the 95 % bootstrap interval of the ratio of medians, rounds resampled in pairs.  A ratio counts only
-where that interval excludes 1.
+Each contender is a process of its own, built and warmed up before the first measurement, that sleeps while
+another one runs.  A round gives every contender one burst of steps and one of rollouts, in a new random
+order, so that all see the same states of the machine.  Reported are the medians over the rounds with the
+quartiles, and for each ratio to our trainer the 95 % bootstrap interval of the ratio of medians, rounds
+resampled in pairs.  A ratio counts only where that interval excludes 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Contender:
         """Wait for a message of the worker."""
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"compare: {self.name} ended with status {self.process.wait()}; its messages stand above")
+            raise RuntimeError(
+                f"compare: {self.name} ended with status {self.process.wait()}; its messages stand above"
+            )
         return json.loads(line)
 
 
@@ -58,13 +60,17 @@ def start(name: str, python: str, setting: str, quiet: bool) -> Contender:
     library, _, flavor = name.partition(":")
     command = [python, str(HERE / f"worker_{library}.py"), "--setting", setting, "--flavor", flavor]
     errors = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+    )
     contender = Contender(name, process)
     contender.about = contender.answer()
     return contender
 
 
-def measure(contenders: list[Contender], rounds: int, burst: int, rollouts: int, warmup: int, seed: int = 0) -> None:
+def measure(
+    contenders: list[Contender], rounds: int, burst: int, rollouts: int, warmup: int, seed: int = 0
+) -> None:
     """Warm every contender up, then give each one burst of steps and one of rollouts per round."""
     for contender in contenders:
         contender.ask(command="steps", count=warmup)
@@ -81,7 +87,9 @@ def measure(contenders: list[Contender], rounds: int, burst: int, rollouts: int,
         print(f"round {index + 1}/{rounds}, ms a step: {line}", flush=True)
 
 
-def ratio_interval(numerator: list[float], denominator: list[float], seed: int = 0) -> tuple[float, float, float]:
+def ratio_interval(
+    numerator: list[float], denominator: list[float], seed: int = 0
+) -> tuple[float, float, float]:
     """Ratio of medians and its 95 % bootstrap interval, the pairs (rounds) resampled together."""
     pairs = np.array([numerator, denominator])
     rows = np.random.default_rng(seed).integers(0, pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
@@ -117,15 +125,24 @@ def tables(contenders: list[Contender]) -> str:
     ours = [contender for contender in contenders if contender.name.startswith("jetrl")]
     peers = [contender for contender in contenders if contender not in ours]
     steps = [["time of a step, theirs / ours", *(peer.name for peer in peers)]]
-    steps += [[base.name, *(verdict(ratio_interval(peer.step_s, base.step_s)) for peer in peers)] for base in ours]
+    steps += [
+        [base.name, *(verdict(ratio_interval(peer.step_s, base.step_s)) for peer in peers)] for base in ours
+    ]
     rates = [["rollout tokens/s, ours / theirs", *(peer.name for peer in peers)]]
-    rates += [[base.name, *(verdict(ratio_interval(base.tokens_per_s, peer.tokens_per_s)) for peer in peers)] for base in ours]
+    rates += [
+        [base.name, *(verdict(ratio_interval(base.tokens_per_s, peer.tokens_per_s)) for peer in peers)]
+        for base in ours
+    ]
     return "\n\n".join(markdown(rows) for rows in (times, steps, rates) if len(rows) > 1 and len(rows[0]) > 1)
 
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
@@ -139,7 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", default="tiny", help="tiny or small (see job.py)")
     parser.add_argument("--contenders", nargs="+", required=True, help="library:flavor, such as trl:float32")
-    parser.add_argument("--python", nargs="*", default=[], help="library=path of the Python of its environment")
+    parser.add_argument(
+        "--python", nargs="*", default=[], help="library=path of the Python of its environment"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--burst", type=int, default=5, help="steps of a burst")
     parser.add_argument("--rollouts", type=int, default=3, help="rollouts of a burst")
@@ -150,12 +169,22 @@ def main() -> None:
     pythons = dict(item.split("=", 1) for item in options.python)
     about = machine()
     if about["load_before"][0] > 0.5:
-        print(f"compare: the machine is not idle (load {about['load_before'][0]:.1f}); the numbers will say so", file=sys.stderr)
+        print(
+            f"compare: the machine is not idle (load {about['load_before'][0]:.1f}); the numbers will say so",
+            file=sys.stderr,
+        )
     contenders: list[Contender] = []
     try:
         for name in options.contenders:
             print(f"starting {name}", flush=True)
-            contenders.append(start(name, pythons.get(name.split(":")[0], sys.executable), options.setting, not options.verbose))
+            contenders.append(
+                start(
+                    name,
+                    pythons.get(name.split(":")[0], sys.executable),
+                    options.setting,
+                    not options.verbose,
+                )
+            )
         if len(counts := {contender.about["parameters"] for contender in contenders}) != 1:
             raise RuntimeError(f"compare: the models differ in size: got {counts}")
         measure(contenders, options.rounds, options.burst, options.rollouts, options.warmup)
@@ -164,12 +193,19 @@ def main() -> None:
             contender.process.stdin.close()
             contender.process.wait(timeout=60)
     text = tables(contenders)
-    numbers = {c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders}
+    numbers = {
+        c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}
     options.out.write_text(json.dumps(record, indent=1))
-    print(f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, {about['cores']} cores\n\n{text}")
-    print(f"\nwritten to {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}")
+    print(
+        f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, "
+        f"{about['cores']} cores\n\n{text}"
+    )
+    print(
+        f"\nwritten to {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What the three trainers are given and how they are timed: the same model, words, reward, lengths and clock.
 
 This file runs in the virtual environment of each trainer, so it needs nothing but the standard library and
-`tokenizers`.  Every prompt has `prompt_tokens` tokens and every completion exactly `completion_tokens`: the ids of
-the stop and the padding token lie outside the model's vocabulary, so neither is ever sampled and nobody stops early.
+`tokenizers`.  Every prompt has `prompt_tokens` tokens and every completion exactly `completion_tokens`: the
+ids of the stop and the padding token lie outside the model's vocabulary, so neither is ever sampled and
+nobody stops early.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def hf_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=build_tokenizer(), pad_token=PAD, eos_token=EOS, bos_token="|", unk_token="<unused0>", padding_side="left"
+        tokenizer_object=build_tokenizer(),
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token="|",
+        unk_token="<unused0>",
+        padding_side="left",
     )
 
 
@@ -108,14 +114,19 @@ class Channel:
 class StepGate:
     """Called by a training loop between two steps: times bursts and waits for commands between them.
 
-    A loop cannot be called one step at a time from outside in every library, but each offers a place that runs between
-    steps.  There the gate blocks until the parent asks for `{"command": "steps", "count": n}`, lets n steps pass,
-    calls `finish` (which waits for work still running on the device) and answers with their seconds.
-    `{"command": "decode", "count": n}` runs n rollouts alone.  `quit` ends the process.
+    A loop cannot be called one step at a time from outside in every library, but each offers a place that
+    runs between steps.  There the gate blocks until the parent asks for `{"command": "steps", "count": n}`,
+    lets n steps pass, calls `finish` (which waits for work still running on the device) and answers with
+    their seconds. `{"command": "decode", "count": n}` runs n rollouts alone.  `quit` ends the process.
     """
 
-    def __init__(self, channel: Channel, setting: Setting, finish: Callable[[], Any], decode: Callable[[], int]) -> None:
-        self._channel, self._setting, self._finish, self._decode = channel, setting, finish, decode
+    def __init__(
+        self, channel: Channel, setting: Setting, finish: Callable[[], Any], decode: Callable[[], int]
+    ) -> None:
+        self._channel = channel
+        self._setting = setting
+        self._finish = finish
+        self._decode = decode
         self._left = 0
         self._count = 0
         self._start = 0.0
@@ -146,7 +157,9 @@ def arguments() -> argparse.Namespace:
     """Command line of a worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--setting", choices=sorted(SETTINGS), default="tiny")
-    parser.add_argument("--flavor", default="float32", help="float32, bfloat16 or, for our trainer, a precision preset")
+    parser.add_argument(
+        "--flavor", default="float32", help="float32, bfloat16 or, for our trainer, a precision preset"
+    )
     return parser.parse_args()
 
 

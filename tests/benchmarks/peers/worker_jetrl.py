@@ -1,4 +1,6 @@
-"""Our trainer on the common job; flavors are a precision preset, and one ending in `-fast` is not exact (`numerics.exact: false`)."""
+"""Our trainer on the common job; flavors are a precision preset,
+and one ending in `-fast` is not exact (`numerics.exact: false`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WORDS = 4096
 
 
 class JobTokenizer:
-    """The common tokenizer in the form our trainer calls it; nothing stops a completion before its full length."""
+    """The common tokenizer in the form our trainer calls it;
+    nothing stops a completion before its full length.
+    """
 
     vocab_size = job.VOCAB
     eos_ids: tuple[int, ...] = ()
@@ -56,7 +60,9 @@ class JobTokenizer:
 
 def reward(prompts: list[str], completions: list[str], answers: list[str], **_: Any) -> list[float]:
     """Rewards in the form our trainer calls them."""
-    return [job.reward_of(completion, expected) for completion, expected in zip(completions, answers, strict=True)]
+    return [
+        job.reward_of(completion, expected) for completion, expected in zip(completions, answers, strict=True)
+    ]
 
 
 def build_config(setting: job.Setting, flavor: str) -> RunConfig:
@@ -103,11 +109,19 @@ def main() -> None:
     run = GRPOTrainer(config, tokenizer=JobTokenizer(), dataset=records, reward_functions=[reward])
     engine, rewards = run.parts.new_engine(), run.parts.new_rewards()
     take = run.parts.new_step(engine, rewards, run.parts.programs.init(run.policy.params), None)
-    prompts = [run.policy.tokenizer.encode(job.prompt_of(word)) for word in islice(job.words(setting, 1), setting.prompts)]
-    sampling = SamplingParams(temperature=1.0, max_tokens=setting.completion_tokens, stop_token_ids=JobTokenizer.eos_ids, seed=0)
+    prompts = [
+        run.policy.tokenizer.encode(job.prompt_of(word))
+        for word in islice(job.words(setting, 1), setting.prompts)
+    ]
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=setting.completion_tokens, stop_token_ids=JobTokenizer.eos_ids, seed=0
+    )
 
     def decode() -> int:
-        requests = [Request(i, np.asarray(prompts[i // setting.group_size], np.int32), seed=i) for i in range(setting.sequences)]
+        requests = [
+            Request(i, np.asarray(prompts[i // setting.group_size], np.int32), seed=i)
+            for i in range(setting.sequences)
+        ]
         trajectories = engine.generate(requests, sampling)
         assert all(len(trajectory.completion_ids) == setting.completion_tokens for trajectory in trajectories)
         return setting.sequences * setting.completion_tokens

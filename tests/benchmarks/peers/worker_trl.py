@@ -37,7 +37,9 @@ class Gate(transformers.TrainerCallback):
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Rewards in the form TRL calls them."""
-    return [job.reward_of(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+    return [
+        job.reward_of(completion, expected) for completion, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def build(setting: job.Setting, flavor: str) -> tuple[trl.GRPOTrainer, Gate]:
@@ -59,7 +61,9 @@ def build(setting: job.Setting, flavor: str) -> tuple[trl.GRPOTrainer, Gate]:
         eos_token_id=None,
     )
     drawn = list(islice(job.words(setting), WORDS))
-    data = Dataset.from_dict({"prompt": [job.prompt_of(word) for word in drawn], "answer": [word[::-1] for word in drawn]})
+    data = Dataset.from_dict(
+        {"prompt": [job.prompt_of(word) for word in drawn], "answer": [word[::-1] for word in drawn]}
+    )
     options = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=setting.sequences,
@@ -96,8 +100,13 @@ def main() -> None:
     channel, options = job.Channel(), job.arguments()
     setting = job.SETTINGS[options.setting]
     trainer, callback = build(setting, options.flavor)
-    prompt = trainer.processing_class([job.prompt_of(word) for word in islice(job.words(setting, 1), setting.prompts)], return_tensors="pt")
-    rows = {name: prompt[name].repeat_interleave(setting.group_size, dim=0) for name in ("input_ids", "attention_mask")}
+    prompt = trainer.processing_class(
+        [job.prompt_of(word) for word in islice(job.words(setting, 1), setting.prompts)], return_tensors="pt"
+    )
+    rows = {
+        name: prompt[name].repeat_interleave(setting.group_size, dim=0)
+        for name in ("input_ids", "attention_mask")
+    }
 
     @torch.no_grad()
     def decode() -> int:

