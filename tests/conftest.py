@@ -160,8 +160,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for each reason of skips, and the tests that cost much;
-    pytest's own summary of failures comes last.
+    """One line for each reason of skips, and the tests that cost much; pytest's own summary of failures comes
+    last.
     """
     skips = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", []))
     if skips:

@@ -40,8 +40,8 @@ def correction_section(**fields: Any) -> Any:
 
 
 def engine_settings(kind: str = "vllm", *, url: str | None = None, **fields: Any) -> EngineSettings:
-    """The settings of a vLLM engine of this kind for 8 tokens of a prompt and 8 of a completion;
-    fields as `changed`.
+    """The settings of a vLLM engine of this kind for 8 tokens of a prompt and 8 of a completion; fields as
+    `changed`.
     """
     engine = {"kind": kind} | ({} if url is None else {"url": url})
     rollout = _section("rollout", {"engine": engine, "max_prompt_tokens": 8, "max_completion_tokens": 8})
@@ -49,8 +49,8 @@ def engine_settings(kind: str = "vllm", *, url: str | None = None, **fields: Any
 
 
 def changed(settings: EngineSettings, **fields: Any) -> EngineSettings:
-    """Settings with other fields of `rollout`, `rollout.engine`, `precision` and `numerics`,
-    or another `sleep` of their own.
+    """Settings with other fields of `rollout`, `rollout.engine`, `precision` and `numerics`, or another
+    `sleep` of their own.
     """
     sleep = fields.pop("sleep", settings.sleep)
     sections = settings.rollout.engine, settings.rollout, settings.fp8, settings.numerics

@@ -28,8 +28,8 @@ from pallas_kernels.formats import E4M3, E4M3_MAX
 
 
 def coarsen(weight: Any, mantissa_bits: int) -> Any:
-    """A `ScaledArray` with its codes rounded to `mantissa_bits` (1 to 3),
-    never beyond the largest such E4M3 number; else `weight`.
+    """A `ScaledArray` with its codes rounded to `mantissa_bits` (1 to 3), never beyond the largest such E4M3
+    number; else `weight`.
     """
     if not isinstance(weight, ScaledArray):
         return weight

@@ -113,8 +113,8 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def sizes(architecture: str) -> Any:
-    """A model whose matrices have partial FP8 blocks, except on its heads' side,
-    where a mesh needs whole ones.
+    """A model whose matrices have partial FP8 blocks, except on its heads' side, where a mesh needs whole
+    ones.
     """
     return home("ModelConfig")(
         architecture=architecture,
@@ -137,8 +137,8 @@ def sizes(architecture: str) -> Any:
 
 
 def settings() -> Iterator[tuple[str, str, list[str], bool]]:
-    """(name, architecture, overrides of the config, whether it has an embedded engine)
-    of each family of programs.
+    """(name, architecture, overrides of the config, whether it has an embedded engine) of each family of
+    programs.
     """
     for preset in PRESETS:
         for architecture in ARCHITECTURES:

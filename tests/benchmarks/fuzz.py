@@ -154,8 +154,8 @@ TARGETS: dict[str, Callable[[Path], None]] = {
 
 
 def fuzz(target: str, seconds: float, *, derandomize: bool = False) -> Counter[str]:
-    """Runs a target for some seconds, in rounds; returns how many cases were read and refused,
-    raises at a finding.
+    """Runs a target for some seconds, in rounds; returns how many cases were read and refused, raises at a
+    finding.
     """
     counts: Counter[str] = Counter()
     for valid in seeds(target):

@@ -74,8 +74,8 @@ BEGAN = time.monotonic()
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """out: results; scratch: runs and compiled programs; packed: folders of unpacked packages, if any;
-    dry: on a CPU.
+    """out: results; scratch: runs and compiled programs; packed: folders of unpacked packages, if any; dry:
+    on a CPU.
     """
 
     out: Path
@@ -233,8 +233,8 @@ def no_machine() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """What git says or, in a copy without it, what `make gpu-call` wrote beside the packages;
-    None where neither is there.
+    """What git says or, in a copy without it, what `make gpu-call` wrote beside the packages; None where
+    neither is there.
     """
     with contextlib.suppress(OSError):
         if found := subprocess.run(
@@ -276,8 +276,8 @@ def text(record: dict[str, Any]) -> str:
 
 
 def worth_seeing(record: dict[str, Any], names: Sequence[str]) -> str:
-    """For whoever sees the end of the terminal only: tables, how tests ended, errors,
-    the last lines of what failed.
+    """For whoever sees the end of the terminal only: tables, how tests ended, errors, the last lines of what
+    failed.
     """
     lines = []
     for name in names:
@@ -292,8 +292,8 @@ def worth_seeing(record: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def unpack(packed: Path, into: Path) -> Path | None:
-    """Unpacks what `make gpu-call` packed, each archive once; the folder with a folder for each,
-    None where nothing was packed.
+    """Unpacks what `make gpu-call` packed, each archive once; the folder with a folder for each, None where
+    nothing was packed.
     """
     archives = sorted(packed.glob("*.txz"))
     for archive in archives:

@@ -50,8 +50,8 @@ MIB = 1 << 20
 
 
 def pins(names: Iterable[str], constraints: str) -> list[str]:
-    """`name==version` of each, from the text of a file of constraints.
-    Raises ValueError for those without a pin.
+    """`name==version` of each, from the text of a file of constraints. Raises ValueError for those without a
+    pin.
     """
     found = dict(re.findall(r"^(\S+?)==(\S+)$", constraints, flags=re.MULTILINE))
     if missing := sorted(set(names) - set(found)):
@@ -116,8 +116,8 @@ def write_archive(folder: Path, path: Path) -> None:
 
 
 def pack(wheels: Iterable[Path], path: Path, pyproject: str | None = None) -> None:
-    """An archive from which Python can import these wheels and, with `pyproject`,
-    find the project's entry points.
+    """An archive from which Python can import these wheels and, with `pyproject`, find the project's entry
+    points.
     """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)

@@ -3,9 +3,8 @@
 For Python 3.12, torch 2.11+cu130, triton 3.6, transformers 5 and a Hopper GPU (sm_90).  Pinned wheels are
 installed without their dependencies; files that a dense decoder in block FP8 or BF16 does not load are left
 out; in the CUDA libraries every image that is not for sm_90 is overwritten with zeros, which compress away
-(the driver reads only the images that fit).  FlashAttention 3 keeps
-its BF16 kernels.  Not in it: mixtures of experts, FP16 attention, an FP8 cache, FlashInfer; xgrammar is a
-  stub.
+(the driver reads only the images that fit).  FlashAttention 3 keeps its BF16 kernels.  Not in it: mixtures of
+experts, FP16 attention, an FP8 cache, FlashInfer; xgrammar is a stub.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def products() -> dict[str, tuple[Callable, Callable, Callable]]:
 
 
 def deepgemm_product() -> Callable | None:
-    """DeepGEMM's product, of a package of its own or of the copy in vLLM; None, and a line of why,
-    where there is neither.
+    """DeepGEMM's product, of a package of its own or of the copy in vLLM; None, and a line of why, where
+    there is neither.
     """
     problems = []
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
@@ -84,8 +84,8 @@ def whole(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and a scale [R, K / 128] for each 128 of a row,
-    the scales contiguous along R as cuBLASLt wants them.
+    """Codes and a scale [R, K / 128] for each 128 of a row, the scales contiguous along R as cuBLASLt wants
+    them.
     """
     blocks = x.float().unflatten(1, (-1, BLOCK))
     scale = blocks.abs().amax(2).clamp(min=1e-10) / 448

@@ -3,9 +3,10 @@
     python tests/benchmarks/readme_picture.py runs/tiny_cpu runs/mismatch [--out docs/images]
 
 Left: the mean reward of each step of the first run, faint under its moving average.  Right: the mean
-difference between the trainer's and the engine's log-probabilities of the sampled tokens, of both runs.
-Writes ``main_job_light.svg`` and ``main_job_dark.svg``; every point is a row of a ``metrics.jsonl``, and
-nothing is measured here.
+  difference between the
+trainer's and the engine's log-probabilities of the sampled tokens, of both runs.  Writes
+``main_job_light.svg`` and ``main_job_dark.svg``; every point is a row of a ``metrics.jsonl``, and nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Panel:
     def __init__(
         self, edges: tuple[int, int], title: str, steps: float, ticks: Sequence[tuple[float, str]]
     ) -> None:
-        """edges: left and right, in pixels.  ticks: (value, label)
-        from the lowest to the highest value of the axis.
+        """edges: left and right, in pixels.  ticks: (value, label) from the lowest to the highest value of
+        the axis.
         """
         self.left, self.right = edges
         self.steps = steps

@@ -3,8 +3,8 @@
 Compiles the gradient and update programs of a model on meshes of fake CPU devices, without weights, and
 prints Markdown
 tables: bytes of masters, moments and published codes on one device, XLA's own memory analysis of both
-programs, and the collectives of one microbatch with their bytes.  Times come only from real devices; none is
-printed.
+  programs, and the
+collectives of one microbatch with their bytes.  Times come only from real devices; none is printed.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def model_config(hidden: int, intermediate: int, layers: int, vocabulary: int) -
 def run_on(
     sharding: dict[str, int], sizes: ModelConfig, preset: str, shape: tuple[int, int], remat: str
 ) -> AbstractRun:
-    """A run with a microbatch of `shape` [rows, tokens] on each device;
-    devices that split a layer share their rows.
+    """A run with a microbatch of `shape` [rows, tokens] on each device; devices that split a layer share
+    their rows.
     """
     rows, tokens = shape
     fields = {
@@ -85,8 +85,8 @@ def run_on(
 
 
 def collectives(lowered: Any) -> dict[str, tuple[int, int]]:
-    """Kind -> (count, bytes of the results on one device), as the program is written;
-    a backend may widen types.
+    """Kind -> (count, bytes of the results on one device), as the program is written; a backend may widen
+    types.
     """
     found = dict.fromkeys((*COLLECTIVES, *OTHERS), (0, 0))
 

@@ -7,7 +7,7 @@
 Each run is a directory ``OUT/ROW/seedS`` of `jetrl_jax.train`.  A finished run is not run again and an
 unfinished one is resumed, so a study can be made in short stretches.  Writes ``OUT/study.html`` (one chart a
 metric: the median over the seeds as a line, smallest to largest as a band), ``OUT/study.md`` (the table) and
-  ``OUT/study.json`` (its numbers).
+``OUT/study.json`` (its numbers).
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     python tests/benchmarks/train_flows.py --config configs/qwen3_100m_gpu.yaml [--flows fp8_unified bf16]
     [--stretches 3] [--steps 8]
 
-A flow is a preset of `precision`, with "-exact" or "-fast" behind it one with `numerics.exact` true or false.
-Each is one run of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a checkpoint,
-the next flow has its turn, and the run is resumed; every second round goes through the flows backward, so
-that a machine that drifts drifts for all.  The first rows of a stretch, which compile, are left out of the
-times.  Printed, and written as JSON, for each flow: which implementation served which operation (the run's
-own record); tokens a second of rollout and of training and seconds a step, as the median over the steps with
-quartiles, and the smallest and largest median of a stretch; the largest difference between engine and trainer
-in the logprob of a sampled token, over all steps.  Against the last flow named: the ratios of the medians of
-each turn, so that what slows a whole turn down counts in neither.
+A flow is a preset of `precision`, with "-exact" or "-fast" behind it one with `numerics.exact` true or
+false.  Each is one run of `jetrl_jax.train`, made in stretches of steps: after a stretch it stops with a
+checkpoint, the next flow has its turn, and the run is resumed; every second round goes through the flows
+backward, so that a machine that drifts drifts for all.  The first rows of a stretch, which compile, are left
+out of the times.  Printed, and written as JSON, for each flow: which implementation served which operation
+(the run's own record); tokens a second of rollout and of training and seconds a step, as the median over the
+steps with quartiles, and the smallest and largest median of a stretch; the largest difference between engine
+and trainer in the logprob of a sampled token, over all steps.  Against the last flow named: the ratios of the
+medians of each turn, so that what slows a whole turn down counts in neither.
 
 The learning rate is constant here, since a run whose rate follows its length cannot be made longer.
 """
@@ -87,8 +87,8 @@ def summary(values: Stretches) -> dict[str, float]:
 
 
 def ratios(values: Stretches, base: Stretches) -> dict[str, float]:
-    """values / base, each stretch's median against that of its turn: the median of these ratios,
-    the smallest and the largest.
+    """values / base, each stretch's median against that of its turn: the median of these ratios, the smallest
+    and the largest.
     """
     each = [float(np.median(a) / np.median(b)) for a, b in zip(values, base, strict=True)]
     return {"ratio": float(np.median(each)), "low": min(each), "high": max(each)}

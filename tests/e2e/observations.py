@@ -82,8 +82,8 @@ def shared_gpu(config: RunConfig) -> Any:
 
 
 def vllm_engine(config: RunConfig) -> Any:
-    """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe;
-    nothing is started.
+    """The vLLM engine of a config as it stands before its first weights: its kind, limits and probe; nothing
+    is started.
     """
 
     class InProcess:
@@ -284,8 +284,8 @@ def rebind(weight: TrainableFp8Weight, master: jax.Array) -> TrainableFp8Weight:
 
 
 def logprobs(config: RunConfig) -> Any:
-    """The trainer's log-probabilities of fixed tokens, bit for bit,
-    and the shapes of the logits that it makes.
+    """The trainer's log-probabilities of fixed tokens, bit for bit, and the shapes of the logits that it
+    makes.
     """
     owner = GRPOTrainer(config)
     params, plan = owner.policy.params, owner.policy.plan

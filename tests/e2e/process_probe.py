@@ -1,5 +1,5 @@
-"""Two steps of a config in this process, one of several or alone:
-prints as JSON what it was asked to sample, and the metrics.
+"""Two steps of a config in this process, one of several or alone: prints as JSON what it was asked to sample,
+and the metrics.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from jetrl_jax.training.programs import TrainState, UpdateReport
 
 
 class ScriptedEngine(RolloutEngine):
-    """Answers sums, less and less well from version to version, the last one first;
-    remembers what it was asked.
+    """Answers sums, less and less well from version to version, the last one first; remembers what it was
+    asked.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -73,8 +73,8 @@ def scripted_logprobs(ids: np.ndarray, updates: int) -> np.ndarray:
 
 
 class ScriptedPrograms:
-    """`PolicyPrograms` without a device: scripted logprobs, the real objective,
-    the real optimiser on two small arrays.
+    """`PolicyPrograms` without a device: scripted logprobs, the real objective, the real optimiser on two
+    small arrays.
     """
 
     def __init__(self, real: Any) -> None:

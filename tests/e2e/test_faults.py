@@ -1,5 +1,5 @@
-"""What a run meets: a disk that fills up, a directory that cannot be written,
-and the page that lists every fault.
+"""What a run meets: a disk that fills up, a directory that cannot be written, and the page that lists every
+fault.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
     """Files from disk are never unpickled or evaluated.
 
     Two files may: rewards are pickled by the trainer for its own workers, and a kernel is taken from the
-      installed vLLM's code.
+    installed vLLM's code.
     """
     pattern = re.compile(
         r"pickle\.loads?\(|allow_pickle=True|torch\.load\(|yaml\.(?:unsafe_|full_)?load\(|(?<!def "

@@ -42,8 +42,8 @@ def scripted_trainer(
 
 
 def trace_once(monkeypatch, **others):
-    """From now on a program's second trace is an error; `others`: programs that may be traced more often,
-    and how often.
+    """From now on a program's second trace is an error; `others`: programs that may be traced more often, and
+    how often.
     """
     programs = {
         PolicyPrograms: ("logprobs", "policy_gradient", "supervised_gradient", "check", "update"),
@@ -191,8 +191,8 @@ def test_correction_of_an_exact_flow_changes_nothing(compared, tmp_path):
 
 @LONG
 def test_programs_of_warm_start_and_updates_are_traced_once(tmp_path, monkeypatch):
-    """The two have an optimiser each, and so a check and an update each. Evaluations,
-    a reference and two minibatches add no program.
+    """The two have an optimiser each, and so a check and an update each. Evaluations, a reference and two
+    minibatches add no program.
     """
     trace_once(monkeypatch, check=2, update=2)
     fields = {
@@ -267,8 +267,8 @@ def test_non_finite_steps_are_named_saved_and_stop_the_run(tmp_path, monkeypatch
 
 
 def test_one_nan_costs_its_sample_and_not_the_step(tmp_path, monkeypatch, capsys):
-    """One completion of sixteen has no reward: the others are trained,
-    and the metrics say how many were left out and why.
+    """One completion of sixteen has no reward: the others are trained, and the metrics say how many were left
+    out and why.
     """
 
     def shorter_but_one(completions, **kwargs):
@@ -289,8 +289,8 @@ def test_one_nan_costs_its_sample_and_not_the_step(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("limit", [0, 3])
 def test_a_run_without_a_signal_says_so_and_may_end(limit, tmp_path, monkeypatch, capsys):
-    """Equal rewards: a warning after ten steps in a row and at the end,
-    or the end that the config asks for; a resume counts on.
+    """Equal rewards: a warning after ten steps in a row and at the end, or the end that the config asks for;
+    a resume counts on.
     """
     seen = []
 
@@ -501,8 +501,8 @@ def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeyp
 
 @pytest.mark.parametrize("reject_level", ["token", "sequence_mean"])
 def test_train_tokens_are_those_that_the_programs_are_given(reject_level, tmp_path, monkeypatch):
-    """Rejected whole, a completion is not packed; of one that is packed, the programs read every token,
-    in the loss or not.
+    """Rejected whole, a completion is not packed; of one that is packed, the programs read every token, in
+    the loss or not.
     """
     seen, trained, real = [], [], ScriptedPrograms.policy_gradient
 

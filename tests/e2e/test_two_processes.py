@@ -1,5 +1,5 @@
-"""Two processes on JAX's distributed runtime: the same run as one process with their devices,
-and the ends it may come to.
+"""Two processes on JAX's distributed runtime: the same run as one process with their devices, and the ends it
+may come to.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class World:
         only: int | None = None,
         timeout_s: int = PATIENT_S,
     ) -> list[subprocess.Popen[str]]:
-        """Two processes (or `only` one) of the run in `directory`, told who they are by the command line,
-        or `by` the environment.
+        """Two processes (or `only` one) of the run in `directory`, told who they are by the command line, or
+        `by` the environment.
         """
         sets = [
             f"run.directory={directory}",
@@ -226,8 +226,8 @@ def test_each_process_scores_its_own_groups(
 def test_checkpoint_goes_on_with_another_number_of_processes(
     world: World, pair: tuple[Path, list[Ended]], single: Path, tmp_path: Path
 ) -> None:
-    """From two processes to one with two devices, and back; then to one device,
-    which restores and exports the same bits.
+    """From two processes to one with two devices, and back; then to one device, which restores and exports
+    the same bits.
     """
     further = ("--resume", "--set", f"run.steps={STEPS + 1}")
     shutil.copytree(pair[0], tmp_path / "to_one")
@@ -418,8 +418,8 @@ def test_processes_with_other_configs_or_too_few_devices_are_refused(world: Worl
 
 @pytest.mark.long
 def test_two_devices_in_each_of_two_processes_step_as_four_in_one(world: World, tmp_path: Path) -> None:
-    """Data parallel over the processes, fully sharded within them: the same but for the order of sums;
-    and what is sampled where.
+    """Data parallel over the processes, fully sharded within them: the same but for the order of sums; and
+    what is sampled where.
     """
     section = {
         "precision": {"preset": "fp32"},

@@ -1,5 +1,5 @@
-"""A whole run sampled by the real vLLM in a server of its own: the server is killed,
-the run ends and goes on with --resume.
+"""A whole run sampled by the real vLLM in a server of its own: the server is killed, the run ends and goes on
+with --resume.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The package as a wheel: every file of the three packages is in it, with the configs,
-and it trains outside the checkout.
+"""The package as a wheel: every file of the three packages is in it, with the configs, and it trains outside
+the checkout.
 """
 
 from __future__ import annotations

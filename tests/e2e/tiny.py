@@ -51,8 +51,8 @@ TINY: dict[str, Any] = {
 
 
 def tiny_config(directory: str | Path, **sections: dict[str, Any] | list[Any] | None) -> RunConfig:
-    """`TINY` with the fields of `sections` changed, a list in place of its own;
-    a section of None has its defaults.
+    """`TINY` with the fields of `sections` changed, a list in place of its own; a section of None has its
+    defaults.
     """
     data: dict[str, Any] = {
         name: dict(section) if isinstance(section, dict) else section for name, section in TINY.items()
@@ -72,8 +72,8 @@ def shorter(prompts: list[str], completions: list[str], answers: list[str]) -> l
 
 
 def noted(prompts: list[str], completions: list[str], answers: list[str]) -> list[float]:
-    """As `shorter`; notes the prompts of each call in a file of this process,
-    in the directory that NOTES names.
+    """As `shorter`; notes the prompts of each call in a file of this process, in the directory that NOTES
+    names.
     """
     with open(Path(os.environ["NOTES"]) / str(os.getpid()), "a") as file:
         file.write(json.dumps(prompts) + "\n")

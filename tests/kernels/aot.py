@@ -51,8 +51,8 @@ class KernelReport:
         return not (self.spilled_bytes or self.stack_bytes or self.serialized)
 
     def float_operations(self) -> dict[str, int]:
-        """How often FP32 is multiplied, added and both at once ("fma") in the program text;
-        the blocks of K are a loop.
+        """How often FP32 is multiplied, added and both at once ("fma") in the program text; the blocks of K
+        are a loop.
         """
         return float_operations(self.ptx)
 
@@ -124,8 +124,8 @@ def _compile(function: Callable[..., Any], arguments: tuple[Any, ...], **options
 
 
 def parse(text: str, ptx: str = "") -> KernelReport:
-    """The report of one kernel from what ptxas read and wrote.
-    Raises ValueError where the assembler's words are not those known.
+    """The report of one kernel from what ptxas read and wrote. Raises ValueError where the assembler's words
+    are not those known.
     """
     registers = re.search(r"Used (\d+) registers", text)
     memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
@@ -171,8 +171,8 @@ def _dump() -> Iterator[Path]:
 
 
 def _set_cache(directory: str | None) -> None:
-    """Where compiled programs are kept from now on; nowhere, if None.
-    JAX looks at its setting once unless told again.
+    """Where compiled programs are kept from now on; nowhere, if None. JAX looks at its setting once unless
+    told again.
     """
     jax.config.update("jax_compilation_cache_dir", directory)
     compilation_cache.reset_cache()

@@ -1,5 +1,5 @@
-"""Every GEMM kernel compiled for an H100 that is not there: no registers spilled,
-no wgmma that waits for another.
+"""Every GEMM kernel compiled for an H100 that is not there: no registers spilled, no wgmma that waits for
+another.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def test_accumulating_kernels_compile_cleanly(block: tuple[int, int], order: str
 
 
 def test_an_accumulator_of_many_microbatches_is_copied_once_at_most() -> None:
-    """Each product goes into the buffer of the sum before it;
-    the first one's is an argument that its owner may still read.
+    """Each product goes into the buffer of the sum before it; the first one's is an argument that its owner
+    may still read.
     """
     operands = scaled(512, 256, ROWS), scaled(256, 256, ROWS), jax.ShapeDtypeStruct((512, 256), jnp.float32)
 
@@ -127,8 +127,8 @@ def test_an_accumulator_of_many_microbatches_is_copied_once_at_most() -> None:
 
 @pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 64)])
 def test_promotion_is_fused_and_in_the_order_asked_for(order: str, multiplications: int) -> None:
-    """A thread holds 64 sums in two rows: 64 fused multiply-adds a block,
-    and a scale product for each row or for each sum.
+    """A thread holds 64 sums in two rows: 64 fused multiply-adds a block, and a scale product for each row or
+    for each sum.
     """
     operations = compile_gemm(TRAINING, order, "bfloat16").float_operations()
     assert operations == {"mul": multiplications, "add": 0, "fma": 64}
@@ -208,8 +208,8 @@ def test_parse_reads_every_kind_of_trouble() -> None:
 
 
 def test_kernel_compiles_inside_shard_map_behind_gathered_codes() -> None:
-    """Two H100: each has half of W's codes and scales, gathers the rest as FP8,
-    and multiplies its own rows of X.
+    """Two H100: each has half of W's codes and scales, gathers the rest as FP8, and multiplies its own rows
+    of X.
     """
     mesh, split = aot.h100_mesh(2), PartitionSpec("device")
 

@@ -1,5 +1,5 @@
-"""The batch-invariant product compiled for an H100 that is not there: nothing spilled,
-no wgmma that waits for another.
+"""The batch-invariant product compiled for an H100 that is not there: nothing spilled, no wgmma that waits
+for another.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def test_kernels_compile_cleanly(sizes: tuple[int, int, int], dtype: str, out_dt
 
 
 def test_kernel_compiles_inside_shard_map_and_remat() -> None:
-    """Two H100 with half of the weight's rows each, forward and backward,
-    the forward once more in the backward.
+    """Two H100 with half of the weight's rows each, forward and backward, the forward once more in the
+    backward.
     """
     from pallas_kernels.dense import mosaic
 

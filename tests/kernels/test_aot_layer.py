@@ -1,5 +1,5 @@
-"""A whole decoder layer on the kernels, compiled for an H100 that is not there: which kernels run,
-and how often.
+"""A whole decoder layer on the kernels, compiled for an H100 that is not there: which kernels run, and how
+often.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul":
 
 
 def launches(program: str) -> Counter[str]:
-    """How often each function of `pallas_kernels` is a kernel of the program,
-    those of the backward under 'backward NAME'.
+    """How often each function of `pallas_kernels` is a kernel of the program, those of the backward under
+    'backward NAME'.
     """
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
     ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul)"

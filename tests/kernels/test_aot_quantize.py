@@ -1,5 +1,5 @@
-"""The quantisers' kernels compiled for an H100 without one: nothing spilled,
-and three programs on a multiprocessor.
+"""The quantisers' kernels compiled for an H100 without one: nothing spilled, and three programs on a
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) 
 def test_gemms_read_what_the_quantisers_write(
     monkeypatch: pytest.MonkeyPatch, x_block: tuple[int, int]
 ) -> None:
-    """A linear layer from BF16 is three quantiser kernels and three GEMMs:
-    no code and no row's scale is turned or copied.
+    """A linear layer from BF16 is three quantiser kernels and three GEMMs: no code and no row's scale is
+    turned or copied.
     """
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (768, 512), (1024, 768))]

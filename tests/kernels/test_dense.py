@@ -1,5 +1,5 @@
-"""The batch-invariant product of BF16 and FP16 matrices: one body for every implementation,
-rows and columns bit for bit.
+"""The batch-invariant product of BF16 and FP16 matrices: one body for every implementation, rows and columns
+bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SUBNORMAL_HALF_STEP = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-25}
 
 
 def operands(m: int, n: int, k: int, dtype: str = "bfloat16", seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Normal values of distinct rows and columns, x [M, K] and w [N, K]; rows of different size,
-    within FP16's range.
+    """Normal values of distinct rows and columns, x [M, K] and w [N, K]; rows of different size, within
+    FP16's range.
     """
     rng = np.random.default_rng(seed)
     x, w = (
@@ -69,8 +69,8 @@ def test_product_matches_float64(
 
 @pytest.mark.parametrize("implementation", EVERY)
 def test_output_is_the_float32_sum_rounded_once(implementation: str) -> None:
-    """Whole numbers whose sums FP32 holds exactly: nothing may be off,
-    and a sum between two BF16 numbers goes to the even one.
+    """Whole numbers whose sums FP32 holds exactly: nothing may be off, and a sum between two BF16 numbers
+    goes to the even one.
     """
     rng = np.random.default_rng(3)
     x, w = (jnp.asarray(rng.integers(-16, 17, shape), jnp.bfloat16) for shape in ((9, 128), (40, 128)))

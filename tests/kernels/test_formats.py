@@ -1,5 +1,5 @@
-"""The numbers and roundings of the format, bit for bit: division, scales and codes against numpy,
-in every kind of program.
+"""The numbers and roundings of the format, bit for bit: division, scales and codes against numpy, in every
+kind of program.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def test_divide_equals_ieee_division(program: str) -> None:
 
 
 def test_hard_quotients_are_hard() -> None:
-    """The cases above lie within 2**-47 of a midpoint, relatively, on either side;
-    the theory's limit is 2**-49.
+    """The cases above lie within 2**-47 of a midpoint, relatively, on either side; the theory's limit is
+    2**-49.
     """
     a, b = hard_quotients()
     quotient = [Fraction(int(x)) / int(y) for x, y in zip(a, b, strict=True)]
@@ -147,8 +147,8 @@ def test_compute_scale_raises_on_unknown_format() -> None:
 
 
 def all_inputs_of_the_cast() -> np.ndarray:
-    """Every BF16 number, every code, every midpoint with its FP32 neighbours, and random ones,
-    up to 448 in magnitude.
+    """Every BF16 number, every code, every midpoint with its FP32 neighbours, and random ones, up to 448 in
+    magnitude.
     """
     bf16 = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     midpoints = ((fp8_oracle.TABLE[1:] + fp8_oracle.TABLE[:-1]) / 2).astype(np.float32)
@@ -202,8 +202,8 @@ def near_ties(scale: np.ndarray, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_encode_matches_oracle_on_a_million_values(program: str) -> None:
-    """Half random, half where the last bit of the quotient decides; one scale for a row,
-    which is what XLA would invert.
+    """Half random, half where the last bit of the quotient decides; one scale for a row, which is what XLA
+    would invert.
     """
     scale = np.abs(random_floats(8, 4096, -2, 2))[:, None]
     x = np.concatenate([random_floats(7, 1 << 19, -14, 10).reshape(4096, 128), near_ties(scale, 128)], axis=1)

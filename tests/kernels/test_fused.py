@@ -1,5 +1,5 @@
-"""The fused producers, one body for every implementation,
-against numpy and against the model's operations in turn.
+"""The fused producers, one body for every implementation, against numpy and against the model's operations in
+turn.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The block-scaled GEMMs: bits against the integer oracle, errors against float64, invariance,
-poisoning and messages.
+"""The block-scaled GEMMs: bits against the integer oracle, errors against float64, invariance, poisoning and
+messages.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ IN_EVERY_ORDER = [
 
 
 def matrix(shape: tuple[int, int], seed: int) -> jax.Array:
-    """BF16 with rows of very different size, an outlier row, a zero row and a zero,
-    a tiny and a huge block where they fit.
+    """BF16 with rows of very different size, an outlier row, a zero row and a zero, a tiny and a huge block
+    where they fit.
     """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.exp2(rng.integers(-6, 6, (shape[0], 1)))
@@ -95,8 +95,8 @@ def operands(
 
 
 def oracle_operands(site: str, left: ScaledArray, right: ScaledArray) -> tuple[tuple, tuple]:
-    """(codes, scales, rows per block) of A [M, K] and B [N, K] with the contraction last,
-    as the oracle wants them.
+    """(codes, scales, rows per block) of A [M, K] and B [N, K] with the contraction last, as the oracle wants
+    them.
     """
 
     def plain(array: ScaledArray, transpose: bool) -> tuple[np.ndarray, np.ndarray, int]:
@@ -183,8 +183,8 @@ ROWS = [
 )
 @pytest.mark.parametrize("site", BLOCKS)
 def test_gemm_takes_any_number_of_rows(site: str, rows: int, implementation: str) -> None:
-    """Tokens are rows of FProp and DGrad and the contraction of WGrad: every tile of decode,
-    and edges of every kind.
+    """Tokens are rows of FProp and DGrad and the contraction of WGrad: every tile of decode, and edges of
+    every kind.
     """
     left, right = operands(site, (rows, 136, 300))
     for array in (left, right):
@@ -251,8 +251,8 @@ ACCUMULATED = [
 def test_accumulator_takes_the_finished_product_by_one_addition(
     site: str, sizes: tuple[int, int, int], implementation: str
 ) -> None:
-    """Bit for bit accumulator + product, on operands whose dots are exact in FP32 in any order; edges,
-    and few rows.
+    """Bit for bit accumulator + product, on operands whose dots are exact in FP32 in any order; edges, and
+    few rows.
     """
     options = {
         "out_dtype": jnp.float32,
@@ -282,8 +282,8 @@ def test_accumulator_takes_the_finished_product_by_one_addition(
 def test_product_is_rounded_before_it_is_added(
     site: str, sizes: tuple[int, int, int], implementation: str
 ) -> None:
-    """On operands whose dots and scales are not exact, one block of them and more:
-    a multiply-add would round once.
+    """On operands whose dots and scales are not exact, one block of them and more: a multiply-add would round
+    once.
     """
     options = {
         "out_dtype": jnp.float32,
@@ -357,8 +357,8 @@ def test_row_does_not_depend_on_its_batch_mates() -> None:
 
 
 def test_gemm_gives_the_same_bits_in_every_kind_of_program() -> None:
-    """Direct, jitted, fused between quantiser and consumers, vmapped, scanned, rematerialised,
-    with excess precision or not.
+    """Direct, jitted, fused between quantiser and consumers, vmapped, scanned, rematerialised, with excess
+    precision or not.
     """
     x, w = matrix((32, 384), 3), matrix((130, 384), 4)
 
@@ -399,8 +399,8 @@ def test_gemm_gives_the_same_bits_in_every_kind_of_program() -> None:
 
 
 def test_gemms_inside_a_differentiation_rule_under_remat() -> None:
-    """The use they are made for: custom_vjp, under jit, checkpoint and scan,
-    gives the gradient of the direct calls.
+    """The use they are made for: custom_vjp, under jit, checkpoint and scan, gives the gradient of the direct
+    calls.
     """
     x, w = matrix((128, 256), 5).astype(jnp.float32) * 0.01, matrix((130, 256), 6).astype(jnp.float32) * 0.01
 

@@ -138,8 +138,8 @@ def test_reruns_give_the_same_bits(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", runnable("mosaic_gpu"))
 @pytest.mark.parametrize("rows", [4, 64, 256, 2048])
 def test_order_deepgemm_gives_the_bits_of_cublaslt(rows: int, implementation: str) -> None:
-    """cuBLASLt's blockwise product rounds as the order "deepgemm" does. Not below four rows,
-    where it cuts K in two.
+    """cuBLASLt's blockwise product rounds as the order "deepgemm" does. Not below four rows, where it cuts K
+    in two.
     """
     torch = pytest.importorskip("torch", reason="torch brings cuBLASLt")
     if not torch.cuda.is_available():

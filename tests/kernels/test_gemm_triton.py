@@ -1,5 +1,5 @@
-"""vLLM's Triton kernel behind JAX: its source, its call, its compilation.
-What it computes is a case of `test_gemm.py`.
+"""vLLM's Triton kernel behind JAX: its source, its call, its compilation. What it computes is a case of
+`test_gemm.py`.
 """
 
 from __future__ import annotations

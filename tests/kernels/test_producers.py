@@ -63,8 +63,8 @@ def test_silu_of_every_gate_matches_extended_precision() -> None:
 
 
 def test_silu_of_listed_gates_needs_the_list() -> None:
-    """Without the list two correct FP32 evaluations could differ:
-    the true value is closer to the midpoint than their errors.
+    """Without the list two correct FP32 evaluations could differ: the true value is closer to the midpoint
+    than their errors.
     """
     for gate, listed in SILU_NEAR_MIDPOINTS.items():
         value = true_silu(np.float32([gate]))

@@ -1,5 +1,5 @@
-"""The quantiser against the numpy oracle, bit for bit: layouts, edges, formats, types, programs;
-poisoning and errors.
+"""The quantiser against the numpy oracle, bit for bit: layouts, edges, formats, types, programs; poisoning
+and errors.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def test_zero_block_has_zero_codes_and_a_positive_scale() -> None:
 
 
 def test_quantize_matches_oracle_where_a_reciprocal_would_not() -> None:
-    """amax 448 c and a value 368 c: the quotient is the tie 368, which goes to 384;
-    a rounded reciprocal gives 352 for some c.
+    """amax 448 c and a value 368 c: the quotient is the tie 368, which goes to 384; a rounded reciprocal
+    gives 352 for some c.
     """
     c = np.random.default_rng(4).integers(2**17, 2**18, 512).astype(np.float32)  # 448 c and 368 c exact
     x = np.zeros((512, 128), np.float32)
@@ -195,8 +195,8 @@ def test_quantize_matches_oracle_where_a_reciprocal_would_not() -> None:
 def test_nonfinite_value_poisons_its_block_alone(
     block_shape: tuple[int, int], dtype: str, scale_format: str
 ) -> None:
-    """One block with a NaN, one with an infinity, one with minus infinity: their scales say so,
-    all else stays as it was.
+    """One block with a NaN, one with an infinity, one with minus infinity: their scales say so, all else
+    stays as it was.
     """
     places = {(150, 290): np.nan, (20, 150): np.inf, (199, 3): -np.inf}
     clean = np.random.default_rng(5).normal(size=(200, 300)).astype(jnp.dtype(dtype))

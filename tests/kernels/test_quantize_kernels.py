@@ -1,5 +1,5 @@
-"""Every implementation of the quantisers on the inputs that the kernels take: one body each,
-bit for bit the numpy oracle.
+"""Every implementation of the quantisers on the inputs that the kernels take: one body each, bit for bit the
+numpy oracle.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ implementations = pytest.mark.parametrize("implementation", runnable("xla", "mos
 
 
 def trouble(shape: tuple[int, int], dtype: str = "bfloat16") -> jax.Array:
-    """[R, C] of distinct values of all magnitudes, with outliers, zeros,
-    ties and numbers at both ends of the range.
+    """[R, C] of distinct values of all magnitudes, with outliers, zeros, ties and numbers at both ends of the
+    range.
     """
     rng = np.random.default_rng(shape[0] * 1000 + shape[1])
     x = rng.normal(size=shape) * np.exp2(rng.integers(-8, 8, (shape[0], 1)))

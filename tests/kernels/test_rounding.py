@@ -1,5 +1,5 @@
-"""The kernels' arithmetic against numpy's IEEE division: all significands, all BF16 values, near ties,
-wrong reciprocals.
+"""The kernels' arithmetic against numpy's IEEE division: all significands, all BF16 values, near ties, wrong
+reciprocals.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def codes_that_differ(x: np.ndarray, scale: np.ndarray, wrong: float, jit: bool 
 
 @pytest.mark.parametrize("exponent", [127, 128, 127 - 33, 254])
 def test_division_by_448_is_correctly_rounded_for_every_significand(exponent: int) -> None:
-    """Two binades of the quotient's grid; 254 is the last exponent,
-    where 512 times the quotient would overflow.
+    """Two binades of the quotient's grid; 254 is the last exponent, where 512 times the quotient would
+    overflow.
     """
     a = as_float((exponent << 23) + np.arange(1 << 23))
     np.testing.assert_array_equal(np.asarray(jax.jit(divide_by_448)(a)), a / np.float32(448))
@@ -99,8 +99,8 @@ def test_scale_of_matches_compute_scale_and_oracle(scale_format: str) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_codes_of_every_bf16_value_under_every_bf16_amax_match_numpy(wrong: float) -> None:
-    """Scaling both by a power of two changes nothing, so one binade of amax and all values down to code 0
-    are all there is.
+    """Scaling both by a power of two changes nothing, so one binade of amax and all values down to code 0 are
+    all there is.
     """
     amax = as_float((127 << 23) + (np.arange(128) << 16))
     x = as_float((127 << 23) + ((np.arange(128 * 24) - 128 * 23) << 16))

@@ -38,8 +38,8 @@ def kernel_file() -> Path:
 
 
 def missing(*packages: str) -> str | None:
-    """Why the kernel cannot be had as a function of Triton here, None where it can; `packages`:
-    needed besides.
+    """Why the kernel cannot be had as a function of Triton here, None where it can; `packages`: needed
+    besides.
     """
     try:
         find_kernel(kernel_file())
@@ -77,8 +77,8 @@ def _interpreter() -> subprocess.Popen[bytes]:
 
 
 class Tensor:
-    """A numpy array behind as much of `torch.Tensor` as Triton's interpreter calls; it is its own storage,
-    on its own device.
+    """A numpy array behind as much of `torch.Tensor` as Triton's interpreter calls; it is its own storage, on
+    its own device.
     """
 
     def __init__(self, array: np.ndarray) -> None:

@@ -5,7 +5,7 @@ imports none of our code.
     dV += p do^T,   ds = p * (V do - o . do),   dq = ds K / sqrt(H),   dK += ds q^T / sqrt(H)
 
 Beside each result stands its magnitude: the same sums over absolute values, which errors of roundings are
-  proportional to.
+proportional to.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Attended:
-    """values, magnitudes: (out [B, T, N, H], dq, dk, dv); spread: the largest |q| . |k| / sqrt(H)
-    of a visible pair.
+    """values, magnitudes: (out [B, T, N, H], dq, dk, dv); spread: the largest |q| . |k| / sqrt(H) of a
+    visible pair.
     """
 
     values: tuple[np.ndarray, ...]

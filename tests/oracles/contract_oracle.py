@@ -101,8 +101,8 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _norm(variant: str) -> tuple[dict[str, object], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """RMSNorm of a residual sum: "native" norms the unrounded sum and rounds before the weight,
-    "cuda" norms the rounded sum.
+    """RMSNorm of a residual sum: "native" norms the unrounded sum and rounds before the weight, "cuda" norms
+    the rounded sum.
     """
     rng, eps = np.random.default_rng(SEED + 11), 1e-6
     x, residual, weight = (_bf16(rng.normal(size=size)) for size in ((16, 64), (16, 64), (64,)))

@@ -2,8 +2,9 @@
 code.
 
 Formulas: RMSNorm (Zhang & Sennrich 2019), RoPE with halves as pairs (Su et al. 2021), its Llama 3.1
-stretching (Dubey et al. 2024) and YaRN's (Peng et al. 2023), grouped-query attention (Ainslie et al. 2023),
-SwiGLU (Shazeer 2020).
+  stretching
+(Dubey et al. 2024) and YaRN's (Peng et al. 2023), grouped-query attention (Ainslie et al. 2023), SwiGLU
+(Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, np.ndarray], tokens:
     """Float64 logits [T, V] of one sequence at positions 0, 1, 2 …
 
     ``config``: the keys of config.json with ``rope_theta`` and ``rope_scaling``; ``weights``: Hugging Face's
-    names with their prefix ``model.``, [out, in].
+      names
+    with their prefix ``model.``, [out, in].
     """
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     eps, width = config["rms_norm_eps"], config["head_dim"]

@@ -3,9 +3,8 @@ test.
 
 ``visible`` writes out what a reader of the typeset text sees.  ``digits_if_a_number`` then takes that apart
 by hand: it gives the digits (with sign and point) where everything seen belongs to one number or to a unit in
-  words, else None.  It knows
-less than a reader does: words are units if they are in ``WORDS``, or stand apart, have three letters and a
-  vowel.
+words, else None.  It knows less than a reader does: words are units if they are in ``WORDS``, or stand apart,
+have three letters and a vowel.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ MATHEMATICAL = set("^_/*=!()[]|<>~±×÷√∞½²:;'")
 
 
 def visible(text: str) -> str | None:
-    r"""What is seen: spaces of TeX as spaces, braces gone;
-    None where a command or an index makes it mathematics.
+    r"""What is seen: spaces of TeX as spaces, braces gone; None where a command or an index makes it
+    mathematics.
     """
     seen, place, braces = "", 0, 0
     while place < len(text):

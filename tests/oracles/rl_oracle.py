@@ -1,5 +1,5 @@
-"""The RL formulas once more, in float64 with plain loops, straight from the papers;
-imports none of the code under test.
+"""The RL formulas once more, in float64 with plain loops, straight from the papers; imports none of the code
+under test.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 
 
 def advantages(name, rewards, mask):
-    """GRPO, Dr.GRPO, RLOO or REINFORCE++ of rewards [P][G]; masked samples are out,
-    groups of fewer than two left are zero.
+    """GRPO, Dr.GRPO, RLOO or REINFORCE++ of rewards [P][G]; masked samples are out, groups of fewer than two
+    left are zero.
     """
     result = [[0.0] * len(group) for group in rewards]
     for p, group in enumerate(rewards):
@@ -132,8 +132,8 @@ def objective(
 
 
 def gspo(logprobs, old, advantage, mask, sequence_index, *, clip_low, clip_high):
-    """GSPO's objective: one ratio, the geometric mean, and one clipped loss for each sequence;
-    mean over sequences.
+    """GSPO's objective: one ratio, the geometric mean, and one clipped loss for each sequence; mean over
+    sequences.
     """
     sequences: dict[int, list[tuple[float, float, float]]] = {}
     for place in np.ndindex(*np.shape(logprobs)):

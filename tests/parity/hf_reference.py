@@ -113,8 +113,8 @@ def random_model(case: str, seed: int = 0) -> Any:
 
 
 def float64_twin(model: Any) -> Any:
-    """The same weights in float64, its rotary frequencies computed in float64;
-    run it inside ``true_float64``.
+    """The same weights in float64, its rotary frequencies computed in float64; run it inside
+    ``true_float64``.
     """
     with true_float64():
         twin = type(model)(copy.deepcopy(model.config)).eval().double()

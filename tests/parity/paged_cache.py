@@ -1,5 +1,5 @@
-"""A paged cache as vLLM keeps it, filled with random requests,
-and what the trainer's attention makes of them.
+"""A paged cache as vLLM keeps it, filled with random requests, and what the trainer's attention makes of
+them.
 """
 
 from __future__ import annotations

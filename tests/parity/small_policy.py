@@ -23,8 +23,8 @@ CONFIG = small_model(vocab_size=VOCAB)  # one layer; tests/parity/test_rollout_e
 
 
 def resolved(numerics: Numerics | None = None, **options: Any) -> Numerics:
-    """Numerics with the implementations that the small model has,
-    for operations that are called by themselves.
+    """Numerics with the implementations that the small model has, for operations that are called by
+    themselves.
     """
     return resolve(Numerics(**options) if numerics is None else numerics, CONFIG)
 

@@ -1,5 +1,5 @@
-"""Products that are not FP8: what forms them where, their values and gradients by each form,
-and decode against a whole forward.
+"""Products that are not FP8: what forms them where, their values and gradients by each form, and decode
+against a whole forward.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FORMS = ["xla_fast", "xla", pytest.param("mosaic_interpret", marks=interpreted)]
 
 
 def take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Makes `dense` of numerics that are resolved from now on run on this form,
-    as on a device that it is for.
+    """Makes `dense` of numerics that are resolved from now on run on this form, as on a device that it is
+    for.
     """
     monkeypatch.setattr(choices, "dense_implementation", lambda numerics: Choice(name, "asked for by a test"))
 
@@ -88,8 +88,8 @@ def test_choice_follows_device_and_numerics(
 def test_values_match_float64_and_gradients_do_not_depend_on_the_form(
     monkeypatch: pytest.MonkeyPatch, dtype: str, out_dtype: str, bias: bool, form: str
 ) -> None:
-    """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.
-    The backward is XLA's product in each form.
+    """Under jit, and checkpoint but for the interpreter, whose callbacks it refuses.  The backward is XLA's
+    product in each form.
     """
     rng = np.random.default_rng(0)
     m, n, k = 3, 40, 72

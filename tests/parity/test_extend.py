@@ -137,8 +137,8 @@ def test_the_comparison_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_exact_hidden_states_are_close() -> None:
-    """BF16 roundings that may fall otherwise on another CPU: four units in the last place;
-    a token too many or too few is 2**0 off.
+    """BF16 roundings that may fall otherwise on another CPU: four units in the last place; a token too many
+    or too few is 2**0 off.
     """
     one = Case("bf16", CONFIG, exact=False)
     whole, cache = one.whole()

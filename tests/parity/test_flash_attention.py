@@ -183,8 +183,8 @@ def test_a_decoded_token_sees_its_cache_up_to_itself() -> None:
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("length", [64, 65])
 def test_the_planned_call_has_cudnns_shapes(cuda: None, masked: bool, length: int) -> None:
-    """What the planner counts: operands, results and what the backward keeps,
-    against the equations that JAX traces.
+    """What the planner counts: operands, results and what the backward keeps, against the equations that JAX
+    traces.
     """
     shape = jax.ShapeDtypeStruct
     q, k, mask = (

@@ -108,8 +108,8 @@ def values(operand: Operand) -> np.ndarray:
 
 
 def check_gemm(got: jax.Array, a: np.ndarray, b: np.ndarray, u: float) -> None:
-    """got against a [M, K] times b [N, K] transposed in float64:
-    elementwise within an FP32 sum and one rounding of u.
+    """got against a [M, K] times b [N, K] transposed in float64: elementwise within an FP32 sum and one
+    rounding of u.
     """
     blocks = -(-a.shape[1] // 128)
     value = a @ b.T
@@ -235,8 +235,8 @@ def test_bias_is_added_after_the_products_rounding_in_fp8(kind: str) -> None:
 
 
 def test_bias_joins_the_sums_before_the_rounding_in_bf16() -> None:
-    """Against float64, within the error of FP32 sums and one rounding;
-    two roundings leave that bound in many places.
+    """Against float64, within the error of FP32 sums and one rounding; two roundings leave that bound in many
+    places.
     """
     case = Case(SIZES[1], Numerics())
     bias = np.random.default_rng(7).normal(size=SIZES[1][2]).astype(np.float32) * 3
@@ -255,8 +255,8 @@ def test_bias_joins_the_sums_before_the_rounding_in_bf16() -> None:
 
 @pytest.mark.parametrize("kind", ["trainable", "array"])
 def test_bias_gradient_is_an_fp32_sum_over_rows(kind: str) -> None:
-    """A parameter's gradient is FP32 and not rounded on the way:
-    microbatches could not be added up otherwise.
+    """A parameter's gradient is FP32 and not rounded on the way: microbatches could not be added up
+    otherwise.
     """
     case = Case(SIZES[1], Numerics())
     M, _, N = SIZES[1]

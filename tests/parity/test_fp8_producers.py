@@ -80,8 +80,8 @@ class Layer:
         return {name: np.asarray(value).astype(np.float32) for name, value in named.items()}
 
     def launches(self, *, training: bool) -> Counter[str]:
-        """How often each quantiser is called in a forward, or in forward and backward: 'name' by XLA,
-        'name*' by a kernel.
+        """How often each quantiser is called in a forward, or in forward and backward: 'name' by XLA, 'name*'
+        by a kernel.
         """
         counts: Counter[str] = Counter()
 
@@ -131,8 +131,8 @@ def test_fused_layer_has_the_bits_of_the_operations_in_turn(
 
 
 def test_every_input_is_quantised_once() -> None:
-    """By XLA: q, k, v share one, gate and up share one;
-    the output gradients of seven layers are quantised both ways.
+    """By XLA: q, k, v share one, gate and up share one; the output gradients of seven layers are quantised
+    both ways.
     """
     assert Layer(kernels="xla").launches(training=False) == {"quantize": 4}
     # WGrad's operand is made again in each layer's backward; equal ones are one operation once XLA has merged

@@ -84,8 +84,8 @@ def split(rows: int) -> list[TrainBatch]:
 
 
 def dealt() -> list[TrainBatch]:
-    """Two microbatches of every other trajectory, rows left empty: the program of the whole batch,
-    other blocks of tokens.
+    """Two microbatches of every other trajectory, rows left empty: the program of the whole batch, other
+    blocks of tokens.
     """
     ones = np.ones(len(LENGTHS), bool)
 
@@ -192,8 +192,8 @@ def test_fp8_gradient_of_a_split_is_within_the_quantisation_bound(monkeypatch: p
 
 
 def test_fp8_gradients_resemble_the_unquantised() -> None:
-    """Straight-through: direction and length of the FP32 gradient,
-    within a few times the quantisation's noise.
+    """Straight-through: direction and length of the FP32 gradient, within a few times the quantisation's
+    noise.
     """
     denominators = global_denominators()
     reference, _, _ = flow("fp32").gradient(split(5), denominators)
@@ -237,8 +237,8 @@ def oracle_loss(
 
 
 def test_gradient_matches_float64_differences_of_the_oracle_decoder() -> None:
-    """The whole chain in FP32, model, packing, temperature, loss:
-    along random directions and along single tensors.
+    """The whole chain in FP32, model, packing, temperature, loss: along random directions and along single
+    tensors.
     """
     small = flow("fp32").small
     weights = {f"model.{path}": np.asarray(value, np.float64) for path, value in named_params(small.params)}
@@ -270,8 +270,8 @@ def test_gradient_matches_float64_differences_of_the_oracle_decoder() -> None:
 
 
 def test_supervised_gradient_is_that_of_the_mean_cross_entropy() -> None:
-    """The same program with weights one: -mean(logprob)
-    has the policy gradient of advantage one at ratio one.
+    """The same program with weights one: -mean(logprob) has the policy gradient of advantage one at ratio
+    one.
     """
     programs, state = flow("fp32").programs, flow("fp32").state
     ones = np.ones(len(LENGTHS))

@@ -1,5 +1,5 @@
-"""Checkpoint directories exchanged with transformers, offline: it reads ours, we read its,
-with equal tensors.
+"""Checkpoint directories exchanged with transformers, offline: it reads ours, we read its, with equal
+tensors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""That `make test-avx2` tests what it says: each library of this process runs the kernels of the CPU that
-was asked for.
+"""That `make test-avx2` tests what it says: each library of this process runs the kernels of the CPU that was
+asked for.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`jetrl_jax.commands.parity`: its figures by hand, and the command with the real vLLM,
-a flow beside its floor.
+"""`jetrl_jax.commands.parity`: its figures by hand, and the command with the real vLLM, a flow beside its
+floor.
 """
 
 from __future__ import annotations

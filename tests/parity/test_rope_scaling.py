@@ -1,5 +1,5 @@
-"""YaRN's frequencies and factor against transformers' own function,
-for any values that a config.json may state.
+"""YaRN's frequencies and factor against transformers' own function, for any values that a config.json may
+state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROUNDOFF = 2.0**-24
 
 
 def stated(rng: np.random.Generator) -> dict[str, float | bool]:
-    """A rope dictionary: factors from 1 to 40, lengths from 2 to 131,072,
-    any of the keys that may be left out.
+    """A rope dictionary: factors from 1 to 40, lengths from 2 to 131,072, any of the keys that may be left
+    out.
     """
     scale = {
         "factor": float(rng.choice([1.0, 4.0, rng.uniform(1, 40)])),

@@ -2,8 +2,7 @@
 roundoff backward.
 
 Where layers are split, FP32 sums change their order before they are rounded to the dtype between operations,
-so that
-gradients of the narrow flows differ: by a fraction of what that dtype costs them anyway.
+so that gradients of the narrow flows differ: by a fraction of what that dtype costs them anyway.
 """
 
 from __future__ import annotations
@@ -123,8 +122,8 @@ def gradient(one: PolicyPrograms, state: TrainState, rows: int) -> tuple[nnx.Sta
 def reference(
     flow: str, architecture: str = "qwen3"
 ) -> tuple[np.ndarray, dict[str, np.ndarray], float, dict[str, np.ndarray]]:
-    """On one device, in microbatches of a device's rows: logprobs, gradient, loss,
-    and the masters after an update.
+    """On one device, in microbatches of a device's rows: logprobs, gradient, loss, and the masters after an
+    update.
     """
     one = programs(flow, None, architecture=architecture)
     state = one.init(policy(flow, architecture).params)

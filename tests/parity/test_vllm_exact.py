@@ -1,5 +1,5 @@
-"""The exact operations as vLLM's classes, without an engine: CUDA's attention, every layer,
-how they are registered and asked for.
+"""The exact operations as vLLM's classes, without an engine: CUDA's attention, every layer, how they are
+registered and asked for.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def rope_of_vllm(config: ModelConfig, settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("method", ["forward_native", "forward_cuda", "forward"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_of_the_engine_is_the_trainers(name: str, method: str) -> None:
-    """The class that vLLM takes for each kind of scaling, called by each of its names;
-    the trainer's table and rotation.
+    """The class that vLLM takes for each kind of scaling, called by each of its names; the trainer's table
+    and rotation.
     """
     positions, rng = np.array([0, 1, 63, 500, 1999]), np.random.default_rng(0)
     query, key = normal(rng, 5, 4 * 64), normal(rng, 5, 2 * 64)
@@ -338,8 +338,8 @@ class Head:
 def test_logits_are_float64_products_in_fp32(
     method: bool, heeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this vLLM; in one that, as 0.24, does not heed `head_dtype`;
-    in one that heeds it without a method of the head's own.
+    """In this vLLM; in one that, as 0.24, does not heed `head_dtype`; in one that heeds it without a method
+    of the head's own.
     """
     rng = np.random.default_rng(0)
     head, hidden = Head(rng), normal(rng, 9, 96)
@@ -433,8 +433,8 @@ def test_unknown_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 def test_an_engine_on_a_gpu_names_its_kernels(order: str) -> None:
-    """Attention by the backend that the exact one stands for,
-    products by the kernel of the promotion order; on a CPU neither.
+    """Attention by the backend that the exact one stands for, products by the kernel of the promotion order;
+    on a CPU neither.
     """
     settings = vllm_settings("vllm", promotion_order=order)
     arguments = settings.arguments(Path("model"), QWEN3, on_cpu=False)

@@ -1,5 +1,5 @@
-"""An exported FP8 checkpoint directory, loaded by vLLM itself (with the plugin)
-and scored against the trainer.
+"""An exported FP8 checkpoint directory, loaded by vLLM itself (with the plugin) and scored against the
+trainer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SIZES = {
 
 
 def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None:
-    """`additional_config` is what the plugin asks for:
-    without it vLLM takes AMX attention where there is AMX, another rounding.
+    """`additional_config` is what the plugin asks for: without it vLLM takes AMX attention where there is
+    AMX, another rounding.
     """
     policy = build_policy(
         config_from_dict(

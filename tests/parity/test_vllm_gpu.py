@@ -78,8 +78,8 @@ def test_trainer_and_vllm_take_turns_on_one_gpu(mode: str, tmp_path: Path) -> No
 
 
 def exact_gaps(architecture: str, context: int) -> dict[str, Any]:
-    """The gaps of `tests/benchmarks/vllm_gap.py` for one policy, with the trainer's operations in vLLM;
-    also runs on a CPU.
+    """The gaps of `tests/benchmarks/vllm_gap.py` for one policy, with the trainer's operations in vLLM; also
+    runs on a CPU.
     """
     from tests.benchmarks.vllm_gap import rows  # first: it leaves vLLM room before JAX starts
     from tests.parity.vllm_policy import QWEN2, QWEN3
@@ -90,8 +90,8 @@ def exact_gaps(architecture: str, context: int) -> dict[str, Any]:
 
 
 def take_turns(mode: str) -> dict[str, Any]:
-    """Three rollouts of a small policy by a vLLM that may take `SHARE` of the GPU;
-    between them the trainer takes as much.
+    """Three rollouts of a small policy by a vLLM that may take `SHARE` of the GPU; between them the trainer
+    takes as much.
     """
     import jax.numpy as jnp
     import numpy as np

@@ -1,5 +1,5 @@
-"""The real vLLM in this process against the trainer: the same log-probabilities on the same tokens,
-and a certificate that sees.
+"""The real vLLM in this process against the trainer: the same log-probabilities on the same tokens, and a
+certificate that sees.
 """
 
 from __future__ import annotations
@@ -436,8 +436,8 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
 def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its CPU worker ignores them with a warning, its scheduler pauses and goes on:
-    the same tokens before and after.
+    """Its CPU worker ignores them with a warning, its scheduler pauses and goes on: the same tokens before
+    and after.
     """
     policy, engine = qwen3
     before = engine.generate(requests(8), SAMPLING)
@@ -464,8 +464,8 @@ def test_an_engine_that_runs_other_operations_than_it_was_to_is_refused(
 def test_the_first_operator_that_differs_is_named(
     qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them,
-    and no earlier one.
+    """The same weights: none.  The trainer's damaged: the layer and operator that multiplies them, and no
+    earlier one.
     """
     policy, engine = qwen3
     assert engine.describe()["operations"] == {

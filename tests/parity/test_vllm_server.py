@@ -1,5 +1,5 @@
-"""The real vLLM behind HTTP: a server of ours samples the trainer's policy, and ends,
-hangs or dies as documented.
+"""The real vLLM behind HTTP: a server of ours samples the trainer's policy, and ends, hangs or dies as
+documented.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def test_server_samples_the_policy_that_was_sent(served: tuple[SmallPolicy, Serv
 def test_server_of_somebody_else_takes_and_samples_the_policy(
     served: tuple[SmallPolicy, ServerEngine],
 ) -> None:
-    """The server of the fixture, by its address: a second trainer sends its weights,
-    and the first one notices.
+    """The server of the fixture, by its address: a second trainer sends its weights, and the first one
+    notices.
     """
     policy, engine = served
     other = ServerEngine(
@@ -106,8 +106,8 @@ def test_server_of_somebody_else_takes_and_samples_the_policy(
 def test_the_real_server_takes_the_calls_of_sleep(
     served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU its worker ignores them with a warning and its scheduler pauses: the order is taken,
-    nothing is freed.
+    """On a CPU its worker ignores them with a warning and its scheduler pauses: the order is taken, nothing
+    is freed.
     """
     policy, engine = served
     engine.load(policy.published, 7)
@@ -148,8 +148,8 @@ def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(
 def test_update_that_was_damaged_is_refused_whole(
     served: tuple[SmallPolicy, ServerEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte of the staged file flips: the worker's check against the manifest refuses it before anything
-    is applied.
+    """A byte of the staged file flips: the worker's check against the manifest refuses it before anything is
+    applied.
     """
     policy, engine = served
     names = list(engine.load(policy.published, 8).manifest.entries)

@@ -1,5 +1,5 @@
-"""Policies for the tests with the real vLLM on CPU, in shapes that it holds in block FP8,
-and the gap of two sides.
+"""Policies for the tests with the real vLLM on CPU, in shapes that it holds in block FP8, and the gap of two
+sides.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SAMPLING = SamplingParams(1.0, COMPLETION, (1,), 0)
 
 
 def sampled_policy(preset: str, config: ModelConfig, **options: Any) -> SmallPolicy:
-    """A policy whose engine is vLLM: the trainer's products that are not FP8 are float64,
-    as a run's are then.
+    """A policy whose engine is vLLM: the trainer's products that are not FP8 are float64, as a run's are
+    then.
     """
     return SmallPolicy(preset, config, **{"dense": "float64", **options})
 

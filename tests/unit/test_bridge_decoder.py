@@ -1,5 +1,5 @@
-"""The bridge against the decoder itself: the same paths and shapes,
-and reading into it changes all or nothing.
+"""The bridge against the decoder itself: the same paths and shapes, and reading into it changes all or
+nothing.
 """
 
 from __future__ import annotations

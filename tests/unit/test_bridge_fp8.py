@@ -1,5 +1,5 @@
-"""Block-FP8 checkpoints: the trainer's bytes go out and come back, in the form that Qwen publishes,
-and damage is named.
+"""Block-FP8 checkpoints: the trainer's bytes go out and come back, in the form that Qwen publishes, and
+damage is named.
 """
 
 from __future__ import annotations

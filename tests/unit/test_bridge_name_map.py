@@ -1,5 +1,5 @@
-"""The name map is a bijection, lists every mismatch, and names exactly the tensors that transformers'
-models have.
+"""The name map is a bijection, lists every mismatch, and names exactly the tensors that transformers' models
+have.
 """
 
 from __future__ import annotations

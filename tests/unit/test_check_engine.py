@@ -1,5 +1,5 @@
-"""The contract's golden vectors: made by the oracle, kept by the trainer and by vLLM with the plugin,
-and able to tell others.
+"""The contract's golden vectors: made by the oracle, kept by the trainer and by vLLM with the plugin, and
+able to tell others.
 """
 
 from __future__ import annotations

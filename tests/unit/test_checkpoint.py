@@ -1,5 +1,5 @@
-"""Checkpoints: bit-equal round trips, what is kept, damage of every file, kills during a save,
-refused resumes.
+"""Checkpoints: bit-equal round trips, what is kept, damage of every file, kills during a save, refused
+resumes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Model(nnx.Module):
 
 
 def state(seed: int = 0) -> dict[str, Any]:
-    """A state with everything a trainer may hold: nnx parameters, optax state, narrow dtypes, keys,
-    host arrays, numbers.
+    """A state with everything a trainer may hold: nnx parameters, optax state, narrow dtypes, keys, host
+    arrays, numbers.
     """
     params = nnx.state(Model(nnx.Rngs(seed)), nnx.Param)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

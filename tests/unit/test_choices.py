@@ -1,5 +1,5 @@
-"""Implementations are decided where a decoder is built, for its settings and sizes,
-and stay with the numerics.
+"""Implementations are decided where a decoder is built, for its settings and sizes, and stay with the
+numerics.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def test_a_decoder_resolves_its_numerics_and_every_part_has_them() -> None:
 
 
 def test_a_forward_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is asked where the decoder is built and never again: with plain and with FP8 weights,
-    and against a cache.
+    """The device is asked where the decoder is built and never again: with plain and with FP8 weights, and
+    against a cache.
     """
     model = abstract(Numerics())
     graphdef, weights = nnx.split(model)

@@ -197,8 +197,8 @@ COMMANDS = [
 
 
 def test_every_command_reads_its_config_before_jax(tmp_path: Path) -> None:
-    """Of a run directory, and of a Hugging Face directory; an import of JAX would be an error,
-    and no message.
+    """Of a run directory, and of a Hugging Face directory; an import of JAX would be an error, and no
+    message.
     """
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")

@@ -331,8 +331,8 @@ VALUES = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> RunConfig:
-    """Valid configs: sections of drawn kinds with drawn fields,
-    of which those that a rule blames are taken out again.
+    """Valid configs: sections of drawn kinds with drawn fields, of which those that a rule blames are taken
+    out again.
     """
 
     def section(owner: type[Section], prefix: str) -> dict[str, Any]:
@@ -367,8 +367,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
 
 
 def take_out(data: Any, path: list[str]) -> None:
-    """The field at `path`, or the outermost section around it that is there by name only,
-    or the entry of a list.
+    """The field at `path`, or the outermost section around it that is there by name only, or the entry of a
+    list.
     """
     if path[0] not in data or isinstance(data[path[0]], list) or len(path) == 1:
         data.pop(path[0], None)

@@ -1,5 +1,5 @@
-"""Every mistake a user can make in a config ends in one message that says what, where, got,
-expected and what to do.
+"""Every mistake a user can make in a config ends in one message that says what, where, got, expected and what
+to do.
 """
 
 from __future__ import annotations

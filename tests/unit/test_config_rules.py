@@ -1,5 +1,5 @@
-"""What fields demand of each other: every rule with a config that breaks it, its message,
-and a config that just keeps it.
+"""What fields demand of each other: every rule with a config that breaks it, its message, and a config that
+just keeps it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What every rollout engine promises, on each of them: two of JAX, vLLM's two against a stub of vLLM,
-one that follows a script.
+"""What every rollout engine promises, on each of them: two of JAX, vLLM's two against a stub of vLLM, one
+that follows a script.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ SEQUENCES = [[3, 4, 5, 6, 7], [8, 2], [9]]
 
 @dataclass
 class Case:
-    """An engine; `broken`: makes it fail in the middle, until the monkeypatch is undone; `expected`:
-    scores from elsewhere.
+    """An engine; `broken`: makes it fail in the middle, until the monkeypatch is undone; `expected`: scores
+    from elsewhere.
     """
 
     engine: Any
@@ -458,8 +458,8 @@ def test_an_engine_that_answers_otherwise_than_asked_is_found_out(
 
 
 def test_a_slot_that_ends_gives_its_trajectory_at_once() -> None:
-    """Of two slots: three short answers are there before the long one beside them,
-    and its last chunks are not decoded yet.
+    """Of two slots: three short answers are there before the long one beside them, and its last chunks are
+    not decoded yet.
     """
     made = embedded()
     made.engine.load(made.published, 0)

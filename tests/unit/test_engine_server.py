@@ -1,5 +1,5 @@
-"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep,
-weights and requests.
+"""The client of the vLLM server against a stub of it: restarts, bad answers, and the order of sleep, weights
+and requests.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ ANSWERS = {
 
 
 def assert_sleep_fails(answer: Callable[[socket.socket], None], message: str) -> None:
-    """A call of a server that does this with its connection ends with one message,
-    and the server is free again.
+    """A call of a server that does this with its connection ends with one message, and the server is free
+    again.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -1,5 +1,5 @@
-"""Which checkpoint of a run is read, exported, evaluated: of a step, the last, the best on record;
-and what is said of others.
+"""Which checkpoint of a run is read, exported, evaluated: of a step, the last, the best on record; and what
+is said of others.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def test_load_policy_raises_on_no_best_a_damaged_one_and_a_directory_without_ste
 
 
 def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
-    """The tokenizer's directory names other stop tokens than the model's:
-    the run samples with the tokenizer's, and exports them.
+    """The tokenizer's directory names other stop tokens than the model's: the run samples with the
+    tokenizer's, and exports them.
     """
     files = write_files(tmp_path / "tokenizer", generation={"eos_token_id": [3, 2]})
     fields = {"tokenizer": {"kind": "huggingface", "path": str(files)}, "precision": {"preset": "bf16"}}

@@ -1,5 +1,5 @@
-"""The fingerprint of a task's data: any change of any example is seen and named;
-the same data is the same everywhere.
+"""The fingerprint of a task's data: any change of any example is seen and named; the same data is the same
+everywhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The fuzzer itself, for a few seconds: its valid files are read, its damaged ones end as documented,
-a bug is found.
+"""The fuzzer itself, for a few seconds: its valid files are read, its damaged ones end as documented, a bug
+is found.
 """
 
 from __future__ import annotations

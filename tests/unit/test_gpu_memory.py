@@ -1,5 +1,5 @@
-"""One GPU for trainer and vLLM, without a GPU: which variables JAX gets, when,
-which of the user's are refused, who sleeps.
+"""One GPU for trainer and vLLM, without a GPU: which variables JAX gets, when, which of the user's are
+refused, who sleeps.
 """
 
 from __future__ import annotations

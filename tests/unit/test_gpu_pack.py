@@ -1,5 +1,5 @@
-"""Packing for a GPU machine without network: what is in the archives,
-and what CI's copy of such a machine has; nothing is downloaded.
+"""Packing for a GPU machine without network: what is in the archives, and what CI's copy of such a machine
+has; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What of the kernels' benchmarks and tuner needs no GPU: protocols on a pretended clock, tables,
-files and refusals.
+"""What of the kernels' benchmarks and tuner needs no GPU: protocols on a pretended clock, tables, files and
+refusals.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_markdown_has_a_line_for_each_key_and_dashes_for_gaps() -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small layer, the reference instead of the kernel, short bursts, no CUPTI,
-    and a GPU nobody asks for.
+    """One small layer, the reference instead of the kernel, short bursts, no CUPTI, and a GPU nobody asks
+    for.
     """
     monkeypatch.setattr(bench, "LAYERS", {"tiny": (128, 256)})
     monkeypatch.setattr(bench, "IMPLEMENTATION", "xla")

@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens: the bits do not depend on how tokens are batched,
-the values are those of float64.
+"""Log-probabilities of given tokens: the bits do not depend on how tokens are batched, the values are those
+of float64.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`make real-model`: a package with another model, or none, is refused;
-a directory counts only when it is whole.
+"""`make real-model`: a package with another model, or none, is refused; a directory counts only when it is
+whole.
 """
 
 from __future__ import annotations

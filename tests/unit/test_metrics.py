@@ -1,5 +1,5 @@
-"""Metrics: every name declared once, one row a step through kills and resumes, TensorBoard's records,
-W&B behind its wall.
+"""Metrics: every name declared once, one row a step through kills and resumes, TensorBoard's records, W&B
+behind its wall.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def test_truncate_after_raises_once_rows_went_out(tmp_path: Path) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """The records of all event files, in the order of the files: length (8), its CRC (4), record,
-    its CRC (4).
+    """The records of all event files, in the order of the files: length (8), its CRC (4), record, its CRC
+    (4).
     """
     events = []
     for path in sorted(directory.iterdir()):

@@ -1,5 +1,5 @@
-r"""Numbers in texts: read as a whole or not at all, against a slow reading and against values that the
-texts are made from.
+r"""Numbers in texts: read as a whole or not at all, against a slow reading and against values that the texts
+are made from.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def adamw(
     params: dict[str, np.ndarray],
     gradients: list[dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Loshchilov & Hutter 2019 in float64, gradients clipped by their global norm first;
-    vectors are not decayed.
+    """Loshchilov & Hutter 2019 in float64, gradients clipped by their global norm first; vectors are not
+    decayed.
     """
     params = {name: value.astype(np.float64) for name, value in params.items()}
     first = {name: np.zeros_like(value) for name, value in params.items()}

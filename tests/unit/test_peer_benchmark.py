@@ -78,8 +78,8 @@ def test_reward_counts_places() -> None:
 
 
 def test_gate_times_exactly_the_steps_of_a_burst(tmp_path: Path) -> None:
-    """A loop of 50 ms steps with 200 ms of pending work at the end of a burst: 3 steps are 350 ms,
-    whatever the pauses.
+    """A loop of 50 ms steps with 200 ms of pending work at the end of a burst: 3 steps are 350 ms, whatever
+    the pauses.
     """
     worker = tmp_path / "worker.py"
     worker.write_text(

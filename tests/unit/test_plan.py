@@ -164,8 +164,8 @@ def test_scoring_is_there_where_the_loss_reads_it(changes: list[str]) -> None:
     ("program", "rows", "length"), [("gradient", 2, 1536), ("logprobs", 2, 1536), ("prefill", 16, 768)]
 )
 def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows: int, length: int) -> None:
-    """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head,
-    in prefill nothing.
+    """Rows so long that scores are the largest arrays: what is left of [T, T] is a mask of one head, in
+    prefill nothing.
     """
     long = [
         "rollout.max_prompt_tokens=768",
@@ -299,7 +299,8 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
     """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a
-    batch apart that the algorithm does not read and XLA does not take."""
+    batch apart that the algorithm does not read and XLA does not take.
+    """
     config = load_config(ROOT / f"configs/qwen3_{name}_8xh100.yaml", [])
     sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=2)
     fields = 12 * 4 * config.batch.microbatch_tokens

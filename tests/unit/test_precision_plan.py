@@ -1,5 +1,5 @@
-"""The precision plan: the table of every preset, overrides, and that publishing,
-training and freezing agree byte for byte.
+"""The precision plan: the table of every preset, overrides, and that publishing, training and freezing agree
+byte for byte.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def bits(value: jax.Array | np.ndarray) -> bytes:
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
-    """Trees of one structure whose leaves differ in no bit, signs of zeros included;
-    the message names the leaf.
+    """Trees of one structure whose leaves differ in no bit, signs of zeros included; the message names the
+    leaf.
     """
     chex.assert_trees_all_equal_comparator(
         lambda a, b: bits(a) == bits(b), lambda a, b: f"{a} is not {b}", left, right
@@ -262,8 +262,8 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["fp32", "fp8_unified"])
 def test_update_leaves_the_models_own_parameters_usable(preset: str) -> None:
-    """The state owns its buffers: those that were given to `init` are read after an update has consumed
-    the state's.
+    """The state owns its buffers: those that were given to `init` are read after an update has consumed the
+    state's.
     """
     small = SmallPolicy(preset)
     before = {path: bits(value) for path, value in named_params(small.params)}

@@ -1,5 +1,5 @@
-"""The fingerprint's own logic: what it leaves out of a program's text, what it keeps,
-and how two are compared.
+"""The fingerprint's own logic: what it leaves out of a program's text, what it keeps, and how two are
+compared.
 """
 
 from __future__ import annotations

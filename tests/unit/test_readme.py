@@ -1,5 +1,5 @@
-"""The front page and the pages behind it: their Python runs, their commands and links name what exists,
-and README stays short.
+"""The front page and the pages behind it: their Python runs, their commands and links name what exists, and
+README stays short.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def folders_of_the_code() -> set[str]:
 
 
 def named_folders(listing: str) -> set[str]:
-    """The folders that README's list of the code names;
-    those on an indented line lie in the last folder that is not indented.
+    """The folders that README's list of the code names; those on an indented line lie in the last folder that
+    is not indented.
     """
     named, package = set(), ""
     for line in listing.splitlines():

@@ -1,5 +1,5 @@
-"""The report: what the page shows is what the rows say, it needs nothing from outside,
-and a browser draws every chart.
+"""The report: what the page shows is what the rows say, it needs nothing from outside, and a browser draws
+every chart.
 """
 
 from __future__ import annotations

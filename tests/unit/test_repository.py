@@ -1,5 +1,5 @@
-"""The house rules, checked on every file: import arrows, sizes, docstrings, skip reasons,
-nothing of one machine.
+"""The house rules, checked on every file: import arrows, sizes, docstrings, skip reasons, nothing of one
+machine.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def base_imports() -> set[str]:
 
 
 def imports_of(source: str) -> Iterator[tuple[str, bool, int]]:
-    """(imported root package, whether at module level, line) of every import that runs;
-    TYPE_CHECKING blocks do not.
+    """(imported root package, whether at module level, line) of every import that runs; TYPE_CHECKING blocks
+    do not.
     """
 
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool, int]]:
@@ -174,8 +174,8 @@ def test_arrow_check_lets_allowed_imports_pass(path: str, source: str) -> None:
 
 
 def test_packages_import_without_extras_and_without_touching_a_device() -> None:
-    """Each module of the base installation imports where every optional library is missing,
-    and starts no JAX backend.
+    """Each module of the base installation imports where every optional library is missing, and starts no JAX
+    backend.
     """
     modules = [path[:-3].replace("/", ".").removesuffix(".__init__") for path in PACKAGE_FILES]
     modules = [

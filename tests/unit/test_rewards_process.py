@@ -1,5 +1,5 @@
-"""Rewards in worker processes: hangs, crashes, forks, noise and signals cost the sample at fault and
-nothing else.
+"""Rewards in worker processes: hangs, crashes, forks, noise and signals cost the sample at fault and nothing
+else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A rollout batch made ready to be learned from: groups of any size, what is scored when,
-and that nothing is lost on the way.
+"""A rollout batch made ready to be learned from: groups of any size, what is scored when, and that nothing is
+lost on the way.
 """
 
 from __future__ import annotations

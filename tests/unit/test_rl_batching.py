@@ -479,8 +479,8 @@ def test_advantages_may_differ_within_a_trajectory():
 
 @pytest.mark.parametrize("microbatch_tokens", [4, 12])
 def test_exposure_counts_a_trajectory_as_often_as_it_says(microbatch_tokens):
-    """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7,
-    sequence mean (2*2 + 2) / 3.
+    """Losses 1 3, 2 and 5 1 0 seen twice, never and once: token mean (2*(1 + 3) + 6) / 7, sequence mean (2*2
+    + 2) / 3.
     """
     values = [[1.0, 3.0], [2.0], [5.0, 1.0, 0.0]]
     drawn = [sampled([1], np.ones(len(v), np.int32), v) for v in values]

@@ -26,8 +26,8 @@ MAX_TOKENS = 9
 
 
 def draw(seed=0, rows=4, tokens=12):
-    """Log-probabilities, old ones with ratios from 1e-9 to 1e9, advantages, a mask, and sequences of 3,
-    4 and 5 tokens.
+    """Log-probabilities, old ones with ratios from 1e-9 to 1e9, advantages, a mask, and sequences of 3, 4 and
+    5 tokens.
     """
     rng = np.random.default_rng(seed)
     logprobs = -rng.exponential(2.0, (rows, tokens))

@@ -1,5 +1,5 @@
-"""The objective of every algorithm and aggregation, split over microbatches and devices,
-against the float64 oracle of the whole.
+"""The objective of every algorithm and aggregation, split over microbatches and devices, against the float64
+oracle of the whole.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def rows(batch: TrainBatch, trajectories: list[Trajectory], values: np.ndarray, 
 
 
 def program(settings: dict[str, object], devices: int):
-    """(logprobs, batch, denominators) -> (losses [3], gradients [3, R, T])
-    as `devices` devices compute them, each from its rows.
+    """(logprobs, batch, denominators) -> (losses [3], gradients [3, R, T]) as `devices` devices compute them,
+    each from its rows.
     """
     algorithms = [
         resolve_algorithm(algorithm_section(**settings, loss_aggregation=name), LONGEST)

@@ -2,7 +2,7 @@
 
 The countdown model has attention and MLP switched off and a head that makes token t - 1 follow token t with
 certainty: a prompt ending in t continues t - 1, t - 2, ... down to the stop token 1.  So every completion is
-  known without any oracle.
+known without any oracle.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ def test_non_finite_weights_do_not_reach_the_next_call() -> None:
 
 
 def test_a_sequence_that_is_not_finite_does_not_reach_the_next_one_in_its_slot() -> None:
-    """Token 20 has no finite embedding; in the second layer every key and value after it is NaN,
-    far behind the other prompt.
+    """Token 20 has no finite embedding; in the second layer every key and value after it is NaN, far behind
+    the other prompt.
     """
     policy = SmallPolicy("bf16", small_model(tie_word_embeddings=False, num_layers=2))
     sizes = {

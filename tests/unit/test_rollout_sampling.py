@@ -78,8 +78,8 @@ def test_tokens_of_different_calls_follow_the_softmax() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_logprobs_hold_at_every_temperature_that_is_taken_and_not_far_below(exact: bool) -> None:
-    """Logits of hundreds: at the lowest temperature they are off by their own roundoff;
-    what FP32 has as 0 gives NaN.
+    """Logits of hundreds: at the lowest temperature they are off by their own roundoff; what FP32 has as 0
+    gives NaN.
     """
     logits = np.random.default_rng(0).normal(0, 100, (32, 16)).astype(np.float32)
     seeds, positions = jnp.arange(32, dtype=jnp.uint32), jnp.zeros(32, jnp.int32)
@@ -110,8 +110,8 @@ def test_the_chi_square_test_can_fail() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_logprobs_match_a_float64_log_softmax(exact: bool, temperature: float) -> None:
-    """Error at most: the division, then the normaliser (and its sum, without exact)
-    and the difference round to FP32.
+    """Error at most: the division, then the normaliser (and its sum, without exact) and the difference round
+    to FP32.
     """
     logits = np.random.default_rng(1).normal(0, 6, (64, 301)).astype(np.float32)
     call = controls(temperature, vocab=301)

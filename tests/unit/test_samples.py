@@ -1,5 +1,5 @@
-"""Samples of a run token by token: texts that join to the completion, log-probabilities at their tokens,
-and a bounded size.
+"""Samples of a run token by token: texts that join to the completion, log-probabilities at their tokens, and
+a bounded size.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The precision study's own arithmetic: coarser codes against counting,
-and what its table says of made-up runs.
+"""The precision study's own arithmetic: coarser codes against counting, and what its table says of made-up
+runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from coarse_rollout import coarsen
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_coarse_codes_are_the_nearest_with_so_many_mantissa_bits(bits: int) -> None:
-    """All 256 codes against numpy's frexp: rounded to even,
-    saturated at the largest number of the coarser format.
+    """All 256 codes against numpy's frexp: rounded to even, saturated at the largest number of the coarser
+    format.
     """
     codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8).reshape(2, 128), E4M3)
     coarse = coarsen(ScaledArray(codes, jnp.ones((1, 1), jnp.float32), (128, 128)), bits)
@@ -45,8 +45,8 @@ def test_weights_that_are_not_fp8_stay() -> None:
 
 
 def test_summary_counts_steps_and_collapse() -> None:
-    """Reward 0.9 from step 6 on, then a fall to 0.1: reached after step 10 (five steps of 0.9),
-    and collapsed.
+    """Reward 0.9 from step 6 on, then a fall to 0.1: reached after step 10 (five steps of 0.9), and
+    collapsed.
     """
     reward = [0.1] * 5 + [0.9] * 10 + [0.1] * 10
     rows = [{"step": 0, "eval/accuracy": 0.3, "eval/greedy_accuracy": 0.5}]

@@ -1,5 +1,5 @@
-"""How a watched process may end, and what its parent makes of it; without JAX's runtime,
-which `test_two_processes.py` starts.
+"""How a watched process may end, and what its parent makes of it; without JAX's runtime, which
+`test_two_processes.py` starts.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def start(body: str) -> subprocess.Popen[str]:
 def test_end_of_the_worker_is_one_message_and_a_status(
     ended: list[Path], index: int, status: int, message: str
 ) -> None:
-    """What native code wrote is shown where nothing else explains the end;
-    a collective cannot fail where there is one process.
+    """What native code wrote is shown where nothing else explains the end; a collective cannot fail where
+    there is one process.
     """
     found, output, errors = ((ended[index] / name).read_text() for name in ("status", "output", "errors"))
     assert int(found) == status, errors

@@ -1,5 +1,5 @@
-"""The exact operations of vLLM's side against the trainer's own and a float64 oracle: equal bits,
-in every layout of a paged cache.
+"""The exact operations of vLLM's side against the trainer's own and a float64 oracle: equal bits, in every
+layout of a paged cache.
 """
 
 from __future__ import annotations

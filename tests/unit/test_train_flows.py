@@ -1,5 +1,5 @@
-"""The benchmark of whole training runs: its arithmetic on made-up rows,
-and what it reads from a run's record; nothing is trained.
+"""The benchmark of whole training runs: its arithmetic on made-up rows, and what it reads from a run's
+record; nothing is trained.
 """
 
 from __future__ import annotations

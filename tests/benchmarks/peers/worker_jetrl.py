@@ -1,5 +1,5 @@
-"""Our trainer on the common job; flavors are a precision preset,
-and one ending in `-fast` is not exact (`numerics.exact: false`).
+"""Our trainer on the common job; flavors are a precision preset, and one ending in `-fast` is not exact
+(`numerics.exact: false`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WORDS = 4096
 
 
 class JobTokenizer:
-    """The common tokenizer in the form our trainer calls it;
-    nothing stops a completion before its full length.
+    """The common tokenizer in the form our trainer calls it; nothing stops a completion before its full
+    length.
     """
 
     vocab_size = job.VOCAB

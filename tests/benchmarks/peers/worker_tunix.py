@@ -1,5 +1,5 @@
-"""Tunix's GRPOLearner with its own JAX sampler on the common job;
-started by `compare.py` with the Python of `.venv-tunix`.
+"""Tunix's GRPOLearner with its own JAX sampler on the common job; started by `compare.py` with the Python of
+`.venv-tunix`.
 """
 
 from __future__ import annotations

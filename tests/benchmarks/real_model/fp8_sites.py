@@ -138,8 +138,8 @@ def measure(questions: list[dict[str, str]]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Errors by kind of layer: median over the layers, and the worst with its number;
-    then the sites with the largest peaks.
+    """Errors by kind of layer: median over the layers, and the worst with its number; then the sites with the
+    largest peaks.
     """
     lines = [f"{rows[0]['tokens']} tokens; median error, and the largest with its layer", ""]
     lines += ["| | " + " | ".join(SITES) + " |", "|---" * (1 + len(SITES)) + "|"]

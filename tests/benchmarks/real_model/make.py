@@ -133,8 +133,8 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def split_digits(tokenizer: Any) -> None:
-    """Adds the step of pre-tokenizer `smollm` that transformers' reader does not know:
-    each digit is a piece of its own.
+    """Adds the step of pre-tokenizer `smollm` that transformers' reader does not know: each digit is a piece
+    of its own.
     """
     from tokenizers import pre_tokenizers
 
