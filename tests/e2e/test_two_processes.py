@@ -56,11 +56,14 @@ class Ended:
 class World:
     """Where the runs of this file live: their environment, and what they share."""
 
-    def __init__(self, root: Path, cache: Path) -> None:
+    def __init__(self, root: Path, cache: Path, preset: str) -> None:
         self.root = root
         self.cache = cache
         self.config = write_config(
-            override_config(tiny_config(root / "run", **SECTIONS), ["rewards.0.name=tiny:noted"]),
+            override_config(
+                tiny_config(root / "run", **SECTIONS),
+                ["rewards.0.name=tiny:noted", f"precision.preset={preset}"],
+            ),
             root / "config.yaml",
         )
 
@@ -159,8 +162,13 @@ def calls(notes: Path) -> list[list[list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path) -> World:
-    return World(tmp_path_factory.mktemp("two"), compilation_cache)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path
+) -> World:
+    """In BF16, which compiles in half the time; the long tests, which compare the same, in FP8."""
+    here = [item for item in request.session.items if item.path == request.path]
+    long = any(item.get_closest_marker("long") for item in here)
+    return World(tmp_path_factory.mktemp("two"), compilation_cache, "fp8_unified" if long else "bf16")
 
 
 @pytest.fixture(scope="module")

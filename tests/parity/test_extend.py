@@ -136,6 +136,7 @@ def test_the_comparison_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -
     assert (one.extended(NEW, cache)[0] != expected(whole)).any()
 
 
+@pytest.mark.long
 def test_without_exact_hidden_states_are_close() -> None:
     """BF16 roundings that may fall otherwise on another CPU: four units in the last place; a token too many
     or too few is 2**0 off.

@@ -36,7 +36,13 @@ def part(differences: list[Difference], layer: int, operator: str) -> Difference
 
 
 @pytest.mark.parametrize(
-    ("preset", "config"), [("bf16", TWO), ("fp8_unified", TWO), ("fp8_unified", QWEN2), ("fp16", TWO)]
+    ("preset", "config"),
+    [
+        ("bf16", TWO),
+        ("fp8_unified", QWEN2),
+        pytest.param("fp8_unified", TWO, marks=pytest.mark.long),
+        pytest.param("fp16", TWO, marks=pytest.mark.long),
+    ],
 )
 def test_the_parts_make_the_whole(preset: str, config: object) -> None:
     small = SmallPolicy(preset, config)

@@ -59,6 +59,7 @@ LENGTHS = [
     (5, 5),
 ]
 LONG = pytest.mark.long
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
 MESHES = [(1, 2, 2)]
 LONG_MESHES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1)]

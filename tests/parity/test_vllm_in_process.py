@@ -194,7 +194,7 @@ BF16_ATTENTION = [("*.self_attn.*", "bf16")]
     [
         pytest.param(QWEN3, "bf16", [], id="qwen3-bf16", marks=pytest.mark.long),
         pytest.param(QWEN3, "fp8_unified", BF16_ATTENTION, id="qwen3-both"),
-        pytest.param(QWEN2, "bf16", [], id="qwen2-bf16"),
+        pytest.param(QWEN2, "bf16", [], id="qwen2-bf16", marks=pytest.mark.long),
         pytest.param(QWEN2, "fp8_unified", BF16_ATTENTION, id="qwen2-both", marks=pytest.mark.long),
     ],
 )
@@ -296,7 +296,7 @@ def test_equality_needs_each_ingredient(
     assert not gap.exact
 
 
-@pytest.mark.parametrize("syncs", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("syncs", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_syncs_with_optimiser_steps_between_them(
     syncs: int, qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.cache import empty_cache
@@ -212,7 +213,13 @@ def test_temperature_as_constant_and_as_scalar_gives_the_same_bits() -> None:
 
 def test_rows_of_one_token_predict_nothing_and_a_chunk_has_a_token() -> None:
     model, ids = SmallPolicy("bf16").model, jnp.ones((2, 1), jnp.int32)
-    for found in completion_logprobs(model, ids, ids, ids, temperature=1.0, chunk_tokens=4):
+    graphdef, state = nnx.split(model)
+    whole = jit(
+        lambda state: completion_logprobs(
+            nnx.merge(graphdef, state), ids, ids, ids, temperature=1.0, chunk_tokens=4
+        )
+    )
+    for found in whole(state):
         assert found.shape == (2, 1) and not found.any()
     with pytest.raises(ValueError, match="completion_logprobs: got chunk_tokens=0"):
         completion_logprobs(model, ids, ids, ids, temperature=1.0, chunk_tokens=0)
