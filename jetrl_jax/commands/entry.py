@@ -100,7 +100,7 @@ def check_output_files(command: str, *files: Path | None) -> None:
 
 
 def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Runs `main(sys.argv[1:])` and exits with its status; a `UserError` ends with a message, no traceback."""
+    """Runs `main(sys.argv[1:])` and exits with its status; a `UserError` ends with a message only."""
     try:
         status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
