@@ -58,8 +58,8 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
     ``section.options["solution_field"]`` the field of the worked solution.  Other options belong to the task
     that this one replaces, and are ignored.
 
-    Raises `UserError` for broken rows, an empty split, a prompt in both splits (if the examples are lists), an
-    option that is a near miss of these two, or one of these two beside a `Task`, which has its own verifier.
+    Raises `UserError` for broken rows, an empty split, a prompt in both splits (if the examples are lists),
+    an option that is a near miss of these two, or one of them beside a `Task`, which has its own verifier.
     """
     from jetrl_jax.tasks import records
 
@@ -96,7 +96,7 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
 
 
 def _rows(section: TaskSection, name: str) -> RowsSection:
-    """How to read rows that replace a task of another kind: its fields where rows have them, else defaults."""
+    """How to read rows that replace another kind of task: by its fields, and defaults for those it lacks."""
     shared = {
         field: getattr(section, field)
         for field in RowsSection.model_fields
