@@ -18,8 +18,8 @@ from jetrl_jax.collect.batch import Group, RolloutBatch, add_failures
 from jetrl_jax.collect.prompts import SEED_ROLLOUT, PromptStream, derived_seeds
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.console import Console
+from jetrl_jax.rewards.distributed import score
 from jetrl_jax.rewards.functions import RewardFunctions
-from jetrl_jax.rewards.scoring import score
 from jetrl_jax.rl.advantages import informative_groups
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rollout.engine import RolloutEngine

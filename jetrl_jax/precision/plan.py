@@ -29,7 +29,7 @@ from flax import nnx
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import quantize
 
 

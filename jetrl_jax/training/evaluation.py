@@ -11,8 +11,8 @@ import numpy as np
 from jetrl_jax.collect.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
 from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.rewards.distributed import score
 from jetrl_jax.rewards.functions import RewardFunctions
-from jetrl_jax.rewards.scoring import score
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.tasks.base import Task
