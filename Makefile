@@ -1,5 +1,5 @@
-# Everything a fresh machine needs is one of two commands: `make train` and `make test`.
-# `make help` lists the rest.  Any variable can be given on the command line: make test PYTHON=python3.11
+# On a fresh machine, start with `make train` or `make test`; `make help` lists the other commands.
+# Any variable can be given on the command line: make test PYTHON=python3.11
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -13,10 +13,10 @@ RUN ?= runs/tiny_cpu
 ARGS ?=
 # Which tests `make test` runs.
 MARKED ?= not long
-# Files go to workers whole (they share engines and programs), the runs and meshes first.
+# Each worker gets whole files (their tests share engines and programs); runs and meshes come first.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-# The Python that counts is the environment's where there is one, else the one that will make it.
+# The Python whose version counts: the environment's if it exists, else the one that will make it.
 ENV_PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 PY_VERSION := $(shell $(ENV_PYTHON) -c 'import sys; print("%d%02d" % sys.version_info[:2])' 2>/dev/null)
 # Two sets of pinned versions: Python 3.11 with torch (the full tests), later Pythons with the newer JAX, without it.
@@ -29,11 +29,11 @@ TEST_EXTRAS ?= dev,hf,tasks
 endif
 
 RUN_PYTHON := $(VENV)/bin/python
-# The pins hold for what packages need to be built with, too; the two names are of older and newer releases of pip.
+# The pins also hold for build requirements; the two variables are those of older and newer releases of pip.
 PIP_INSTALL = PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)" PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(RUN_PYTHON) -m pip install -qq -c "$(CONSTRAINTS)"
-# The pins of Python 3.11 are complete, so that nothing has to be resolved: vLLM's own requirements would bring torchvision and
-# its like, which do not load beside a CPU build of torch.  torch is there already and stays as it is.
+# The pins of Python 3.11 are complete, so that nothing has to be resolved.  vLLM's own requirements would bring torchvision and
+# others, which do not load beside a CPU build of torch.  torch is already installed and stays unchanged.
 INSTALL_VLLM = $(if $(filter 311,$(PY_VERSION)),@$(PIP_INSTALL) --no-deps -r "$(CONSTRAINTS)")
 say = @printf '\033[1m==> %s\033[0m\n' $(1)
 
@@ -63,8 +63,8 @@ $(VENV)/.installed-gpu: pyproject.toml $(CONSTRAINTS) | $(RUN_PYTHON)
 	@$(PIP_INSTALL) -e '.[dev,cuda]'
 	@touch $@ $(VENV)/.installed-train
 
-# What a benchmark of GPUs runs on, with nothing installed: PYTHON_GPU where it is given; PYTHON where there is no environment and
-# it has all that the project and its tests need.  Else the environment, with JAX for a GPU where there is one.
+# The Python of GPU benchmarks: PYTHON_GPU if given; else PYTHON if no environment exists and it has everything that the project
+# and its tests need; nothing is installed then.  Otherwise the environment, with JAX for a GPU if the machine has one.
 GPU_COMMANDS := gpu bench-kernels bench-train
 ifneq ($(filter $(GPU_COMMANDS),$(MAKECMDGOALS)),)
 ifeq ($(PYTHON_GPU)$(wildcard $(RUN_PYTHON)),)
@@ -75,29 +75,29 @@ BENCH_INSTALLED := $(if $(PYTHON_GPU),,$(VENV)/.installed-$(if $(shell command -
 BENCH_PYTHON = $(or $(PYTHON_GPU),$(RUN_PYTHON))
 
 .PHONY: install
-install: $(VENV)/.installed-test  ## Make .venv with everything the tests need
+install: $(VENV)/.installed-test  ## Make .venv with everything that the tests need
 
 .PHONY: train
-train: $(VENV)/.installed-train  ## Make .venv where missing, run the main job on CPU, write its report
+train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on the CPU, write its report
 	$(call say,"training: $(CONFIG) into $(RUN)")
 	$(RUN_PYTHON) -m jetrl_jax.train --config $(CONFIG) --set run.directory=$(RUN) $(ARGS)
 	$(call say,"report")
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
-test: $(VENV)/.installed-test  ## Make .venv where missing, run the tests; each reason of a skip is printed
+test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-test  ## The tests that `make test` leaves out: more meshes and flows, more ways for a process to end
+test-long: $(VENV)/.installed-test  ## Run the tests that `make test` leaves out: more meshes and flows, more ways for a process to end
 	$(RUN_PYTHON) -m pytest -m long $(PYTEST_ARGS)
 
-# With the plugin that compiles for GPUs: only here, because outside the tests it complains of a missing cuDNN when JAX starts.
+# Only this environment has the plugin that compiles for GPUs, as outside the tests it warns of a missing cuDNN when JAX starts.
 PY312 = @python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON="$$python" \
 	TEST_EXTRAS=dev,hf,tasks,aot
-# What differs there: kernels interpreted and compiled for GPUs, the same numbers from the newer JAX, a package without torch;
-# and each command once.
+# The tests that differ there: kernels interpreted and compiled for GPUs, the same numbers from the newer JAX, the package
+# without torch, and each command once.
 PY312_RUN := $(addprefix tests/e2e/test_training_run.py::,test_run_leaves_its_whole_record test_exact_run_has_no_mismatch \
 	test_generate_and_evaluate_read_the_run_and_its_export test_mismatch_names_the_first_operator_that_differs)
 PY312_TESTS := $(PY312_RUN) tests/kernels tests/parity tests/unit/test_config_cli.py tests/unit/test_report.py \
@@ -105,20 +105,20 @@ PY312_TESTS := $(PY312_RUN) tests/kernels tests/parity tests/unit/test_config_cl
 	tests/unit/test_repository.py::test_packages_import_without_extras_and_without_touching_a_device
 
 .PHONY: install-py312
-install-py312:  ## Make .venv-py312 with everything the tests need there
+install-py312:  ## Make .venv-py312 with everything that the tests need there
 	$(PY312) install
 
 .PHONY: packages-py312
-packages-py312:  ## The packages of .venv-py312 without this one, which one installation at a time may build
+packages-py312:  ## Install the packages of .venv-py312 except this one, which only one installation at a time may build
 	@python=$$(bash .ci/find_python.sh 3.12) && { [ -x .venv-py312/bin/python ] || "$$python" -m venv .venv-py312; }
 	@pins=$(CURDIR)/.ci/constraints-py312.txt && PIP_CONSTRAINT="$$pins" PIP_BUILD_CONSTRAINT="$$pins" \
 		.venv-py312/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r "$$pins"
 
 .PHONY: test-py312
-test-py312:  ## What differs on Python 3.12 with the newer JAX and without torch (all of it: make test VENV=.venv-py312)
+test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and without torch (all tests: make test VENV=.venv-py312)
 	$(PY312) test MARKED="not long or newest" PYTEST_ARGS="$(PY312_TESTS) $(PYTEST_ARGS)"
 
-# The claims about bits, on the kernels that each library has for a CPU with AVX2 only (ISA=AVX512: AVX-512 without BF16).
+# The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
 ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
 	tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
@@ -127,23 +127,23 @@ ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_proc
 	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates
 
 .PHONY: test-avx2
-test-avx2: $(VENV)/.installed-test  ## What must hold to the bit, with every library forced to its kernels for AVX2 (ISA=AVX512)
+test-avx2: $(VENV)/.installed-test  ## Run the tests of equal bits with every library forced to its kernels for AVX2 (or ISA=AVX512)
 	JETRL_TEST_ISA=$(ISA) PYTHONPATH=$(CURDIR)/tests/instruction_set$(if $(PYTHONPATH),:$(PYTHONPATH)) \
 		$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS) $(ISA_TESTS)
 
 .PHONY: lint
-lint: $(VENV)/.installed-test  ## ruff: errors, order of imports, format; import-linter: which module may import which (pyproject.toml)
+lint: $(VENV)/.installed-test  ## Run ruff (errors, order of imports, format) and import-linter (which module may import which: pyproject.toml)
 	$(RUN_PYTHON) -m ruff check .
 	$(RUN_PYTHON) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 
 .PHONY: format
-format: $(VENV)/.installed-test  ## ruff: sort imports and format in place
+format: $(VENV)/.installed-test  ## Sort imports and format in place, by ruff
 	$(RUN_PYTHON) -m ruff check --fix .
 	$(RUN_PYTHON) -m ruff format .
 
 .PHONY: types
-types: $(VENV)/.installed-test  ## mypy on the three packages
+types: $(VENV)/.installed-test  ## Run mypy on the three packages
 	$(RUN_PYTHON) -m mypy
 
 .PHONY: real-model
@@ -151,36 +151,36 @@ real-model: $(VENV)/.installed-test  ## Download and convert SmolLM2-135M-Instru
 	$(RUN_PYTHON) tests/benchmarks/real_model/make.py
 
 .PHONY: bench-real
-bench-real: real-model  ## On the real model and GSM8K: rollout against training in each flow, also with vLLM; the error of each FP8 product
+bench-real: real-model  ## Measure, on the real model and GSM8K, rollout against training in each flow (also with vLLM) and the error of each FP8 product
 	$(RUN_PYTHON) tests/benchmarks/real_model/mismatch.py $(ARGS)
 	$(RUN_PYTHON) tests/benchmarks/real_model/mismatch.py --engine vllm $(ARGS)
 	$(RUN_PYTHON) tests/benchmarks/real_model/fp8_sites.py
 
 .PHONY: bench-flows
-bench-flows: $(VENV)/.installed-test  ## How far rollout and training are apart in each precision flow, for the policy of RUN
+bench-flows: $(VENV)/.installed-test  ## Measure the mismatch of rollout and training in each precision flow, for the policy of RUN
 	$(RUN_PYTHON) tests/benchmarks/flows.py $(RUN) $(ARGS)
 
 .PHONY: bench-vllm
-bench-vllm: $(VENV)/.installed-test  ## Trainer against the real vLLM on random policies, seed by seed (needs vLLM)
+bench-vllm: $(VENV)/.installed-test  ## Compare the trainer with the real vLLM on random policies, seed by seed (needs vLLM)
 	$(RUN_PYTHON) tests/benchmarks/vllm_gap.py $(ARGS)
 
 .PHONY: bench-train
-bench-train: $(BENCH_INSTALLED)  ## Train FP8 against BF16 in turns, tokens a second of each (a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
+bench-train: $(BENCH_INSTALLED)  ## Train in FP8 and BF16 in turns, tokens a second of each (on a GPU; ARGS='--config configs/tiny_cpu.yaml ...' elsewhere)
 	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(BENCH_PYTHON) tests/benchmarks/train_flows.py $(ARGS)
 
 .PHONY: bench-scaling
-bench-scaling: $(VENV)/.installed-test  ## Bytes and collectives of a training step on one device, on meshes of 1 to 8
+bench-scaling: $(VENV)/.installed-test  ## Count bytes and collectives of a training step on one device, for meshes of 1 to 8
 	$(RUN_PYTHON) tests/benchmarks/scaling.py $(ARGS)
 
 .PHONY: gpu
-gpu: $(BENCH_INSTALLED)  ## Everything that needs a GPU, stage by stage, resumable: tests, benchmarks, exactness, the real vLLM, tiles (ARGS='--minutes 60')
+gpu: $(BENCH_INSTALLED)  ## Run everything that needs a GPU in stages, resumable: tests, benchmarks, exactness, the real vLLM, tiles (ARGS='--minutes 60')
 	$(BENCH_PYTHON) tests/benchmarks/gpu.py $(ARGS)
 
 .PHONY: gpu-call gpu-call-dry
-gpu-call:  ## Pack what a GPU machine without network lacks, print the two commands for it (docs/gpu_machine.md)
+gpu-call:  ## Pack everything that a GPU machine without network lacks, print the two commands for it (docs/gpu_machine.md)
 	@python=$$(bash .ci/find_python.sh 3.12) && "$$python" tests/benchmarks/gpu_pack.py $(ARGS)
 
-# The Python of such a machine: its packages, without those that are packed for it.  The list is complete: nothing is resolved.
+# An environment like that of such a machine, without the packed packages.  The list is complete, so that nothing is resolved.
 GPU_CONSTRAINTS := .ci/constraints-py312-gpu.txt
 .venv-gpu-call/.installed: $(GPU_CONSTRAINTS)
 	$(call say,"making .venv-gpu-call with the versions of $<")
@@ -188,7 +188,7 @@ GPU_CONSTRAINTS := .ci/constraints-py312-gpu.txt
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-gpu-call/bin/python -m pip install -qq --no-deps -r $<
 	@touch $@
 
-gpu-call-dry: .venv-gpu-call/.installed  ## Both calls of make gpu-call without vLLM, as far as a CPU can; fails where a job cannot start
+gpu-call-dry: .venv-gpu-call/.installed  ## Try both calls of make gpu-call without vLLM, as far as a CPU can; fails if a job cannot start
 	@.venv-gpu-call/bin/python tests/benchmarks/gpu_pack.py --no-vllm >/dev/null
 	env -u PYTHONPATH .venv-gpu-call/bin/python tests/benchmarks/gpu.py --dry $(ARGS)
 
@@ -196,25 +196,25 @@ WHAT ?= gemm
 RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 
 .PHONY: bench-kernels
-bench-kernels: $(BENCH_INSTALLED)  ## The Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
+bench-kernels: $(BENCH_INSTALLED)  ## Time the Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
 	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(BENCH_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
 
 .PHONY: plan-check
-plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time; XLA's bytes beside the planner's (half an hour)
+plan-check: $(VENV)/.installed-test  ## Compile Qwen3-8B and 32B for 8 devices ahead of time, print XLA's bytes beside the planner's (half an hour)
 	for size in 8b 32b; do $(RUN_PYTHON) -m jetrl_jax plan --config configs/qwen3_$${size}_8xh100.yaml \
 		--model configs/models/qwen3_$$size --devices 8xH100 --check $(ARGS) || exit 1; done
 
 .PHONY: fuzz
-fuzz: $(VENV)/.installed-test  ## Damaged configs, safetensors files, indices and JSONL files, ten minutes each
+fuzz: $(VENV)/.installed-test  ## Try damaged configs, safetensors files, indices and JSONL files, ten minutes each
 	$(RUN_PYTHON) tests/benchmarks/fuzz.py $(ARGS)
 
 STUDY ?= runs/study
 
 .PHONY: study
-study: $(VENV)/.installed-train  ## Every precision flow, three seeds each, into one page (an hour; resumable, each run in STUDY)
+study: $(VENV)/.installed-train  ## Train every precision flow with three seeds, into one page (an hour; resumable, each run in STUDY)
 	$(RUN_PYTHON) tests/benchmarks/study.py --config $(CONFIG) --out $(STUDY) $(ARGS)
 
-# Rivals need versions of their own, so each has an environment of its own (Python 3.11).
+# Rivals need other versions, so each has its own environment (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
 CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
@@ -227,17 +227,17 @@ CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_un
 	@touch $@
 
 .PHONY: bench-peers
-bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (idle machine; PEER_SETTING=small for the larger)
+bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small for a larger model)
 	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
 		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
 
 MISMATCH ?= runs/mismatch
 
 .PHONY: picture
-picture: $(VENV)/.installed-train  ## Draw README's picture from the records of RUN and MISMATCH (the same with precision.preset=fp8_rollout_only)
+picture: $(VENV)/.installed-train  ## Draw README's picture from the records of RUN and of MISMATCH (a run with precision.preset=fp8_rollout_only)
 	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(RUN_PYTHON) tests/benchmarks/readme_picture.py $(RUN) $(MISMATCH)
 
 .PHONY: clean
-clean:  ## Remove environments and caches; runs/ stays
+clean:  ## Remove environments and caches; keeps runs/
 	rm -rf .venv .venv-* .gpu .cache .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

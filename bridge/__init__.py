@@ -1,9 +1,8 @@
-"""To other systems: Hugging Face checkpoint directories in and out without torch (`bridge.hf`), vLLM
-(`bridge.vllm`).
+"""Interfaces to other systems: Hugging Face checkpoints without torch (`bridge.hf`), vLLM (`bridge.vllm`).
 
-``load_checkpoint`` and ``read_into`` read one, ``save_checkpoint`` writes one that
-``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM read, ``name_map`` is the bijection of names
-between.
+``load_checkpoint`` and ``read_into`` read a checkpoint directory.  ``save_checkpoint`` writes one that
+``transformers.AutoModelForCausalLM.from_pretrained`` and vLLM can read.  ``name_map`` is the bijection
+between the names of parameters and of checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name with its module when it is first used:
-    vLLM's processes import the plugin and little else.
-    """
+    """Loads a name's module when it is first used, so that vLLM's processes import little but the plugin."""
     if name not in _MODULES:
         raise AttributeError(f"module 'bridge' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -3,8 +3,8 @@
     from jetrl_jax import GRPOTrainer, load_config
     GRPOTrainer(load_config("configs/tiny_cpu.yaml")).train()
 
-The names of this module are the public ones; each is imported when it is first used, so that reading a config
-does not load jax.  `advantages` and `losses` are modules: `advantages.grpo`, `losses.policy_loss`, ...
+The names of this module are the public interface.  Each is imported when it is first used, so that reading a
+config does not load jax.  `advantages` and `losses` are modules: `advantages.grpo`, `losses.policy_loss`, ...
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jetrl_jax.runs.sampler import PolicySampler as PolicySampler
 
 __version__ = "0.1.0"
-_NAMES = {  # of each module
+_NAMES = {  # module -> its public names
     "bridge.hf.write": "save_published",
     "jetrl_jax.config.load": "load_config",
     "jetrl_jax.config.run_config": "RunConfig",

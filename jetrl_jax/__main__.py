@@ -1,6 +1,6 @@
-"""`python -m jetrl_jax COMMAND`: every command but the main one, which is `python -m jetrl_jax.train`.
+"""`python -m jetrl_jax COMMAND`: all commands except training, which is `python -m jetrl_jax.train`.
 
-Only the module of the command that is asked for is imported.
+Only the module of the requested command is imported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jetrl_jax.errors import UserError
 COMMANDS = {
     "evaluate": "held-out accuracy, pass@k and greedy accuracy of a policy",
     "generate": "talk to a trained policy",
-    "report": "one HTML page about one run, or about several laid over one another",
-    "mismatch": "where two precision flows part on the same tokens, operator by operator",
-    "plan": "does a run fit on given devices, and what will it send; nothing is allocated",
+    "report": "one HTML page about a run, or about several runs overlaid",
+    "mismatch": "where two precision flows diverge on the same tokens, operator by operator",
+    "plan": "does a run fit on given devices, and how much will it send; nothing is allocated",
     "export": "a policy as a Hugging Face checkpoint directory, in BF16 or FP8",
     "parity": "the same tokens scored by the trainer and by vLLM",
-    "check-engine": "the golden vectors of the contract against the installed vLLM",
-    "verify-resume": "does a run that is stopped and resumed equal one that is not",
+    "check-engine": "the installed vLLM against the golden vectors of the contract",
+    "verify-resume": "does a run that is stopped and resumed equal an uninterrupted one",
     "config": "every field of a config with its type, default and meaning; or a config to start from: "
     "config tiny_cpu",
 }
@@ -28,7 +28,7 @@ USAGE = "usage: python -m jetrl_jax COMMAND [...]"
 
 
 def listing() -> str:
-    """What --help prints."""
+    """The text that --help prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {meaning}" for name, meaning in COMMANDS.items()]
     train = f"  {'(train)'.ljust(width)}  a run from a config: python -m jetrl_jax.train --config FILE"
@@ -36,7 +36,7 @@ def listing() -> str:
 
 
 def main(argv: list[str]) -> int | None:
-    """Runs the command that is named first; returns its exit status."""
+    """Runs the command named by the first argument; returns its exit status."""
     if argv[:1] in ([], ["-h"], ["--help"]):
         print(listing())
         return 0 if argv else 2

@@ -1,18 +1,16 @@
-"""The two ways in which a command ends that are not a bug of ours."""
+"""Errors that end a command with a message and an exit status, not a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input: one message that says what, where, what was got, what is expected; exit status 2."""
+    """Bad input: one message says what is wrong, where, and what was got and expected; exit status 2."""
 
     exit_code = 2
 
 
 class RunStopped(Exception):
-    """A run that ended by its own rules (non-finite steps, mismatch above its budget)
-    or can no longer write; exit status 3.
-    """
+    """A run stopped by its own rules (non-finite steps, mismatch over budget) or a full disk: status 3."""
 
     exit_code = 3
 
@@ -24,7 +22,7 @@ class ProcessLost(RunStopped):
 
 
 def missing_extra(where: str, package: str, extra: str) -> UserError:
-    """The one error for a package of an extra that is not installed."""
+    """The error for a package that is not installed and comes with an optional extra."""
     return UserError(
         f"{where}: needs the package {package}, which is not installed. Install it with: pip install "
         f"'jetrl-jax[{extra}]'"

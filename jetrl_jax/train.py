@@ -1,4 +1,4 @@
-"""`python -m jetrl_jax.train --config C [--set a.b=c ...]`: a GRPO run from a config, the main command.
+"""The main command, `python -m jetrl_jax.train --config C [--set a.b=c ...]`: a GRPO run from a config.
 
 Exit status: 0 finished, 2 bad input (nothing was written), 3 stopped by its own rules, 4 another process of
 the run was lost, 130 or 143 stopped by SIGINT or SIGTERM after saving.
@@ -22,7 +22,7 @@ PROFILED_STEPS = 3
 
 
 def main(argv: list[str]) -> int:
-    """Parses the command line, runs, prints the outcome; returns the exit status."""
+    """Parses the command line, trains, prints the outcome; returns the exit status."""
     parser = command_parser(
         "train",
         "Train a language model with GRPO through one FP8 flow.",
@@ -31,9 +31,9 @@ def main(argv: list[str]) -> int:
     )
     add_config_arguments(parser)
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the latest checkpoint of run.directory"
+        "--resume", action="store_true", help="continue from the latest checkpoint of run.directory"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and leave")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument(
         "--dry-run", action="store_true", help="build everything, compile and run one step, write nothing"
     )
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from jetrl_jax.runs.grpo import GRPOTrainer  # JAX starts here, after the config is known to be good
+    from jetrl_jax.runs.grpo import GRPOTrainer  # JAX is loaded here, after the config has been checked
 
     trainer = GRPOTrainer(config, resume=arguments.resume)
     if arguments.dry_run:

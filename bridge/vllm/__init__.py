@@ -1,6 +1,4 @@
-"""vLLM as rollout engine: plugin, weight transfer, engine in this process or behind HTTP, and the parity
-certificate.
+"""vLLM as rollout engine, in this process or behind HTTP: plugin, weight transfer and parity certificate.
 
-`in_process` and `worker` import torch and vLLM and are loaded only where that engine is used; the others
-import neither.
+Only `in_process` and `worker` import torch and vLLM, and they are loaded only if that engine is used.
 """

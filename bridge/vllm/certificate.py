@@ -1,10 +1,10 @@
-"""The parity certificate: after each weight sync, proof that engine and trainer hold one policy.
+"""The parity certificate: a check after each weight sync that engine and trainer hold the same policy.
 
-    tensors   the hash of every tensor that the engine holds against the trainer's own      differences: none
-    probe     |logprob(engine) - logprob(trainer)| of one fixed token sequence, the mean    at most its budget
+    tensors   the hash of every tensor that the engine holds equals the trainer's
+    probe     the mean |logprob(engine) - logprob(trainer)| of one fixed token sequence is within its budget
 
-`Certificate` is a hook of the engine's `after_load`, so that nothing samples from weights without one.  A row
-per sync goes to whoever records it (``certificates.jsonl`` of the run); a certificate that fails stops the
+`Certificate` is a hook of the engine's `after_load`, so that no weights are sampled from without a
+certificate.  Each sync gives one row (in ``certificates.jsonl`` of a run).  A failed certificate stops the
 run, or warns.
 """
 
@@ -27,11 +27,11 @@ class Certificate:
     """Certifies each policy version that `engine` has loaded.
 
     score: (published weights, token ids) -> float32 [length], the trainer's log-probabilities at temperature
-      1, entry 0 meaningless.
-    probe: the token ids of the probe; empty: none is scored.
-    tolerance: largest mean |difference| of the probe's log-probabilities, in nats.
+      1; entry 0 is meaningless.
+    probe: token ids of the probe; if empty, only tensors are compared.
+    tolerance: largest allowed mean |difference| of the probe's log-probabilities, in nats.
     on_mismatch: "stop" raises `RunStopped`, "warn" calls `warn`.
-    record: takes the row of each certificate.
+    record: is called with the row of each certificate.
     """
 
     engine: VllmEngine
@@ -43,13 +43,13 @@ class Certificate:
     warn: Callable[[str], None]
 
     def __call__(self, published: Any, report: LoadReport) -> None:
-        """Compares, records, and judges.
+        """Certifies the loaded version and records the result.
 
         Raises:
           RunStopped: the certificate does not hold (`on_mismatch` "stop"), or the engine failed.
         """
         start, manifest = time.perf_counter(), report.manifest
-        assert manifest is not None  # of what is copied there is one
+        assert manifest is not None  # an engine that copies weights reports one
         differences = manifest.differences(self.engine.held(list(manifest.entries)))
         row: dict[str, Any] = {
             "policy_version": report.version,

@@ -1,8 +1,8 @@
-"""Calls of vLLM's server: JSON over HTTP, each ended when its time is up, whatever the server does.
+"""Calls of vLLM's server, JSON over HTTP, each with a time limit that holds whatever the server does.
 
-httpx limits connecting and each single read or write; a server that drips a byte now and then would hold a
-call for ever. So the connection itself is closed at the end of the time.  No connection is kept after its
-call: vLLM closes one after an error, and the next call on it would look like a dead server.
+httpx limits connecting and each single read or write, but not a whole call: a server that sends a byte now
+and then would hold it for ever.  So the connection itself is closed when the time is up.  No connection is
+reused, because vLLM closes one after an error, and the next call on it would look like a dead server.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 class CallFailed(Exception):
-    """A call without a usable answer; the message goes on after the route's name."""
+    """A call got no usable answer; the message continues a sentence that begins with the route's name."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A time within which one or several calls must be answered.
+    """The time within which one or several calls must be answered.
 
-    setting: the field of the config that says so; seconds: how long; end: when, of `time.monotonic`.
+    setting: the field of the config that sets it; seconds: its length; end: its end, by `time.monotonic`.
     """
 
     setting: str
@@ -49,7 +49,7 @@ class Limit:
 
 
 class ServerClient:
-    """A client for many threads.
+    """A client of vLLM's server that several threads may use.
 
     Raises:
       UserError: httpx is not installed.
@@ -64,13 +64,13 @@ class ServerClient:
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.Client(limits=limits, trust_env=False)  # the server is on this machine: no proxy
+        self._client = httpx.Client(limits=limits, trust_env=False)  # no proxy to this machine
 
     def call(self, method: str, url: str, body: dict[str, Any] | None, limit: Limit) -> Any:
-        """The JSON of the answer; {} where it says nothing.
+        """The JSON of the answer; {} if it is empty.
 
         Raises:
-          CallFailed: no connection, no answer in time, a status that is no success, or no JSON.
+          CallFailed: no connection, no answer in time, an error status, or an answer that is not JSON.
         """
         response = self._response(method, url, body, limit)
         if not response.is_success:
@@ -101,12 +101,12 @@ class ServerClient:
         return response
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._client.close()
 
 
 class _Ending:
-    """Closes what a call has connected to when its limit ends; `trace` is told of connections by httpx."""
+    """Closes a call's connection when its limit ends; httpx reports connections to `trace`."""
 
     def __init__(self, limit: Limit) -> None:
         self.passed = False

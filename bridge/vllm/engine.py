@@ -1,9 +1,8 @@
-"""What both ways of running vLLM share: asleep or awake, requests as vLLM's parameters, answers as
-trajectories.
+"""The base of both vLLM engines: sleep, requests as vLLM's parameters, and answers as trajectories.
 
-An engine in this process (`in_process`) or behind HTTP (`server`) says how weights get into vLLM, how it is
-asked, and where in an answer the tokens and log-probabilities are.  Beside `RolloutEngine` it can state what
-vLLM holds (`held`), which the certificate compares.  Free of torch and vLLM.
+The engines in this process (`in_process`) and behind HTTP (`server`) define how weights get into vLLM, how
+requests are sent, and where an answer holds tokens and log-probabilities.  Beyond `RolloutEngine`, `held`
+lists the tensors that vLLM holds, for the certificate.  Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from jetrl_jax.rollout.types import Request, SamplingParams
 
 # token ids and vLLM's sampling parameters of each request
 Asked = Sequence[tuple[Sequence[int], dict[str, Any]]]
-Answers = Generator[tuple[int, Any], None, None]  # (place in what was asked, what vLLM says), as they arrive
+Answers = Generator[tuple[int, Any], None, None]  # (index of the request, vLLM's answer), as they arrive
 
 
 class VllmEngine(RolloutEngine):
-    """`RolloutEngine` over vLLM.
+    """A `RolloutEngine` that runs vLLM.
 
-    A refused `load` leaves the version before whole in vLLM, unless it was dropped for sleep; nothing is
-    sampled from it all the same until a `load` succeeds.
+    A refused `load` leaves the previous version whole in vLLM, unless sleep has dropped it.  Still, nothing
+    is sampled until a `load` succeeds.
 
     Args:
-      model: the architecture; fp8_paths: parameter paths that are published as `ScaledArray`.
+      model: the architecture; fp8_paths: paths of the parameters published as `ScaledArray`.
     """
 
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
@@ -48,7 +47,7 @@ class VllmEngine(RolloutEngine):
         self.model = model
         self.fp8_paths = list(fp8_paths)
         self.settings = settings
-        self.operations: dict[str, str] = {}  # what computes what, once vLLM has told
+        self.operations: dict[str, str] = {}  # operation -> implementation, once vLLM has started
         self._asleep = False
 
     def held(self, names: Sequence[str]) -> Manifest:
@@ -57,11 +56,11 @@ class VllmEngine(RolloutEngine):
         return Manifest.from_json(self._held(list(names)))
 
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Raises ValueError for what vLLM would refuse, or silently cut."""
+        """Raises ValueError for requests that vLLM would refuse or silently truncate."""
         check_requests(requests, sampling, self.settings, self.model.vocab_size)
 
     def describe(self) -> Mapping[str, Any]:
-        """Mode and release of vLLM, its operations, whether it sleeps between rollouts."""
+        """Mode and release of vLLM, its operations, and whether it sleeps between rollouts."""
         return {**self._identity(), "operations": self.operations, "sleep": self.settings.sleep}
 
     def _load(self, published: Any, version: int) -> Manifest:
@@ -89,12 +88,12 @@ class VllmEngine(RolloutEngine):
         ]
 
     def _sleep(self) -> None:
-        """Drops weights and cache, where the settings say so."""
+        """Drops weights and cache if `settings.sleep` is set."""
         if self.settings.sleep and not self._asleep:
             self._drop()
             self._asleep = True
 
-    # How vLLM is run; each raises EngineFailed where it fails
+    # How vLLM is run; each raises EngineFailed on failure
 
     @abc.abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -102,24 +101,24 @@ class VllmEngine(RolloutEngine):
 
     @abc.abstractmethod
     def _hand_over(self, published: Any, version: int) -> Manifest:
-        """Brings a policy version into vLLM, awake then, and empties its prefix cache; the manifest of it."""
+        """Loads a policy version into vLLM, wakes it and empties its prefix cache; returns the manifest."""
 
     @abc.abstractmethod
     def _held(self, names: list[str]) -> str:
-        """A manifest as JSON."""
+        """The manifest, as JSON, of the tensors that vLLM holds."""
 
     @abc.abstractmethod
     def _ask(self, asked: Asked) -> Answers:
-        """vLLM's answer to each; closed early, it gives up the others."""
+        """vLLM's answer to each request; closing the generator early aborts the others."""
 
     @abc.abstractmethod
     def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
-        """Token ids, their log-probabilities and the reason to end."""
+        """The completion's token ids, their log-probabilities and the finish reason."""
 
     @abc.abstractmethod
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
-        """The log-probabilities of a prompt's tokens but for the first."""
+        """The log-probabilities of all tokens of a prompt except the first."""
 
     @abc.abstractmethod
     def _drop(self) -> None:
-        """Lets vLLM drop weights and cache."""
+        """Makes vLLM drop weights and cache."""

@@ -1,7 +1,6 @@
-"""vLLM in the trainer's process: it gets a policy version by reference to its tensors, without files, and
-nothing outlives the trainer.
+"""vLLM in the trainer's process: weights are passed by reference, without files, and nothing outlives it.
 
-A call into vLLM runs in this thread and cannot be given up half way: time limits need `rollout.engine:
+A call into vLLM runs in this thread and cannot be interrupted, so time limits need `rollout.engine:
 vllm_server`.
 """
 
@@ -17,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker here, not in processes of their own
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in this process
 
 import numpy as np
 import torch
@@ -43,18 +42,18 @@ from bridge.vllm.worker import plugin, transfer
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.manifest import Manifest
 
-# Warnings that say nothing here: there is no tokenizer to warm up, and what a transfer does not carry (a tied
-# head, RoPE's table) keeps its value; the certificate compares every tensor after it.
+# Their warnings do not apply: vLLM has no tokenizer to warm up, and tensors that a transfer leaves out (a
+# tied head, RoPE's table) keep their value.  The certificate compares every tensor afterwards.
 MISLEADING = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
 
 
 class InProcessEngine(VllmEngine):
-    """`VllmEngine` over `vllm.LLM`; arguments as there.
+    """A `VllmEngine` that runs `vllm.LLM` in this process; arguments as `VllmEngine`.
 
     Raises:
-      UserError: an unsupported vLLM, a model that vLLM cannot hold in these formats, or no compiler where
+      UserError: an unsupported vLLM, a model that vLLM cannot load in these formats, or a missing compiler if
         vLLM is to be compiled.
-      EngineFailed: vLLM does not start, or not with the operations of its settings.
+      EngineFailed: vLLM does not start, or does not use the operations of its settings.
     """
 
     def __init__(self, model: ModelConfig, fp8_paths: Sequence[str], settings: EngineSettings) -> None:
@@ -64,7 +63,7 @@ class InProcessEngine(VllmEngine):
             logging.getLogger(name).setLevel(logging.ERROR)
         plugin.register()  # also where this package's entry points are not installed
         on_cpu = vllm.platforms.current_platform.is_cpu()
-        # an engine before this one may have run otherwise
+        # an earlier engine may have had other settings
         set_environment(on_cpu, settings.started.enforce_eager)
         if on_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -73,10 +72,10 @@ class InProcessEngine(VllmEngine):
                 write_model_directory(Path(directory), model, fp8_paths), model, on_cpu
             )
             arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
-            _ROPE_DICT.clear()  # by which vLLM gives an engine the RoPE of one before it, exact or not
+            _ROPE_DICT.clear()  # or vLLM reuses the RoPE of an earlier engine, exact or not
             try:
                 self.llm = LLM(**arguments)
-            except Exception as error:  # whatever vLLM raises, the cause is chained
+            except Exception as error:  # vLLM raises many types; the cause is chained
                 raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         (self.operations,) = self.llm.collective_rpc("jetrl_operations")
@@ -98,7 +97,7 @@ class InProcessEngine(VllmEngine):
         ticket = transfer.hand_over(manifest, tensors)
         try:
             if self._asleep:
-                # the cache follows when the new weights are in: less is held at once
+                # the cache wakes after the new weights are loaded, so that less memory is held at once
                 self.llm.wake_up(tags=["weights"])
             start, finish = self.llm.start_weight_update, self.llm.finish_weight_update
             start(**_known(start, is_checkpoint_format=False))
@@ -106,7 +105,7 @@ class InProcessEngine(VllmEngine):
             finish(**_known(finish, weight_version=str(version)))
             if self._asleep:
                 self.llm.wake_up(tags=["kv_cache"])
-            reset = self.llm.reset_prefix_cache()  # keys and values of the old weights
+            reset = self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
         except Exception as error:
             raise EngineFailed(f"vLLM: weights of version {version} were refused: {error}") from error
         if not reset:
@@ -127,7 +126,7 @@ class InProcessEngine(VllmEngine):
         return text
 
     def _ask(self, asked: Asked) -> Answers:
-        """By vLLM's own steps, each answer when its last token is sampled."""
+        """Runs vLLM's steps; yields each answer when its last token is sampled."""
         engine, waiting = self.llm.llm_engine, {}
         try:
             prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
@@ -138,7 +137,7 @@ class InProcessEngine(VllmEngine):
                 if asked
                 else []
             )
-            # "7-1f0c2a9b" is answered as "7"
+            # vLLM answers the request "7-1f0c2a9b" as "7"
             waiting = {name.partition("-")[0]: (place, name) for place, name in enumerate(names)}
             while engine.has_unfinished_requests():
                 for output in engine.step():
@@ -148,7 +147,7 @@ class InProcessEngine(VllmEngine):
             raise EngineFailed(f"vLLM: generation failed: {type(error).__name__}: {error}") from error
         finally:
             if waiting:
-                with contextlib.suppress(Exception):  # what went wrong first is what is told
+                with contextlib.suppress(Exception):  # the first error is the one to report
                     engine.abort_request([name for _, name in waiting.values()], internal=True)
 
     def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
@@ -164,10 +163,10 @@ class InProcessEngine(VllmEngine):
         return [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], tokens, strict=True)]
 
     def operators(self, token_ids: Sequence[int]) -> vllm_operators.Outputs:
-        """What each operator of the model makes of one sequence, as `bridge.vllm.worker.operators` has it.
+        """The output of each operator of the model for one sequence; see `bridge.vllm.worker.operators`.
 
         Raises:
-          EngineFailed: vLLM failed, or ran something else than one forward over it.
+          EngineFailed: vLLM failed, or did not run exactly one forward over the sequence.
         """
         events: list[tuple[str, np.ndarray]] = []
 
@@ -189,16 +188,12 @@ def _is_cpu_build() -> bool:
 
 
 def _known(function: Any, **options: Any) -> dict[str, Any]:
-    """Those options that this vLLM's function has: 0.24 alone asks for a format,
-    and a version is kept from 0.27 on.
-    """
+    """The options that this vLLM's function takes: only 0.24 has a format, and only 0.27 on a version."""
     return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
 
 
 def _as_torch(array: Any) -> torch.Tensor:
-    """A torch view of an array's memory by DLPack; of host arrays whose type numpy's DLPack does not know,
-    by their bytes.
-    """
+    """A torch view of an array's memory, by DLPack, or by bytes if numpy's DLPack does not know the type."""
     if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
         return torch.utils.dlpack.from_dlpack(array)
     host = np.ascontiguousarray(array)

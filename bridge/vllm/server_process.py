@@ -1,9 +1,8 @@
-"""Runs a command and ends it, with all its children, when our standard input closes: a server never outlives
-its trainer.
+"""Runs a command, vLLM's server, and ends it with all its children when standard input closes.
 
-Started as a script, so that it imports nothing.  The kernel closes the trainer's end of the pipe however the
-trainer ends; the command has a process group of its own, which gets SIGTERM and, where that is not enough,
-SIGKILL.
+So the server never outlives its trainer, since the kernel closes the trainer's end of the pipe however the
+trainer ends.  The command has its own process group, which gets SIGTERM and, if needed, SIGKILL.  This file
+runs as a script, so that it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ GRACE_S = 10.0
 
 
 def main(command: list[str]) -> int:
-    """Waits for the command's end or for the end of standard input; returns the command's status."""
+    """Waits until the command ends or standard input closes; returns the command's status."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def watch() -> None:

@@ -1,9 +1,8 @@
-"""What every way of running vLLM shares: its settings, its arguments, its model directory, requests and their
-answers.
+"""vLLM's settings, arguments, model directory, requests and answers, common to both vLLM engines.
 
-Free of torch and vLLM.  The arguments pin what the contract needs: BF16 with an FP32 head, logprobs after the
-temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's generation_config, one
-prefill per prompt (a prompt that is split may not have a seed in vLLM 0.32 on CPU).
+Imports neither torch nor vLLM.  The arguments fix the conditions of the contract: BF16 with an FP32 head,
+logprobs after the temperature over the full vocabulary, FP32 scales, no defaults from a checkpoint's
+generation_config, and one prefill per prompt (vLLM 0.32 on CPU refuses a seed for a prompt that is split).
 """
 
 from __future__ import annotations
@@ -26,55 +25,54 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
-# weights and cache are dropped: new weights come before the next request; level 1 would keep a copy on the
-# host
+# Level 2 drops weights and cache, since new weights come before the next request; level 1 would keep a copy
+# on the host.
 SLEEP_LEVEL = 2
-# What may form the FP8 products in a promotion order: this project's on a CPU, vLLM's on CUDA.
+# The allowed implementations of FP8 products by promotion order: this project's on a CPU, vLLM's on CUDA.
 FP8_PRODUCTS = {
     "deepgemm": ("ReferenceFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel"),
     "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
 }
-# Operations of an exact engine that are this project's; linear layers in BF16 only where the model has some.
+# Operations of an exact engine that this project implements; "linear" only if the model has BF16 layers.
 EXACT = ("attention", "norm", "rope", "silu", "linear", "logits", "logprobs")
-# vLLM's CUDA kernel that promotes the blocks of an FP8 product in an order (`precision.promotion_order`).
+# Promotion order (`precision.promotion_order`) -> vLLM's CUDA kernel for FP8 products in that order.
 LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
-# Read by vLLM when it is imported or started.
+# Environment variables that vLLM reads when it is imported or started.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # Hopper: DeepGEMM's power-of-two scales requantise the weights; its default and FlashInfer's kernel stand
-    # before CUTLASS.
+    # Hopper: by default vLLM prefers DeepGEMM, whose power-of-two scales requantise the weights, and
+    # FlashInfer's kernel to CUTLASS.
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probabilities are a Triton kernel's, with sums in FP32
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it computes log-probabilities in a Triton kernel with FP32 sums
 }
 CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # threads of OpenMP and of JAX share the cores
+    "OMP_NUM_THREADS": "1",  # OpenMP's threads would compete with JAX's
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack the
-    # codes.
+    # vLLM's kernels for CPUs with AMX quantise activations by another formula, or not at all, and repack
+    # the codes.
     "VLLM_DISABLED_KERNELS": "CPUFp8W8A8BlockScaledMMKernel,CPUFp8BlockScaledMMKernel",
 }
-COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # read by torch whenever something is to be compiled
+COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # torch reads it at each compilation
 
 
 class EngineFailed(RunStopped):
-    """The rollout engine died, hung or answered nonsense; exit status 3, and a resumed run goes on."""
+    """The rollout engine died, hung or gave an invalid answer; exit status 3, and the run can be resumed."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How vLLM runs: the sections of the config that it reads, and what the device says.
+    """How vLLM runs: the sections of the config that it reads, and whether it sleeps.
 
-    rollout: its `engine` is one of vLLM's; longest prompt and completion.
-    fp8: promotion order and scale format of the FP8 kernel, where it is this project's own; on CUDA the order
-      selects vLLM's.
-    numerics: reductions in float64 where `exact` (`bridge.vllm.worker.exact`), for eager engines, and whose
-      rounding points.
-    sleep: whether `sleep` of the engine gives its memory back; vLLM refuses it on a CPU.
+    rollout: its `engine` is one of vLLM's; also gives the longest prompt and completion.
+    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's.
+    numerics: `exact` (reductions in float64, `bridge.vllm.worker.exact`, for eager engines) and the rounding
+      points.
+    sleep: whether the engine's `sleep` frees its memory; vLLM refuses it on a CPU.
     """
 
     rollout: RolloutSection
@@ -90,16 +88,16 @@ class EngineSettings:
 
     @property
     def longest(self) -> int:
-        """Longest prompt with its completion, in tokens."""
+        """The longest prompt with its completion, in tokens."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
-        """vLLM's engine arguments by name, all JSON values; a server gets the same as flags."""
-        longest = min(self.longest + 1, model.max_position_embeddings)  # + 1: scoring samples one
+        """vLLM's engine arguments by name, as JSON values; a server gets the same ones as flags."""
+        longest = min(self.longest + 1, model.max_position_embeddings)  # + 1: scoring samples one token
         section = self.started
         arguments: dict[str, Any] = {
             "model": str(model_directory),
-            "load_format": "dummy",  # weights come by transfer, before the first request
+            "load_format": "dummy",  # weights are transferred before the first request
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": "bfloat16",
@@ -127,7 +125,7 @@ class EngineSettings:
         if not on_cpu:
             arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
         if self.numerics.exact and not on_cpu:
-            arguments["attention_backend"] = "FLASH_ATTN"  # which the plugin's exact attention stands for
+            arguments["attention_backend"] = "FLASH_ATTN"  # the plugin's exact attention replaces it
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:
@@ -139,20 +137,20 @@ def environment(on_cpu: bool, eager: bool) -> dict[str, str]:
     """Environment variables of a process that runs vLLM; `eager` as `rollout.engine.enforce_eager`.
 
     Raises:
-      UserError: the user's own environment keeps torch from compiling, and vLLM is to be compiled.
+      UserError: vLLM is to be compiled, but the user's environment keeps torch from compiling.
     """
     if not eager and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         raise UserError(
             "rollout.engine.enforce_eager: got false with TORCH_COMPILE_DISABLE=1 in the environment, "
             "expected true, or that unset."
         )
-    # An eager engine compiles small helpers all the same, which on a CPU costs more than it saves.
+    # Even an eager engine compiles small helpers, which on a CPU costs more time than it saves.
     compiler = {COMPILER_SWITCH: "1" if eager and on_cpu else "0"}
     return ENVIRONMENT | compiler | (CPU_ENVIRONMENT if on_cpu else {})
 
 
 def check_version(version: str) -> None:
-    """Raises UserError where this vLLM is outside the supported range."""
+    """Raises UserError if this version of vLLM is outside the supported range."""
     found = re.match(r"(\d+)\.(\d+)", version)
     first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
     if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) <= SUPPORTED[1]:
@@ -162,9 +160,9 @@ def check_version(version: str) -> None:
 
 
 def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: bool) -> None:
-    """Raises EngineFailed where an engine that was to be exact computes with other operations.
+    """Raises EngineFailed if an engine that should be exact uses other operations.
 
-    operations: of `bridge.vllm.worker.exact.operations`; fp8: whether the model has FP8 layers.
+    operations: from `bridge.vllm.worker.exact.operations`; fp8: whether the model has FP8 layers.
     """
     if not settings.numerics.exact:
         return
@@ -191,7 +189,7 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
 
 
 def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterable[str]) -> Path:
-    """A directory that tells vLLM the architecture and formats, without weights; returns it."""
+    """Writes a directory with architecture and formats for vLLM, without weights; returns it."""
     config = to_hf(model, dtype="bfloat16")
     quantization = quantization_config(model, fp8_paths)
     if quantization is not None:
@@ -202,9 +200,7 @@ def write_model_directory(directory: Path, model: ModelConfig, fp8_paths: Iterab
 
 
 def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any]:
-    """vLLM's sampling parameters of one request, each one stated:
-    nothing is left to a default of engine or checkpoint.
-    """
+    """All of vLLM's sampling parameters of one request; none is left to a default of engine or checkpoint."""
     digest = hashlib.sha256(f"{sampling.seed} {request.seed}".encode()).digest()
     return {
         "n": 1,
@@ -218,19 +214,17 @@ def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any
         "seed": int.from_bytes(digest[:7], "little"),
         "stop": [],
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # the stop tokens above are all there are
+        "ignore_eos": True,  # only the stop tokens above count
         "min_tokens": 0,
         "max_tokens": sampling.max_tokens,
-        "logprobs": 0,  # of the sampled token
+        "logprobs": 0,  # only that of the sampled token
         "detokenize": False,
         "skip_special_tokens": False,
     }
 
 
 def scoring_fields() -> dict[str, Any]:
-    """Sampling parameters under which vLLM reports the log-probabilities of a prompt's own tokens,
-    at temperature 1.
-    """
+    """Sampling parameters with which vLLM reports the log-probabilities of a prompt at temperature 1."""
     request = Request(0, [0], 0)
     return sampling_fields(SamplingParams(1.0, 1, (), 0), request) | {"prompt_logprobs": 0}
 
@@ -238,7 +232,7 @@ def scoring_fields() -> dict[str, Any]:
 def check_requests(
     requests: Sequence[Request], sampling: SamplingParams, settings: EngineSettings, vocab_size: int
 ) -> None:
-    """Raises ValueError for what vLLM would refuse, or silently cut."""
+    """Raises ValueError for requests that vLLM would refuse or silently truncate."""
     problems = []
     low, high = VLLM_TEMPERATURES
     if not sampling.greedy and not low <= sampling.temperature <= high:
@@ -275,8 +269,8 @@ def trajectory(
     """An answer of vLLM as a `Trajectory`.
 
     Raises:
-      EngineFailed: it does not fit the request: an aborted or empty completion, a missing logprob, no known
-        reason to end.
+      EngineFailed: the answer does not fit the request: an aborted or empty completion, a missing logprob, or
+        an unknown finish reason.
     """
     stopped = bool(token_ids) and token_ids[-1] in sampling.stop_token_ids
     problems = (
@@ -300,7 +294,7 @@ def trajectory(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as flags of vLLM's server."""
+    """Engine arguments as command-line flags of vLLM's server."""
     flags = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -312,10 +306,10 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def set_environment(on_cpu: bool, eager: bool = True) -> None:
-    """Gives this process vLLM's variables, where the user has not set them; before vLLM is imported, and for
-    each engine in it.
+    """Sets vLLM's environment variables that the user has not set; errors as `environment`.
 
-    Whether torch compiles is the config's to say, and of each engine anew; errors as `environment`.
+    Call it before vLLM is imported, and again for each engine, since the config of each engine decides
+    whether torch compiles.
     """
     variables = environment(on_cpu, eager)
     os.environ[COMPILER_SWITCH] = variables.pop(COMPILER_SWITCH)

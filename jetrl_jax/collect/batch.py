@@ -1,6 +1,4 @@
-"""What a rollout gives to a training step: groups of completions with their rewards,
-and what is logged of them.
-"""
+"""The output of a rollout, groups of completions with their rewards, and its metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ Failures = dict[str, dict[str, int]]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Completions of one prompt, which are compared with each other.
+    """The G completions of one prompt, whose rewards are compared with each other.
 
-    trajectories: G of them; texts: what they decode to.
+    trajectories, texts: the completions as tokens and as decoded text.
     rewards: float64 [G], NaN where a reward failed.
-    parts: by reward function, float64 [G], NaN where it failed.
+    parts: reward function -> its rewards, float64 [G], NaN where it failed.
     """
 
     prompt: Prompt
@@ -35,8 +33,10 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """The groups of one step; by reward function how many samples failed for which cause;
-    how many rounds were sampled.
+    """The groups of one step.
+
+    failures: reward function -> cause -> number of samples that failed.
+    rounds: how many times prompts were sampled to fill the batch.
     """
 
     groups: list[Group]
@@ -45,17 +45,17 @@ class RolloutBatch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of all groups, one after the other."""
+        """The trajectories of all groups, one group after the other."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64, in the order of `trajectories`."""
+        """The rewards of all groups, float64, in the order of `trajectories`."""
         return np.concatenate([group.rewards for group in self.groups])
 
     @property
     def parts(self) -> dict[str, np.ndarray]:
-        """By reward function, in the order of `trajectories`."""
+        """Reward function -> its rewards, in the order of `trajectories`."""
         return {
             name: np.concatenate([group.parts[name] for group in self.groups])
             for name in self.groups[0].parts
@@ -63,7 +63,7 @@ class RolloutBatch:
 
 
 def add_failures(one: Failures, other: Failures) -> Failures:
-    """Both counts together."""
+    """The sum of two failure counts."""
     return {
         name: {kind: one[name].get(kind, 0) + other[name].get(kind, 0) for kind in one[name] | other[name]}
         for name in one
@@ -71,9 +71,7 @@ def add_failures(one: Failures, other: Failures) -> Failures:
 
 
 def nonfinite_part(batch: RolloutBatch) -> str | None:
-    """The name of what is not finite in what was sampled, or None;
-    a sample without a reward is no such thing.
-    """
+    """The name of the part of a batch that is not finite, or None; missing rewards (NaN) are allowed."""
     if not all(np.isfinite(t.sampled_logprobs).all() for t in batch.trajectories):
         return "rollout_logprobs"
     return None

@@ -1,9 +1,8 @@
-"""The first half of a step: prompts are sampled from the engine, decoded and scored; groups without a signal
-replaced.
+"""The first half of a step: the engine completes prompts, and the completions are decoded and scored.
 
 With dynamic sampling (DAPO) a group whose task rewards are all equal carries no gradient and is replaced by a
-new one, for a bounded number of rounds.  Shaping of rewards (overlong penalty) comes later and does not enter
-that choice.
+new one, for a bounded number of rounds.  Rewards are shaped later (overlong penalty), so shaping does not
+influence which groups are replaced.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from jetrl_jax.collect.batch import Group, RolloutBatch, add_failures
 from jetrl_jax.collect.prompts import SEED_ROLLOUT, PromptStream, derived_seeds
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.console import Console
+from jetrl_jax.rewards.distributed import score
 from jetrl_jax.rewards.functions import RewardFunctions
-from jetrl_jax.rewards.scoring import score
 from jetrl_jax.rl.advantages import informative_groups
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.text.tokenizer import Tokenizer
 
-MOST_MESSAGES = 20  # distinct failures of reward functions that a run tells; the metrics count all
+MOST_MESSAGES = 20  # distinct reward failures that a run prints; the metrics count all
 
 
 @dataclass
@@ -50,10 +49,9 @@ class StepClock:
 class Collector:
     """Makes the rollout batches of a run.
 
-    config: the run's; algorithm: its algorithm with every null resolved.
-    engine: samples; rewards: judge; tokenizer: of prompts and completions; prompts: where the next ones come
-      from.
-    console: where phases and warnings are shown.
+    algorithm: the config's algorithm with every null resolved.
+    engine: samples the completions of `prompts`, which `tokenizer` decodes and `rewards` scores.
+    console: shows phases and warnings.
     """
 
     config: RunConfig
@@ -63,12 +61,10 @@ class Collector:
     tokenizer: Tokenizer
     prompts: PromptStream
     console: Console
-    _said: set[str] = field(default_factory=set)  # failures of reward functions that a warning has told
+    _said: set[str] = field(default_factory=set)  # reward failures already printed as warnings
 
     def collect(self, step: int, clock: StepClock) -> RolloutBatch:
-        """A batch of P groups; with dynamic sampling, groups whose rewards are all equal are replaced
-        while rounds last.
-        """
+        """A batch of P groups; dynamic sampling replaces groups of equal rewards while rounds remain."""
         wanted = self.config.rollout.prompts_per_step
         batch = self._sample(step, 0, wanted, clock)
         if not self.algorithm.dynamic_sampling:

@@ -1,6 +1,4 @@
-"""The order of the training prompts: a function of the seed and one cursor,
-so that a resumed run goes on exactly.
-"""
+"""The order of the training prompts, fixed by the seed and one cursor, so that a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ SEED_DATA, SEED_ROLLOUT, SEED_EVAL, SEED_WARM_START = range(4)  # first word of 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem and its token ids."""
+    """A task's example and the token ids of its prompt."""
 
     example: Example
     ids: list[int]
@@ -35,10 +33,10 @@ def derived_seeds(count: int, *words: int) -> list[int]:
 
 
 class PromptStream:
-    """An endless stream over `task.train`, in a new order each epoch.
+    """An endless stream of prompts over `task.train`, in a new order each epoch.
 
-    `cursor` counts the examples drawn since the start and `skipped` those that were empty or longer than
-    `max_prompt_tokens`; setting `cursor` moves the stream there.
+    `cursor` counts the examples drawn since the start; setting it moves the stream there.  `skipped` counts
+    the examples whose prompt was empty or longer than `max_prompt_tokens`.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int, seed: int) -> None:
@@ -58,7 +56,7 @@ class PromptStream:
         """The next `count` prompts that fit.
 
         Raises:
-          UserError: a whole epoch has none.
+          UserError: no prompt of a whole epoch fits.
         """
         taken: list[Prompt] = []
         misses = 0
@@ -71,7 +69,7 @@ class PromptStream:
                 continue
             self.skipped += 1
             misses += 1
-            # so many in a row hold a whole epoch, wherever they begin
+            # this many misses in a row cover a whole epoch, wherever they began
             if misses >= 2 * len(self.task.train) - 1:
                 raise UserError(
                     f"task {self.task.name}: no training prompt fits: got {len(ids)} tokens in the last "
@@ -95,6 +93,6 @@ class PromptStream:
 def fitting_prompts(
     examples: Iterator[Example] | list[Example], tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> list[Prompt]:
-    """Those of `examples` whose prompt fits, tokenised."""
+    """The tokenised prompts of `examples`, without those that are empty or too long."""
     prompts = (Prompt(example, tokenizer.encode_prompt(example.prompt)) for example in examples)
     return [prompt for prompt in prompts if 0 < len(prompt.ids) <= max_prompt_tokens]

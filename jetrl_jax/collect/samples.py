@@ -1,6 +1,4 @@
-"""A completion token by token, for whoever reads the record of a run:
-each token's text and its log-probability.
-"""
+"""A completion token by token for the record of a run: each token's text and its log-probability."""
 
 from __future__ import annotations
 
@@ -10,17 +8,16 @@ from typing import Any
 from jetrl_jax.rollout.types import Trajectory
 from jetrl_jax.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 256  # of a sample; the rest is counted
+MAX_TOKENS = 256  # recorded per sample; the rest is counted
 _PART_OF_A_CHARACTER = "\ufffd"
 
 
 def token_record(tokenizer: Tokenizer, trajectory: Trajectory) -> dict[str, Any]:
-    """Texts and log-probabilities of what follows the prompt, as JSON values.
+    """Texts and log-probabilities of the tokens after the prompt, as JSON values.
 
-    tokens           text of each of the first `MAX_TOKENS` tokens; that of a stop token is empty
-    logprobs         of each, as the engine reported it, rounded to 1e-4; None where the policy did not write
-                     the token
-    tokens_left_out  how many there are beyond, where there are
+    tokens           text of each of the first `MAX_TOKENS` tokens; a stop token has an empty text
+    logprobs         of each, as the engine reported it, rounded to 1e-4; None if the policy did not sample it
+    tokens_left_out  number of further tokens; present only if there are any
     """
     start, ids = trajectory.turns[0].stop, trajectory.completion_ids
     kept = slice(start, start + MAX_TOKENS)
@@ -33,9 +30,7 @@ def token_record(tokenizer: Tokenizer, trajectory: Trajectory) -> dict[str, Any]
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """One text a token; a character of several tokens stands at the last of them,
-    and the others are empty.
-    """
+    """One text per token; if several tokens make one character, the last has it and the others are empty."""
     texts, begin = [], 0
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[begin:end])

@@ -1,1 +1,1 @@
-"""One file for each command, and what they share (`entry`)."""
+"""The commands, one file each; `entry` holds the code they share."""

@@ -1,15 +1,17 @@
-"""`python -m jetrl_jax check-engine`: the golden vectors of the contract against the installed vLLM.
+"""`python -m jetrl_jax check-engine`: the installed vLLM against the golden vectors of the contract.
 
-`bridge/vllm/contract.json` holds inputs with the outputs they must give (made by numpy oracles of the
-formulas only): codes, scales and FP8 products, and every other operator of a decoder that an exact run relies
-on, from the norm to the log-probability.  The trainer's own run them, and those of the installed vLLM on this
-machine; the table says what matches bit for bit, what does not and by how much, and the settings that select
-each.  Exit status 3 where the trainer, or the engine that the config selects, breaks the contract; without
-`numerics.exact` the operators are vLLM's, and are not asked.
+`bridge/vllm/contract.json` holds inputs with their expected outputs, made by numpy oracles that know only the
+formulas.  It covers codes, scales and FP8 products, and every other operator of a decoder that an exact run
+relies on, from the norm to the log-probability.  The command runs the trainer's operators and those of the
+installed vLLM on these inputs.  Its table shows which match bit for bit, how far the others are off, and the
+settings that select each.
 
-Products of `exact_sums` are decided by the promotion order alone and must match anywhere.  Those of
-`random_codes` also depend on how a tensor core rounds a dot of 128 products: they must match where the dot is
-exact, which is on CPU.
+Exit status 3 if the trainer, or the engine that the config selects, breaks the contract.  Without
+`numerics.exact` the engine uses vLLM's own operators, which are not checked.
+
+The products of `exact_sums` depend only on the promotion order and must match anywhere.  Those of
+`random_codes` also depend on how a tensor core rounds a dot product of 128 terms; they must match where that
+is exact, as on a CPU.
 
 JAX is imported after the config is read.
 """
@@ -35,7 +37,7 @@ CPU_PLUGIN, TRAINER = "plugin/", "trainer"
 
 @dataclass(frozen=True)
 class Row:
-    """One case on one implementation: how many of its values differ from the contract, of how many."""
+    """The result of one case on one implementation: how many of its `values` differ from the contract."""
 
     implementation: str
     case: str
@@ -43,25 +45,25 @@ class Row:
     values: int
     largest: float  # largest |difference| of a scale or product, relative to the expected one
     settings: str
-    required: bool  # whether the configured run depends on it
+    required: bool  # whether the configured run uses this implementation
     note: str = ""
 
 
 def load_contract() -> dict[str, Any]:
-    """The golden vectors; arrays as hex strings of their bytes."""
+    """The golden vectors; their arrays are hex strings of bytes."""
     contract: dict[str, Any] = json.loads(CONTRACT.read_text(encoding="utf-8"))
     return contract
 
 
 def array(text: str, dtype: Any, columns: int) -> np.ndarray:
-    """The matrix [rows, columns] of a hex string."""
+    """The matrix [rows, columns] in a hex string."""
     return np.frombuffer(bytes.fromhex(text), dtype).reshape(-1, columns)
 
 
 def quantizer_rows(
     contract: dict[str, Any], name: str, run: Any, scale_format: str, settings: str, required: bool
 ) -> list[Row]:
-    """Every quantiser case on one implementation; codes and scales are counted together."""
+    """Runs every quantiser case on one implementation; codes and scales are counted together."""
     from pallas_kernels.formats import BLOCK
 
     rows = []
@@ -83,7 +85,7 @@ def quantizer_rows(
 def product_rows(
     contract: dict[str, Any], name: str, run: Any, order: str, settings: str, required: bool
 ) -> list[Row]:
-    """Both product cases on one implementation, compared in BF16."""
+    """Runs both product cases on one implementation; results are compared in BF16."""
     from pallas_kernels.formats import BLOCK
 
     rows = []
@@ -105,7 +107,7 @@ def product_rows(
 
 
 def trainer_rows(contract: dict[str, Any], scale_format: str, order: str) -> list[Row]:
-    """The trainer's own quantiser, weight publication and product."""
+    """Runs the trainer's quantiser, weight publication and product."""
     import jax.numpy as jnp
 
     from jetrl_jax.precision.parameters import jit
@@ -134,7 +136,7 @@ def trainer_rows(contract: dict[str, Any], scale_format: str, order: str) -> lis
 
 
 def _source_row(vectors: dict[str, Any]) -> Row:
-    """What `PrecisionPlan.publish` makes of an FP32 master."""
+    """Checks the codes and scales that `PrecisionPlan.publish` makes from an FP32 master."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -155,13 +157,13 @@ def _source_row(vectors: dict[str, Any]) -> Row:
 
 
 def engine_rows(contract: dict[str, Any], scale_format: str, order: str) -> list[Row]:
-    """Every quantiser and product of the installed vLLM; those that the config selects are required."""
+    """Runs every quantiser and product of the installed vLLM; those that the config selects are required."""
     from bridge.vllm.worker.contract import backends
 
     quantizers, products = backends()
     rows = []
     for backend in quantizers:
-        # what the run takes is held against the config, another against the contract of the scales it makes
+        # a quantiser that the run uses must match the config; the others, the contract of their own scales
         used = backend.name in (f"{CPU_PLUGIN}{scale_format}", "vllm/cuda/float32")
         own = backend.name.rsplit("/", 1)[1]
         held = scale_format if used or own not in ("float32", "power_of_two") else own
@@ -178,9 +180,7 @@ def engine_rows(contract: dict[str, Any], scale_format: str, order: str) -> list
 
 
 def operator_rows(contract: dict[str, Any], name: str, run: Any, variant: str) -> list[Row]:
-    """Every operator's case on one side; norms of the other `numerics.engine_variant` are shown and not
-    required.
-    """
+    """Runs every operator case on one side; norms of the other `engine_variant` are not required."""
     rows = []
     for case, vectors in contract["operators"].items():
         parameters = vectors["parameters"]
@@ -202,7 +202,7 @@ def operator_rows(contract: dict[str, Any], name: str, run: Any, variant: str) -
 
 
 def _shaped(array: dict[str, Any]) -> np.ndarray:
-    """An array that comes with dtype and shape; "bfloat16" is ml_dtypes'."""
+    """An array stored as bytes with dtype and shape; "bfloat16" is that of ml_dtypes."""
     dtype = ml_dtypes.bfloat16 if array["dtype"] == "bfloat16" else np.dtype(array["dtype"])
     return np.frombuffer(bytes.fromhex(array["bytes"]), dtype).reshape(array["shape"])
 
@@ -235,9 +235,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Parses the command line, runs the vectors, prints the table;
-    raises RunStopped where the configured run breaks the contract.
-    """
+    """Runs the command; raises RunStopped if the configured run breaks the contract."""
     parser = command_parser(
         "check-engine",
         "Check the installed vLLM against the contract.",

@@ -1,6 +1,4 @@
-"""`python -m jetrl_jax config [NAME]`: the reference of all fields, which is the page docs/config.md,
-or a config to start from.
-"""
+"""`python -m jetrl_jax config [NAME]`: prints the reference of all fields, or a config to start from."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def reference() -> str:
 
 
 def _row(path: str, found: list[Found]) -> str:
-    """A field's row; where variants of its section have other defaults, or some have no such field,
-    it says which.
-    """
+    """A field's row; it names variants of the section that lack the field or have another default."""
     types = dict.fromkeys(field.takes.in_words() for field in found)
     meanings = " ".join(dict.fromkeys(field.meaning for field in found))
     parts, only, default, others = path.split("."), "", default_of(found[0].info), []

@@ -1,10 +1,11 @@
-"""What all entry points share: the config arguments, and one way to end.
+"""Code shared by all commands: the config arguments, and the exit status.
 
-    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or a
-                  disk that takes no more · 4 another process of the run was lost · 130 interrupted ·
+    exit status   0 done · 1 a bug (traceback) · 2 bad input · 3 stopped by the run's own rules, or the
+                  disk is full · 4 another process of the run was lost · 130 interrupted ·
                   141 the reader of our output went away
 
-No module that a config needs imports jax, so that bad input ends before any device is touched.
+The modules needed to read a config do not import jax, so that bad input is reported before any device is
+touched.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ BROKEN_PIPE = 141
 
 
 def command_parser(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
-    """The parser of `python -m jetrl_jax NAME` (``train``: of `python -m jetrl_jax.train`), whose --help ends
-    with examples.
+    """The parser of `python -m jetrl_jax NAME`, whose --help ends with examples.
 
-    examples: what stands behind ``python -m jetrl_jax``, line by line.
+    name: of the command; ``train`` is `python -m jetrl_jax.train`.
+    examples: example command lines, without the leading ``python -m jetrl_jax``.
     """
     program = "python -m jetrl_jax.train" if name == "train" else f"python -m jetrl_jax {name}"
     start = "python -m jetrl_jax." if name == "train" else "python -m jetrl_jax "
@@ -47,7 +48,7 @@ def command_parser(name: str, description: str, *examples: str) -> argparse.Argu
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` --config and --set; `config_from_arguments` reads them."""
+    """Adds --config and --set, which `config_from_arguments` reads."""
     parser.add_argument(
         "--config",
         type=user_path,
@@ -66,7 +67,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_argument(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` --step: which checkpoint of a run, as `jetrl_jax.runs.policy.load_policy` takes it."""
+    """Adds --step, the checkpoint of a run, as `jetrl_jax.runs.policy.load_policy` takes it."""
     parser.add_argument(
         "--step",
         type=_step,
@@ -83,27 +84,23 @@ def _step(text: str) -> int | str:
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
-    """The config that --config and --set describe; raises UserError."""
+    """The config that --config and --set describe; raises UserError if it is invalid."""
     return load_config(arguments.config, arguments.overrides)
 
 
 def check_output_files(command: str, *files: Path | None) -> None:
-    """Raises UserError, before anything is computed, for a file that cannot be written where it is asked
-    for; None is no file.
-    """
+    """Raises UserError, before anything is computed, if an output file cannot be written; skips None."""
     for file in files:
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            what = "is a directory" if file.is_dir() else "stands in no directory that can be written"
+            what = "is a directory" if file.is_dir() else "is not in a writable directory"
             raise UserError(
-                f"{command}: the output {what}: got {str(file)!r}, expected a file in a directory that "
-                "is there."
+                f"{command}: the output {what}: got {str(file)!r}, expected a file in an existing, writable "
+                "directory."
             )
 
 
 def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run `main(sys.argv[1:])` and exit with its status; errors of the user end with a message,
-    not with a traceback.
-    """
+    """Runs `main(sys.argv[1:])` and exits with its status; a `UserError` ends with a message only."""
     try:
         status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
@@ -115,24 +112,24 @@ def run_entry_point(main: Callable[[list[str]], int | None]) -> NoReturn:
         status = _end("interrupted", INTERRUPTED)
     except BrokenPipeError:
         if not _nobody_reads():
-            raise  # another pipe broke, such as that of a worker process: a bug to be seen
+            raise  # another pipe broke, such as that of a worker process; a bug must not be hidden
         status = BROKEN_PIPE
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:
             raise
         status = _end(
-            f"stopped: {error}. What was saved before is whole: make room and go on with --resume.",
+            f"stopped: {error}. Everything saved before is intact: make room and continue with --resume.",
             RunStopped.exit_code,
         )
     if _nobody_reads():
-        # Python's own flush at exit must not complain
+        # Python's own flush at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
 
 
 def _end(message: str, status: int) -> int:
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()  # what was printed comes before the message
+        sys.stdout.flush()  # earlier output comes before the message
     print(message, file=sys.stderr, flush=True)
     return status
 
@@ -141,7 +138,7 @@ def _nobody_reads() -> bool:
     """Whether stdout is a pipe whose other end is closed."""
     try:
         descriptor = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # replaced by something that is no file
+    except (AttributeError, OSError, ValueError):  # replaced by an object that is not a file
         return False
     poll = select.poll()
     poll.register(descriptor, 0)

@@ -1,8 +1,7 @@
 """`python -m jetrl_jax evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
 
-With a run directory the run's own config says task and sizes, and `--step` which checkpoint; with a Hugging
-Face directory give `--config`.
-Prints one JSON object.
+For a run directory, the run's own config gives task and sizes, and `--step` chooses the checkpoint.  A
+Hugging Face directory needs `--config`.  Prints one JSON object.
 """
 
 from __future__ import annotations

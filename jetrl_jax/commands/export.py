@@ -1,8 +1,8 @@
-"""`python -m jetrl_jax export --run DIR --out DIR --format bf16|fp8 [--step N|best|last]`: a policy as a
-Hugging Face checkpoint directory.
+"""`python -m jetrl_jax export --run DIR --out DIR --format bf16|fp8`: writes a Hugging Face checkpoint.
 
-`bf16` (and fp16, fp32) writes the rounded masters; `fp8` writes the very codes and scales that the run's
-rollout and forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.
+`bf16` (and fp16, fp32) writes the rounded masters.  `fp8` writes the codes and scales that the run's rollout
+and forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.  `--step`
+chooses a checkpoint of the run: a number, best or last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         help="where the checkpoint goes; new, empty or an earlier checkpoint",
     )
     parser.add_argument(
-        "--format", choices=[*FORMATS, "fp8"], default="bf16", help="what the weights are stored in"
+        "--format", choices=[*FORMATS, "fp8"], default="bf16", help="format of the stored weights"
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in --out")

@@ -1,7 +1,7 @@
 """`python -m jetrl_jax generate --checkpoint DIR --prompt TEXT`: talk to a trained policy.
 
-DIR is a run directory (`--step` says which checkpoint) or a Hugging Face directory.  Without --prompt, each
-line of standard input is a prompt and is answered as it comes.
+DIR is a run directory (`--step` chooses the checkpoint) or a Hugging Face directory.  Without --prompt, each
+line of standard input is a prompt, answered as it arrives.
 """
 
 from __future__ import annotations

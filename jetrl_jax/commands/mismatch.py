@@ -1,10 +1,9 @@
-"""`python -m jetrl_jax mismatch --checkpoint RUN [--flow-a F] [--flow-b F]`: where two flows part on the same
-tokens.
+"""`python -m jetrl_jax mismatch --checkpoint RUN`: where two precision flows diverge on the same tokens.
 
-A flow is a precision preset, seen from the trainer's side (the default) or the rollout's: `bf16`,
-`fp8_rollout_only:rollout`. Without arguments the run's own flow is compared with itself, trainer against
-rollout.  The tokens are completions of held-out prompts sampled by the policy, or texts of your own.  Prints
-a table, one row an operator, and the gap of the log-probabilities; `--out` draws both as a page, `--json`
+`--flow-a` and `--flow-b` name a precision preset and a side, the trainer (default) or the rollout: `bf16`,
+`fp8_rollout_only:rollout`.  Without them the run's own flow is compared with itself, trainer against rollout.
+The tokens are completions of held-out prompts sampled by the policy, or texts of your own.  Prints a table
+with one row per operator, and the gap of the log-probabilities.  `--out` draws both as a page, `--json`
 writes the numbers.
 """
 
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Parses the command line, compares, prints and writes."""
     parser = command_parser(
         "mismatch",
-        "Where two precision flows part on the same tokens, operator by operator.",
+        "Show where two precision flows diverge on the same tokens, operator by operator.",
         "mismatch --checkpoint runs/tiny_cpu --flow-a bf16 --flow-b fp8_unified",
     )
     parser.add_argument(
@@ -108,10 +107,10 @@ def main(argv: list[str]) -> int:
 
 
 def bound_model(policy: Policy, flow: str) -> Decoder:
-    """The policy's decoder with the weights that a flow's trainer or rollout multiplies.
+    """The policy's decoder with the weights that the trainer or rollout of a flow multiplies.
 
     Raises:
-      UserError: a flow that is not `preset` or `preset:side`.
+      UserError: `flow` is not `preset` or `preset:side`.
     """
     from flax import nnx
 
@@ -165,7 +164,7 @@ def logprob_gaps(
 ) -> dict[str, Any]:
     """Mismatch metrics of B (as the engine) against A (as the trainer), and mean |Δ| by position.
 
-    `mask` bool [R, T] marks the tokens that are scored; a token is predicted from the one before it.
+    `mask` bool [R, T] marks the tokens to score; each is predicted at the position before it.
     """
     from jetrl_jax.models import vocabulary
     from jetrl_jax.precision.parameters import jit
@@ -215,7 +214,7 @@ def _given(policy: Policy, texts: list[str]) -> tuple[Tokens, np.ndarray]:
 
 
 def _rows(sequences: list[tuple[list[int], list[int]]]) -> tuple[Tokens, np.ndarray]:
-    """One sequence a row, padded on the right; the mask marks the second parts."""
+    """One sequence per row, padded on the right; the mask marks the second part of each."""
     width = max(len(first) + len(second) for first, second in sequences)
     ids, segments = np.zeros((len(sequences), width), np.int32), np.zeros((len(sequences), width), np.int32)
     mask = np.zeros(ids.shape, bool)
@@ -228,7 +227,7 @@ def _rows(sequences: list[tuple[list[int], list[int]]]) -> tuple[Tokens, np.ndar
 
 
 def first_difference(differences: list[Difference]) -> str:
-    """Where the two part, in words."""
+    """A sentence naming the first operator whose outputs differ."""
     for d in differences:
         if d.unequal > 0:
             return (
@@ -239,7 +238,7 @@ def first_difference(differences: list[Difference]) -> str:
 
 
 def table(flow_a: str, flow_b: str, differences: list[Difference], gaps: dict[str, Any]) -> str:
-    """The differences and the gap of the log-probabilities as aligned text."""
+    """The differences and the log-probability gap as aligned text."""
     lines = [("operator", "accumulated", "own", "unequal", "largest")]
     lines += [
         (_place(d), f"{d.accumulated:.2e}", f"{d.own:.2e}", f"{d.unequal:.1%}", f"{d.largest:.2e}")
@@ -276,7 +275,7 @@ def page(flow_a: str, flow_b: str, differences: list[Difference], gaps: dict[str
     )
     places = [_place(d) for d in differences]
     for name in ("accumulated", "own"):
-        values = [getattr(d, name) or None for d in differences]  # zero has no place on a logarithmic axis
+        values = [getattr(d, name) or None for d in differences]  # a logarithmic axis has no zero
         figure.add_trace(go.Scatter(x=places, y=values, mode="lines+markers", name=name), row=1, col=1)
     by_position = gaps["by_position"]
     bars = go.Bar(

@@ -1,15 +1,16 @@
 """`python -m jetrl_jax parity --model DIR`: the same tokens scored by the trainer and by vLLM.
 
-Three pairs on one set of tokens, sampled by the engine from the policy's own flow:
+Compares three pairs on one set of tokens, sampled by the engine from the policy's own flow:
 
-    policy       the policy's flow on both sides: what a run's importance ratios see
-    bf16_floor   BF16 on both sides: what two implementations of one model differ by
+    policy       the policy's flow on both sides: the gap in a run's importance ratios
+    bf16_floor   BF16 on both sides: the gap between two implementations of one model
     bf16_fp8     BF16 training against the policy's rollout: the gap of a mixed flow
 
-of each: mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 = E[exp(d) - 1 - d] with d =
-trainer - engine, the share of tokens within 1e-5, and mean |d| by position.  Where vLLM runs in this process,
-also the first operator of the first layer whose output differs between the two sides, on the first sequences;
-the head is left to the log-probabilities. Prints a table; `--json` writes the numbers.
+For each pair it reports mean and largest |logprob(trainer) - logprob(engine)| in nats, k3 =
+E[exp(d) - 1 - d] with d = trainer - engine, the share of tokens within 1e-5, and mean |d| by position.  If
+vLLM runs in this process, it also reports the first operator whose output differs between the two sides, on
+the first sequences and up to the final norm (the log-probabilities cover the head).  Prints a table; `--json`
+writes the numbers.
 """
 
 from __future__ import annotations
@@ -37,16 +38,14 @@ if TYPE_CHECKING:
 FIGURES = ("logprob_abs_mean", "logprob_abs_max", "k3")
 EQUAL = 1e-5
 BUCKETS = 4
-ORDER = "q k v gate up normed residual"  # of an operator's parts as they stand in vLLM's fused outputs
+ORDER = "q k v gate up normed residual"  # order of the parts in vLLM's fused outputs
 RESIDUALS = ("input_norm", "norm")
-TRACED = 4  # sequences whose operators are compared
-Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence, entry 0 meaningless
+TRACED = 4  # number of sequences whose operators are compared
+Logprobs = Sequence[np.ndarray]  # one float32 [length] per sequence; entry 0 is meaningless
 
 
 def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
-    """The figures of one pair; positions in `BUCKETS` equal ranges of the longest sequence, [first, last,
-    mean |d|, tokens].
-    """
+    """The figures of one pair; `by_position` lists [first, last, mean |d|, tokens] of equal ranges."""
     from jetrl_jax.rl.metrics import mismatch_metrics
 
     differences = [
@@ -75,10 +74,10 @@ def gap(trainer: Logprobs, engine: Logprobs) -> dict[str, Any]:
 
 
 def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """{pair: figures} of a policy; starts vLLM once per flow, in this process or as `rollout.engine` says.
+    """{pair: figures} of a policy; starts vLLM once per flow, where `rollout.engine` says.
 
     Raises:
-      UserError: vLLM is missing, or cannot hold the model.
+      UserError: vLLM is not installed, or cannot load the model.
     """
     from flax import nnx
 
@@ -124,7 +123,7 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
         score, longest = Scorer(flow.model), max(len(ids) for ids in tokens)  # one length: compiled once
         trainer_side[name] = [score(weights, ids, longest) for ids in tokens]
         del engine
-        gc.collect()  # what it held of a GPU is there for the next
+        gc.collect()  # frees its GPU memory for the next engine
     return {
         "policy": gap(trainer_side["policy"], engine_side["policy"]) | operators["policy"],
         "bf16_floor": gap(trainer_side["bf16"], engine_side["bf16"]) | operators["bf16"],
@@ -133,19 +132,17 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
 
 
 def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """{"first_difference": in words, "operators": every operator's difference,
-    in the order of the forward, if it can be had}.
-    """
+    """The first difference in words; if vLLM runs eagerly in this process, also those of every operator."""
     from jetrl_jax.commands.mismatch import first_difference
 
     if engine.describe()["mode"] != "in_process":
         return {
-            "first_difference": "not known: vLLM's operators are seen in this process alone; --set "
+            "first_difference": "not known: vLLM's operators can be read only in this process; --set "
             "rollout.engine=vllm"
         }
     if not engine.settings.started.enforce_eager:
         return {
-            "first_difference": "not known: compiled, vLLM runs no single operators; --set "
+            "first_difference": "not known: a compiled vLLM does not run single operators; --set "
             "rollout.engine.enforce_eager=true"
         }
     differences = operator_differences(model, engine, tokens)
@@ -156,11 +153,10 @@ def where_they_part(model: Decoder, engine: VllmEngine, tokens: Sequence[Sequenc
 
 
 def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[int]]) -> list[Difference]:
-    """Trainer (A, a decoder with the weights that it multiplies) against vLLM (B, in this process), up to the
-    final norm.
+    """Every operator of the trainer's decoder (A) against vLLM's in this process (B), up to the final norm.
 
     Raises:
-      RuntimeError: an operator's outputs do not have the same size on both sides.
+      RuntimeError: the outputs of an operator differ in size between the two sides.
     """
     from jetrl_jax.diagnostics.operators import difference, outputs
 
@@ -172,11 +168,11 @@ def operator_differences(model: Decoder, engine: Any, tokens: Sequence[Sequence[
     positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
     found = []
     for layer, name, values in outputs(model, ids, positions, segments):
-        if name == "lm_head":  # vLLM computes the positions that it needs, in FP32 sums of another order
+        if name == "lm_head":  # vLLM computes only some positions, and sums in FP32 in another order
             continue
         a = np.concatenate([values[part] for part in sorted(values, key=ORDER.find)], axis=-1)
         b = np.concatenate([one[layer, name] for one in theirs])
-        if name in RESIDUALS:  # one side returns the residual too
+        if name in RESIDUALS:  # one side also returns the residual
             a, b = a[:, : b.shape[1]], b[:, : a.shape[1]]
         if a.shape != b.shape:
             raise RuntimeError(
@@ -236,7 +232,7 @@ def main(argv: list[str]) -> int:
         )
     check_output_files("parity", arguments.json)
 
-    # vLLM samples, whatever engine the run had; a gap is what this command measures, not a reason to stop
+    # vLLM samples whatever the run's engine was, and a gap is measured here rather than stopping the command
     engine = (
         [] if policy_config(arguments.run or arguments.model).samples_by_vllm else ["rollout.engine=vllm"]
     )

@@ -1,9 +1,8 @@
-"""`python -m jetrl_jax report RUN [RUN ...] [--out PAGE]`: one HTML page about one run, or about several laid
-over one another.
+"""`python -m jetrl_jax report RUN [RUN ...] [--out PAGE]`: an HTML page about one run or several overlaid.
 
-The page holds everything it needs (the chart library is inside it) and fetches nothing: it opens from a disk
-without a network.  It reads only what `jetrl_jax.record.run_directory` writes, starts no device, and can be
-made while a run goes on.  Without --out it is RUN/report.html for one run, report.html here for several.
+The page is self-contained, chart library included, so it opens without a network.  The command reads only the
+files that `jetrl_jax.record.run_directory` writes, starts no device, and may be used while a run is going on.
+Without --out it writes RUN/report.html for one run, and report.html in the current directory for several.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ PAGE_FILE = "report.html"
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the page about ``runs`` (run directories) to ``out`` and return its path.
+    """Writes the page about ``runs`` (run directories) to ``out`` and returns its path.
 
-    Raises `UserError` on a path that is no run directory, a run without a row, a run named twice, a file of a
-    run that cannot be read, and a page that cannot be written.
+    Raises `UserError` for a path that is not a run directory, a run without metrics, a run named twice, a
+    file of a run that cannot be read, or a page that cannot be written.
     """
-    from jetrl_jax.report.page import render  # plotly takes its time
+    from jetrl_jax.report.page import render  # plotly is slow to import
 
     paths = [user_path(run).resolve() for run in runs]
     if len(set(paths)) < len(paths):
@@ -42,7 +41,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell all of them apart."""
+    """The shortest endings of the paths that tell them apart."""
     longest = max(len(path.parts) for path in paths)
     for count in range(1, longest + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -52,7 +51,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Reads the command line, writes the page and says where; returns the exit status."""
+    """Parses the command line, writes the page and prints its path; returns the exit status."""
     parser = command_parser(
         "report",
         "Write an HTML page about one or several runs.",

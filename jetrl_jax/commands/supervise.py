@@ -1,12 +1,11 @@
-"""One process of several under a watch that imports no JAX: however the worker ends, there is one message and
-a status.
+"""Watches one process of a run on several processes, so that every end gives one message and an exit status.
 
-When JAX's coordination service loses a process, it aborts the others from native code, with a stack trace and
-no way to catch it.  So the command forks before JAX is loaded: the child runs; the parent passes signals on,
-waits, and says what happened.  What native code writes to stderr is kept aside and shown only where nobody
-can say what it means.
+When JAX's coordination service loses a process, it aborts the others from native code, with a stack trace
+that cannot be caught.  So the command forks before JAX is loaded.  The child runs; the parent, which never
+imports JAX, passes signals on, waits, and reports how the child ended.  The child's native stderr is held
+back and shown only if the end has no known explanation.
 
-    4     another process of the run was lost, or not all were there in time
+    4     another process of the run was lost, or some did not start in time
     128+n the worker was ended by signal n
     else  the worker's own exit status
 """
@@ -29,16 +28,16 @@ from jetrl_jax.config.devices import DistributedSection
 from jetrl_jax.errors import ProcessLost
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-# a process that ends with an error takes the coordinator along: the others get to say what they found
-# themselves
+# A process that ends with an error may take the coordinator with it.  It waits this long, so that the others
+# can first report their own errors.
 LINGER_S = 2.0
 SHOWN_BYTES = 4000
 
 
 def supervise(section: DistributedSection, work: Callable[[], int]) -> int:
-    """Runs `work` in a child process, to its end; returns the exit status."""
+    """Runs `work` in a child process until it ends; returns the exit status."""
     with tempfile.TemporaryFile() as native:
-        watched, holds = os.pipe()  # the child reads the end of its parent
+        watched, holds = os.pipe()  # the child notices here that its parent has ended
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         child = os.fork()
         if child == 0:
@@ -62,11 +61,11 @@ def _pass_on(child: int, number: int) -> None:
 
 
 def _explain(section: DistributedSection, status: int, said: bytes) -> int:
-    """Prints what the worker's end means where it could not say it itself; returns the exit status."""
+    """Prints why the worker ended if it could not print that itself; returns the exit status."""
     if status == -signal.SIGABRT and b"distributed service" in said:
         if b"RegisterTask" in said:
             _print(
-                "stopped: distributed: not all processes were there within distributed.timeout_s = "
+                "stopped: distributed: not all processes had joined within distributed.timeout_s = "
                 f"{section.timeout_s} s."
             )
         else:
@@ -93,8 +92,8 @@ def _print(text: str) -> None:
 
 
 def _work(section: DistributedSection, work: Callable[[], int], native: IO[bytes], watched: int) -> None:
-    """The child, which never returns."""
-    os.setpgid(0, 0)  # a Ctrl-C reaches the parent alone, which passes it on
+    """Runs `work` as the child; never returns."""
+    os.setpgid(0, 0)  # a Ctrl-C reaches only the parent, which passes it on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     os.dup2(native.fileno(), 2)
@@ -113,11 +112,11 @@ def _work(section: DistributedSection, work: Callable[[], int], native: IO[bytes
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status if isinstance(status, int) else 1)  # not by way of JAX, which would wait for the others
+    os._exit(status if isinstance(status, int) else 1)  # skips JAX's exit hooks, which wait for the others
 
 
 def _guarded(section: DistributedSection, work: Callable[[], int]) -> int:
-    """`work`, then the end of all processes together; raises `ProcessLost` where another one is gone."""
+    """Runs `work`, then leaves together with the others; raises `ProcessLost` if another process is lost."""
     from jetrl_jax.devices import processes
 
     try:

@@ -1,10 +1,9 @@
-"""`python -m jetrl_jax.train --config C --verify-resume K`: does a run that is stopped and resumed equal one
-that is not?
+"""`python -m jetrl_jax verify-resume --config C K`: does a resumed run equal an uninterrupted one?
 
-Three processes in a temporary directory: 2K steps at one go; the same run, which gets a SIGTERM as step K
-ends; and the resume of that one in a new process.  Compared bit by bit: every metric but the clocks, every
-sampled prompt and completion, every array of the last checkpoint (masters, moments, loss scale, reference) by
-its SHA-256, its counters and data position, and the exported weights.
+Runs three processes in a temporary directory: 2K steps without a stop; the same run, which gets a SIGTERM at
+the end of step K; and its resume.  Compares bit by bit every metric except clocks, every sampled prompt and
+completion, every array of the last checkpoint by its SHA-256 (masters, moments, loss scale, reference), its
+counters and data position, and the exported weights.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ TRAIN = (sys.executable, "-m", "jetrl_jax.train", "--config")
 
 
 def verify_resume(config: RunConfig, steps: int) -> list[str]:
-    """Runs the three processes; returns what was compared, one line each.
+    """Runs the three processes; returns one line for each comparison.
 
     Args:
       config: the run's config; its directory is not touched.
       steps: K.
 
     Raises:
-      UserError: K below 1, or a config of several processes.
+      UserError: K is below 1, or the config has several processes.
       RunStopped: a process failed, or the two runs differ; the message lists where.
     """
     if steps < 1:
@@ -65,13 +64,13 @@ def verify_resume(config: RunConfig, steps: int) -> list[str]:
     if different:
         lines = "\n".join(f"  {line}" for line in different)
         raise RunStopped(
-            f"verify_resume: stopped after step {steps} and resumed, the run is another one:\n{lines}"
+            f"verify_resume: stopped after step {steps} and resumed, the run is not the same:\n{lines}"
         )
     return [f"stopped after step {steps} of {2 * steps}, resumed in a new process", *same]
 
 
 def _write(config: RunConfig, root: Path, directory: Path, steps: int) -> str:
-    """The config file of a run of 2K steps in `directory`."""
+    """Writes the config file of a run of 2K steps in `directory`; returns its path."""
     updates = 2 * steps * config.algorithm.epochs * config.algorithm.minibatches
     changes = [
         f"run.directory={directory}",
@@ -95,9 +94,7 @@ def _run(command: list[str], expected: int = 0) -> None:
 
 
 def _run_and_stop(file: str, steps: int) -> int:
-    """The process to be stopped: the run of a config file, which gets a SIGTERM as step K ends;
-    returns its exit status.
-    """
+    """Runs a config file in this process with a SIGTERM at the end of step K; returns the exit status."""
     from jetrl_jax.record.console import Console
     from jetrl_jax.runs.grpo import GRPOTrainer
 
@@ -113,7 +110,7 @@ def _run_and_stop(file: str, steps: int) -> int:
 
 
 def _compare(whole: Path, parts: Path) -> tuple[list[str], list[str]]:
-    """(what differs, what is equal)."""
+    """The differences between the whole run and the run in two parts, and the equalities, one line each."""
     from jetrl_jax.record.checkpoint import CheckpointStore
     from jetrl_jax.record.metrics import read_metrics, without_clocks
     from jetrl_jax.record.run_directory import read_jsonl

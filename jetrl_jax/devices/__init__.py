@@ -1,1 +1,1 @@
-"""The devices of a run: their mesh, the processes that hold them, a GPU's memory shared with vLLM."""
+"""The devices of a run: their mesh, the processes that hold them, and GPU memory shared with vLLM."""

@@ -1,16 +1,15 @@
-"""One GPU for trainer and vLLM: what JAX may take of its memory, and that it gives back what vLLM needs;
-imports no jax.
+"""JAX's memory on a GPU that the trainer shares with vLLM; imports no jax.
 
     vLLM sleeps while the trainer learns   XLA takes memory as it needs it and returns what it frees
-                                           (cuda_async, nothing preallocated): each side has what the other
-                                           has given up
+                                           (cuda_async, nothing preallocated), so that each side can use
+                                           the memory that the other has freed
     vLLM stays awake                       XLA preallocates 1 - RESERVE -
                                            rollout.engine.gpu_memory_utilization of the GPU
 
-JAX alone would preallocate 75 % and never return any of it, so that neither way works without these
-variables, which JAX reads once, when it finds the GPU.  Sources: JAX's page on GPU memory allocation; XLA's
-allocator "cuda_async" sets the release threshold of CUDA's memory pool to what it preallocates.  Not run on a
-GPU yet.
+By default JAX preallocates 75 % and never returns any of it, so both ways need the environment variables of
+this module, which JAX reads once, when it finds the GPU.  Sources: JAX's page on GPU memory allocation; XLA's
+allocator "cuda_async" sets the release threshold of CUDA's memory pool to the size that it preallocates.  Not
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,36 +32,34 @@ ALLOCATOR, PREALLOCATE, FRACTION = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_CLIENT_MEM_FRACTION",
 )
-OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX reads it too, and refuses both at once
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the older name; JAX refuses both at once
 RETURNING = ("cuda_async", "platform")  # allocators that give memory back to the driver
 NO = ("false", "False", "0")
 
 
 def sleeps(section: StartedVllmSection, on_gpu: bool) -> bool:
-    """Whether vLLM sleeps while the trainer learns: `rollout.engine.sleep`, and where that is null, on a GPU.
+    """Whether vLLM sleeps while the trainer learns: `rollout.engine.sleep`; null is true on a GPU.
 
     Raises:
-      UserError: it is asked for where there is no GPU: vLLM's sleep mode frees nothing on a CPU.
+      UserError: sleep is requested on a CPU, where vLLM's sleep mode frees nothing.
     """
     if section.sleep and not on_gpu:
         raise UserError(
             "rollout.engine.sleep: got true on a CPU, where vLLM has no sleep mode, expected false, or "
-            "null, which sleeps on GPUs alone."
+            "null, which sleeps only on GPUs."
         )
     return on_gpu if section.sleep is None else section.sleep
 
 
 def variables(section: StartedVllmSection) -> dict[str, str]:
-    """The environment of a JAX that shares its GPU with this vLLM; without effect on a CPU."""
+    """The environment variables with which JAX shares its GPU with this vLLM; no effect on a CPU."""
     if section.sleep is not False:
         return {ALLOCATOR: RETURNING[0], PREALLOCATE: NO[0]}
     return {FRACTION: f"{1 - RESERVE - section.gpu_memory_utilization:.3f}"}
 
 
 def share_gpu(config: RunConfig) -> None:
-    """Gives this process the variables that the user has not set, unless JAX has started,
-    when they come too late.
-    """
+    """Sets those of `variables` that the user has not set; does nothing once JAX has found its devices."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     vllm = config.shared_vllm
     if vllm is None or (bridge is not None and bridge.backends_are_initialized()):
@@ -73,9 +70,7 @@ def share_gpu(config: RunConfig) -> None:
 
 
 def check_device(config: RunConfig, on_gpu: bool) -> None:
-    """Raises UserError where vLLM cannot share the trainer's device as `vllm` says:
-    `sleeps` and `check_shared_gpu`.
-    """
+    """Raises UserError if vLLM cannot share the trainer's device as configured."""
     if config.shared_vllm is not None:
         sleeps(config.shared_vllm, on_gpu)
         if on_gpu:
@@ -83,9 +78,7 @@ def check_device(config: RunConfig, on_gpu: bool) -> None:
 
 
 def check_shared_gpu(section: StartedVllmSection, environment: Mapping[str, str]) -> None:
-    """Raises UserError where JAX, started in this environment,
-    leaves vLLM no room on the GPU that both use.
-    """
+    """Raises UserError if JAX, started in this environment, leaves vLLM no room on their common GPU."""
     allocator = environment.get(ALLOCATOR, "default").lower()
     returns = allocator == "platform" or (allocator in RETURNING and environment.get(PREALLOCATE) in NO)
     needed = " ".join(f"{name}={value}" for name, value in variables(section).items())

@@ -1,12 +1,13 @@
-"""The mesh of a run, and where every array of it lies: which axis of which parameter is split over which
-devices.
+"""The mesh of a run, and its layout: which axis of each parameter is split over which devices.
 
-A matrix and its bias are split over "tensor" by output features: whole heads, blocks, rows of the vocabulary
-(embedding and head are whole on every device of "tensor" where it does not divide the vocabulary).  What a
-device of "tensor" has of a matrix is split over "fsdp" along the first axis whose shards cut no 128x128 block
-of its codes (for one that is not
-multiplied in FP8: whose size divides), so that each device quantises its own masters and gets the slice of
-the whole codes. Norm weights are on every device.
+"tensor" splits a matrix and its bias by output features, into whole heads, blocks or rows of the vocabulary.
+Embedding and head are whole on every device of "tensor" if its degree does not divide the vocabulary.
+
+"fsdp" splits each such part once more, along the first axis whose shards cut no 128x128 block of the codes
+(for a matrix that is not multiplied in FP8: the first axis whose size is divisible).  So each device
+quantises its own masters and gets exactly its slice of the whole codes.
+
+Norm weights are on every device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 
 WHOLE = PartitionSpec()
-ROWS = PartitionSpec(ROW_AXES)  # of a batch
+ROWS = PartitionSpec(ROW_AXES)  # rows of a batch
 VOCABULARY = (f"{anatomy.EMBEDDING}.weight", f"{anatomy.HEAD}.weight")
 NORM = f"{anatomy.FINAL_NORM}.weight"
 
@@ -51,14 +52,14 @@ class Layout:
       section: degrees of the mesh axes; their product is the number of devices taken.
       plan: says which matrices have block scales.
       model: gives paths, shapes and head width; may be abstract.
-      devices: to take from, neighbours on "tensor" first; None is all of JAX's, equally many of each process.
+      devices: devices to choose from, neighbours on "tensor" first; None: JAX's, equally many per process.
 
     Attributes:
       mesh: devices [data, fsdp, tensor].
-      axes: path -> axis split over "fsdp", or None where every device of that axis holds the same.
+      axes: path -> axis split over "fsdp", or None if every device of that axis holds the same values.
 
     Raises:
-      UserError: fewer devices than asked for, or matrices that cannot be split so, all listed.
+      UserError: too few devices, or matrices that these degrees do not divide; all are listed.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Layout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Of what every device holds whole."""
+        """The sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, WHOLE)
 
     @property
@@ -132,7 +133,7 @@ class Layout:
         return self.mesh.size
 
     def record(self) -> dict[str, Any]:
-        """What the run's record says of it."""
+        """The layout as a dictionary, for the run's record."""
         return {
             "mesh": dict(self.mesh.shape),
             "fsdp_axes": dict(self.axes),
@@ -140,17 +141,15 @@ class Layout:
         }
 
     def specs(self, state: nnx.State) -> nnx.State:
-        """The partition spec of every parameter, in a state of the same paths (also that of published
-        weights).
-        """
+        """The partition spec of every parameter, in a state of the same paths; also for published weights."""
         return map_params(lambda path, _: self._spec(path), state)
 
     def shardings(self, state: nnx.State) -> nnx.State:
-        """As `specs`, with the mesh."""
+        """The sharding of every parameter: `specs` on the mesh."""
         return map_params(lambda path, _: NamedSharding(self.mesh, self._spec(path)), state)
 
     def optimizer_shardings(self, optimizer: optax.GradientTransformation, params: nnx.State) -> Any:
-        """The shardings of an optimiser's state: moments lie where their masters do."""
+        """The shardings of an optimiser's state; moments are sharded like their masters."""
         return optax.tree_map_params(
             optimizer,
             lambda _, sharding: sharding,
@@ -160,23 +159,19 @@ class Layout:
         )
 
     def shards(self, state: nnx.State) -> nnx.State:
-        """Inside `map`: the arguments' values as `ShardedParameter`s, for a model to make whole."""
+        """Inside `map`: the shards in `state` as `ShardedParameter`s, which a model gathers."""
         return map_params(
             lambda path, value: ShardedParameter(value, self.axes[path], _of_heads(path)), state
         )
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`jax.shard_map` of `function` over the mesh;
-        collectives and gradients are written out by hand in it.
-        """
+        """`jax.shard_map` of `function` over the mesh; `function` does its own collectives and gradients."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def copies(self) -> list[Layout]:
-        """Of each whole copy of the policy that this process has room for: its devices,
-        split over "tensor" only.
-        """
+        """The layouts (over "tensor" only) of the whole copies of the policy on this process's devices."""
         section, groups = (
             ShardingSection(tensor=self.section.tensor),
             self.mesh.devices.reshape(-1, self.section.tensor),
@@ -215,9 +210,7 @@ class Layout:
 
 
 def placed(shardings: Any, tree: Any) -> Any:
-    """Abstract arrays with shardings; one of `shardings` may stand for a part of the tree,
-    such as codes with their scales.
-    """
+    """Abstract arrays with shardings; one sharding may serve a subtree, such as codes with their scales."""
 
     def place(sharding: Any, part: Any) -> Any:
         return jax.tree.map(
@@ -228,7 +221,7 @@ def placed(shardings: Any, tree: Any) -> Any:
 
 
 def _tensor_unit(path: str, blocks: bool, head_dim: int) -> int:
-    """Output features of a matrix that stay together."""
+    """The number of output features of a matrix that must stay on one device."""
     part = part_of(path)
     return part.unit(head_dim, blocks=blocks) if isinstance(part, Matrix) else 1
 
@@ -239,7 +232,7 @@ def _of_heads(path: str) -> bool:
 
 
 def _refuse(what: str, degree: int, fitting: Mapping[str, tuple[tuple[int, ...], list[int]]]) -> None:
-    """Raises for the matrices whose fitting degrees lack the one asked for, all listed."""
+    """Raises UserError that lists all matrices which `degree` does not fit."""
     cut = [
         f"  {path} {shape}: {', '.join(map(str, fits))}"
         for path, (shape, fits) in fitting.items()

@@ -1,13 +1,12 @@
-"""Several processes that run one policy: their start on JAX's distributed runtime, and what they tell each
-other.
+"""Several processes that run one policy: their start on JAX's distributed runtime, and their communication.
 
-Every process runs the same program on the same host data: configs, prompts, trajectories, rewards, advantages
-and packed batches are whole everywhere, so that all take the same branches and start the same collectives in
-the same order.  What is
-divided is the work: the devices' rows and shards, the completions sampled on them, and the calls of reward
-functions, whose results are exchanged.  What is done once is done by the first process (`is_first`).
+Every process runs the same program on the same host data.  Configs, prompts, trajectories, rewards,
+advantages and packed batches are whole everywhere, so that all processes take the same branches and start the
+same collectives in the same order.  The work is divided: the devices' rows and shards, the completions
+sampled on them, and the calls of reward functions, whose results are exchanged.  The first process
+(`is_first`) does the work that is done once.
 
-With one process every function here does nothing, or returns what it was given.
+With one process, every function here does nothing or returns its argument.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ ENVIRONMENT = {
     "process_id": "JAX_PROCESS_ID",
     "coordinator": "JAX_COORDINATOR_ADDRESS",
 }
-MAX_EXCHANGED_BYTES = 2**30  # of one process at once: sizes are int32, and buffers powers of two
+MAX_EXCHANGED_BYTES = 2**30  # per process and call: sizes are int32, and buffers are powers of two
 _LOST = re.compile(
     r"gloo|nccl|coordination service|coordinationservice|connection closed by peer", re.IGNORECASE
 )
 
 
 def start(section: DistributedSection) -> None:
-    """Joins this process to the others; before anything else touches a device.  Does nothing where there is
-    one process.
+    """Joins this process to the others; must run before anything touches a device.
 
-    A caller who has initialised `jax.distributed` already keeps what there is.
+    Does nothing with one process, or if the caller has already initialised `jax.distributed`.
 
     Raises:
-      UserError: what the config leaves open is neither in the environment nor known to JAX's cluster
-        detection, is no number, or the coordinator's port is taken.
+      UserError: a setting is not in the config, the environment or a cluster that JAX detects, or is not a
+        number; or the coordinator's port is taken.
     """
     if not section.on or jax.distributed.is_initialized():
         return
@@ -56,7 +54,7 @@ def start(section: DistributedSection) -> None:
     number, process_id = _number(section, "processes"), _number(section, "process_id")
     if process_id == 0 and address is not None:
         _check_free(address)
-    # it would take SIGTERM, which a run answers itself
+    # this service would catch SIGTERM, which a run handles itself
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -78,22 +76,20 @@ def start(section: DistributedSection) -> None:
 
 
 def _number(section: DistributedSection, name: str) -> int | None:
-    """A number of the config, else of the environment; None leaves it to JAX's cluster detection."""
+    """A number from the config, else from the environment; None leaves it to JAX's cluster detection."""
     value, text = getattr(section, name), os.environ.get(ENVIRONMENT[name])
     if value is not None or text is None:
         return value
     if not text.isdecimal():
         raise UserError(
-            f"distributed: no number: got {ENVIRONMENT[name]}={text!r} in the environment, expected an "
+            f"distributed: not a number: got {ENVIRONMENT[name]}={text!r} in the environment, expected an "
             "integer."
         )
     return int(text)
 
 
 def _check_free(address: str) -> None:
-    """Raises UserError where somebody listens at the coordinator's port;
-    gRPC would share it with another run's coordinator.
-    """
+    """Raises UserError if the coordinator's port is in use; gRPC would share it with another coordinator."""
     port = address.rpartition(":")[2]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
@@ -117,21 +113,20 @@ def count() -> int:
 
 
 def index() -> int:
-    """Which of them this one is."""
+    """The number of this process, from 0."""
     return jax.process_index()
 
 
 def is_first() -> bool:
-    """Whether this process does what is done once: record, console, export."""
+    """Whether this process does the work that is done once: record, console, export."""
     return index() == 0
 
 
 def mesh_devices(wanted: int, together: int) -> list[jax.Device]:
-    """The devices of a mesh of `wanted`, equally many of each process, process by process; fewer where there
-    are not as many.
+    """The devices of a mesh of size `wanted`, equally many per process; fewer if not enough exist.
 
     Raises:
-      UserError: they cannot be shared evenly, `together` neighbours always in one process.
+      UserError: groups of `together` neighbours cannot be shared evenly among the processes.
     """
     if wanted // together % count():
         raise UserError(
@@ -149,11 +144,12 @@ def mesh_devices(wanted: int, together: int) -> list[jax.Device]:
 
 
 def exchange(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """What each process gave, in the order of the processes; names are the same everywhere, shapes need not
-    be.
+    """The arrays given by each process, in the order of the processes.
+
+    Names must be the same everywhere, shapes may differ.
 
     Raises:
-      ValueError: more than `MAX_EXCHANGED_BYTES` in a process.
+      ValueError: a process gave more than `MAX_EXCHANGED_BYTES`.
     """
     if count() == 1:
         return [dict(arrays)]
@@ -176,14 +172,12 @@ def exchange(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 def exchange_json(value: Any) -> list[Any]:
-    """As `exchange`, of one JSON value of each process."""
+    """The JSON value given by each process, in the order of the processes."""
     return [json.loads(str(given["json"])) for given in exchange({"json": np.array(json.dumps(value))})]
 
 
 def check_same(what: str, text: str) -> None:
-    """Raises UserError in every process where `text` is not the same in all;
-    names the first lines that differ.
-    """
+    """Raises UserError in every process if `text` differs between processes; names the first such lines."""
     texts = exchange_json(text)
     for index, other in enumerate(texts):
         if other != texts[0]:
@@ -196,9 +190,7 @@ def check_same(what: str, text: str) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """The arrays of a tree as numpy, whole also where they are split over processes (then every process
-    must call this).
-    """
+    """The arrays of a tree as whole numpy arrays; every process must call this if one is split over them."""
 
     def one(value: Any) -> Any:
         split = isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
@@ -208,8 +200,9 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_to_first(tree: Any) -> Any | None:
-    """As `fetch`, array by array, kept by the first process alone; None in the others.  One process:
-    the tree as it is.
+    """`fetch` array by array, kept only by the first process; None in the others.
+
+    With one process, returns the tree unchanged.
     """
     if count() == 1:
         return tree
@@ -222,16 +215,16 @@ def gather_to_first(tree: Any) -> Any | None:
 
 
 def barrier() -> None:
-    """Waits until every process is here."""
+    """Waits until every process has called this."""
     if count() > 1:
         multihost_utils.process_allgather(np.int32(0))
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """`jax.device_put` onto the devices of all processes, each of which has the same whole arrays.
+    """`jax.device_put` onto the devices of all processes, each of which holds the same whole arrays.
 
-    With several processes by way of the host: straight from a device jax (0.10 to 0.12) makes replicated
-    arrays whose shards cannot be read, and numpy arrays it would send around to compare them.
+    With several processes the arrays go through the host.  From a device, jax (0.10 to 0.12) makes replicated
+    arrays whose shards cannot be read; from numpy, it would send the arrays around to compare them.
     """
     if count() == 1:
         return jax.device_put(tree, shardings)
@@ -247,7 +240,7 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def fingerprint(tree: Any) -> str:
-    """Of the bits of all arrays, for `check_same`; empty where there is one process."""
+    """A hash of the bits of all arrays, for `check_same`; empty with one process."""
     if count() == 1:
         return ""
     digest = hashlib.sha256()
@@ -257,16 +250,16 @@ def fingerprint(tree: Any) -> str:
 
 
 def settle(tree: Any) -> Any:
-    """The tree, when it is computed.
+    """Waits until the tree is computed, then returns it.
 
-    Where a process drives several CPU devices, programs of several processes that are in flight at once can
-    wait for each other's threads for ever.
+    If a process drives several CPU devices, programs of several processes that run at the same time can wait
+    for each other's threads for ever.
     """
     return tree if count() == 1 else jax.block_until_ready(tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`jetrl_jax.precision.parameters.jit` whose calls `settle`."""
+    """`jetrl_jax.precision.parameters.jit`, with `settle` after each call."""
     compiled = parameters.jit(function, **options)
     if count() == 1:
         return compiled
@@ -274,9 +267,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def tells_of_a_lost_process(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, says that a collective or the coordination service lost
-    another process.
-    """
+    """Whether an exception, or its cause, shows that a collective or the coordinator lost a process."""
     while error is not None:
         if isinstance(error, RuntimeError | ValueError) and _LOST.search(str(error)):
             return count() > 1
@@ -285,6 +276,6 @@ def tells_of_a_lost_process(error: BaseException | None) -> bool:
 
 
 def leave() -> None:
-    """Leaves in step with the others, all of which must come here within `distributed.timeout_s`."""
+    """Shuts down together with the other processes; all must call this within `distributed.timeout_s`."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()

@@ -1,1 +1,1 @@
-"""The operators of a forward pass one by one, to find where two of them part."""
+"""Runs a forward pass operator by operator, to find where two forward passes diverge."""

@@ -1,11 +1,11 @@
-"""The decoder's forward taken apart: two policies on the same tokens, operator by operator, and where they
-part.
+"""Compares two policies A and B on the same tokens, operator by operator of the decoder's forward.
 
-Each operator is run three times: by A on A's inputs, by B on B's inputs (the *accumulated* difference: all
-that came before included), and by B on A's inputs (its *own* difference: what this operator alone adds).
+Each operator runs three times: by A on A's inputs, by B on B's inputs, and by B on A's inputs.  The second
+against the first is the *accumulated* difference, which includes all earlier operators.  The third against
+the first is the operator's *own* difference.
 
-The pieces are the modules and operations of `jetrl_jax.models.decoder` in its order; a test holds the last
-output against the decoder's own, bit for bit.
+The pieces are the modules and operations of `jetrl_jax.models.decoder`, in its order; a test compares the
+last output with the decoder's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jetrl_jax.models.decoder import Decoder, DecoderLayer, RMSNorm
 from jetrl_jax.precision.parameters import jit
 
 Values = dict[str, jax.Array]
-FINAL = -1  # the layer number of what comes after the last layer
+FINAL = -1  # the layer number of the operators after the last layer
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an operator's outputs of B are from A's, over the tokens that are not padding.
+    """The difference between the outputs of one operator in A and in B, over all tokens except padding.
 
     Attributes:
         layer: number of the layer; `FINAL` for the final norm and the head.
-        operator: its name.
+        operator: name of the operator.
         accumulated: ||B - A|| / ||A|| (Frobenius), each on its own inputs.
-        own: the same with B on A's inputs; NaN where that was not run.
+        own: the same with B on A's inputs; NaN if that was not run.
         unequal: share of elements whose bits differ, accumulated.
         largest: largest absolute difference, accumulated.
     """
@@ -52,10 +52,10 @@ class Difference:
 def compare(
     a: Decoder, b: Decoder, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
 ) -> tuple[list[Difference], jax.Array, jax.Array]:
-    """A against B on the same tokens.
+    """Compares decoders A and B on the same tokens.
 
     Args:
-      a, b: decoders of one architecture with their weights bound.
+      a, b: decoders of the same architecture, with their weights bound.
       token_ids, positions, segment_ids: int32 [R, T] as `Decoder.__call__` takes them.
 
     Returns:
@@ -81,10 +81,10 @@ def compare(
 def outputs(
     model: Decoder, token_ids: ArrayLike, positions: ArrayLike, segment_ids: ArrayLike
 ) -> Iterator[tuple[int, str, dict[str, np.ndarray]]]:
-    """(layer, operator, its values by name, each float32 [tokens, width]) of one decoder, in the order of the
-    forward.
+    """The outputs of every operator of one decoder, in the order of the forward.
 
-    Arguments as `compare`; tokens are those that are not padding, row after row.
+    Arguments as `compare`.  Yields (layer, operator, {name: values}), values float32 [tokens, width]; the
+    tokens are all except padding, row after row.
     """
     used = np.asarray(segment_ids) > 0
     values = _start(model, *(jnp.asarray(part) for part in (token_ids, positions, segment_ids)))
@@ -104,9 +104,7 @@ def outputs(
 def difference(
     layer: int, name: str, a: np.ndarray, b: np.ndarray, own: np.ndarray | None = None
 ) -> Difference:
-    """How far an operator's values `b` are from `a`, float64;
-    `own` None where nobody ran B's operator on A's inputs.
-    """
+    """The `Difference` of an operator's values `b` from `a`, float64; `own`: B's output on A's inputs."""
     size = np.linalg.norm(a) or 1.0
     gap = np.abs(b - a)
     return Difference(
@@ -132,7 +130,7 @@ def _start(model: Decoder, token_ids: jax.Array, positions: jax.Array, segment_i
 
 
 def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Values]]]:
-    """(layer, name, values -> the values that the operator makes), in the order of the forward."""
+    """(layer, name, function from values to the operator's outputs), in the order of the forward."""
     for index, layer in enumerate(model.layers):
         for name, operator in _LAYER.items():
             if name == "qk_norm" and not model.config.qk_norm:

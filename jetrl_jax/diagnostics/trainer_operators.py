@@ -1,10 +1,8 @@
-"""The trainer's operators between its FP8 products as plain functions on numpy arrays, for
-`jetrl_jax.commands.check_engine`.
+"""The trainer's operators other than FP8 products, as functions of numpy arrays, for `check-engine`.
 
-Each takes a case of the contract (parameters and inputs by name) and gives its outputs by name, as an exact
-run whose engine is
-vLLM computes them: compiled, rounded where `numerics.engine_variant` says, products that are not FP8 in
-  float64.
+Each takes a case of the contract (parameters and inputs by name) and returns its outputs by name.  It
+computes them as an exact run beside vLLM does: compiled, rounded where `numerics.engine_variant` says, with
+products that are not FP8 in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ BF16 = jnp.bfloat16
 
 
 def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, np.ndarray]:
-    """The outputs of one case, such as "rope llama3", by name."""
+    """The outputs by name of one case of the contract, such as "rope llama3"."""
     operator = OPERATORS[case.split()[0]]
     numerics = resolve(
         Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native")), _model()
@@ -40,7 +38,7 @@ def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, n
 
 
 def _model(head_dim: int = 2, theta: float = 1e4, scaling: RopeScaling | None = None) -> ModelConfig:
-    """The smallest model with such a rotary embedding; no other size of it is read."""
+    """The smallest model with this rotary embedding; its other sizes are not read."""
     return ModelConfig(
         architecture="llama",
         vocab_size=1,

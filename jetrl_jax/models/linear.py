@@ -37,7 +37,7 @@ from jetrl_jax.models.dense import dense
 from jetrl_jax.models.ops import round_parameter, round_to
 from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.numerics import Numerics
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
 

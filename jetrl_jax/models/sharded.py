@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models.ops import round_to
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import ScaledArray
 
 DATA, FSDP, TENSOR = MESH_AXES = ("data", "fsdp", "tensor")

@@ -1,8 +1,7 @@
-"""The programs and arrays of a run as shapes alone: what the planner counts and compiles, from the run's own
-parts.
+"""The programs and arrays of a run as shapes only, which the planner counts and compiles.
 
-Nothing is allocated and no weights are read; of a checkpoint only `config.json` is.  Engine and trainer are
-those of `jetrl_jax.rollout` and `jetrl_jax.training`, their arguments abstract.
+Nothing is allocated; of a checkpoint only `config.json` is read.  Engine and trainer are those of
+`jetrl_jax.rollout` and `jetrl_jax.training`, called with abstract arguments.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ from jetrl_jax.training.programs import build_programs
 
 
 class AbstractRun:
-    """A run's parts with abstract arrays.
+    """The parts of a run with abstract arrays.
 
     Args:
       config: the run's config.
-      sizes: the model's.
-      on_gpu: whether a key/value cache is stored as a GPU stores it, and attention is what a GPU takes; else
-        as here.
-      devices: to lay arrays out on; None takes this process's.
+      sizes: the model's sizes.
+      on_gpu: whether the key/value cache and attention are those of a GPU; else those of this machine.
+      devices: the devices to lay arrays out on; None takes this process's.
 
     Attributes:
-      layout: None for one device.
-      attention: what computes it, and why.
-      programs, state, frozen: of the trainer; weights of a forward without gradient.
+      layout: the mesh; None for one device.
+      attention: the implementation of attention, with the reason.
+      programs, state: the trainer's; frozen: the weights of a forward without gradient.
       engine: the embedded engine of one copy of the policy, or None.
     """
 
@@ -86,7 +84,7 @@ class AbstractRun:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of one optimiser step, where every sequence is so long that it takes a row."""
+        """Microbatches of one optimiser step if every sequence is so long that it fills a row."""
         rollout = self.config.rollout
         sequences = -(-rollout.prompts_per_step // self.config.algorithm.minibatches) * rollout.group_size
         return -(-sequences // (self.rows * self.config.sharding.row_shards))
@@ -105,9 +103,7 @@ class AbstractRun:
         return TrainBatch(ids, ids, ids, mask, number, number, ids, number, **optional)
 
     def trace(self, program: str) -> Any:
-        """One program traced (`jax.stages.Traced`): "gradient", "logprobs", "check", "step",
-        "prefill" or "decode".
-        """
+        """A traced program (`jax.stages.Traced`): gradient, logprobs, check, step, prefill or decode."""
         if program == "gradient":
             count: Any = jax.ShapeDtypeStruct((), jnp.float32)
             return self.programs.trace_gradient(
@@ -134,18 +130,18 @@ class AbstractRun:
         )
 
     def with_config(self, config: RunConfig) -> AbstractRun:
-        """The same arrays under a config that differs in the batch alone."""
+        """The same arrays with a config that differs only in its batch section."""
         changed = copy.copy(self)
         changed.config = config
         return changed
 
     def engine_weights(self) -> Any:
-        """What the engine multiplies."""
+        """The weights that the engine multiplies."""
         assert self.engine is not None
         return self.engine.programs.abstract_weights()
 
     def slots(self) -> Any:
-        """The engine's slots at the longest sequences."""
+        """The engine's slots for the longest sequences."""
         assert self.engine is not None
         shapes = self.engine.shapes
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
@@ -158,7 +154,7 @@ class AbstractRun:
 
 
 def on_one_device(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays on one device; arrays without a sharding are whole."""
+    """Bytes of a tree of abstract arrays on one device; an array without a sharding counts whole."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)

@@ -1,10 +1,9 @@
-"""The plan against XLA: each program compiled ahead of time, without weights, its memory analysis beside the
-prediction.
+"""Compares a memory plan with XLA: each program is compiled ahead of time, without weights, and analysed.
 
-On fake CPU devices, arguments, outputs and what is donated are those of a GPU, and must agree; temporaries
-are not: the CPU backend widens FP8 and BF16 operands, drops the barriers of rematerialisation and so keeps
-what a GPU computes again.  With a target (a description of a GPU that XLA's CUDA plugin compiles for; no GPU
-is needed) they are those of that GPU, attention apart.
+On fake CPU devices, arguments, outputs and donated bytes are those of a GPU and must agree with the plan.
+Temporaries need not agree.  The CPU backend widens FP8 and BF16 operands, and drops the barriers of
+rematerialisation, so that it keeps values that a GPU computes again.  With a target (the description of a GPU
+for which XLA's CUDA plugin compiles; it needs no GPU) temporaries are those of that GPU, except in attention.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PROGRAMS = ("logprobs", "gradient", "check", "step")
 
 @dataclass(frozen=True)
 class ProgramBytes:
-    """Bytes of one program on one device; alias: of arguments that are given back as outputs."""
+    """Bytes of one program on one device; alias: bytes of arguments that outputs reuse."""
 
     arguments: int
     outputs: int
@@ -38,12 +37,12 @@ class ProgramBytes:
 
     @property
     def total(self) -> int:
-        """What the device needs to run it."""
+        """The bytes that the device needs to run the program."""
         return self.arguments + self.outputs + self.temporaries - self.alias
 
 
 def predicted(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str) -> ProgramBytes:
-    """What the planner says of a program of the trainer."""
+    """The planner's prediction for a program of the trainer."""
     state, batch, params = run.state, run.batch(), on_one_device(run.state.params)
     rows = on_one_device(batch) // run.config.sharding.row_shards
     number = on_one_device(batch.token_ids) // run.config.sharding.row_shards
@@ -61,7 +60,7 @@ def predicted(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str) 
 
 
 def compiled(run: AbstractRun, program: str) -> ProgramBytes:
-    """What XLA says of it, for the devices that the run is laid out on."""
+    """XLA's memory analysis of a program, for the devices that the run is laid out on."""
     analysis = run.trace(program).lower().compile().memory_analysis()
     return ProgramBytes(
         analysis.argument_size_in_bytes,
@@ -77,10 +76,9 @@ def check(
     devices: Sequence[jax.Device] | None,
     programs: Sequence[str] = PROGRAMS,
 ) -> Iterator[tuple[str, ProgramBytes, ProgramBytes]]:
-    """(program, the planner's bytes, XLA's) one after the other; `devices` None are this process's.
+    """Yields (program, the planner's bytes, XLA's bytes); `devices`: None takes this process's.
 
-    Both with XLA's attention: JAX asks cuDNN for its version when it traces a call, and cuDNN comes with a
-    GPU.
+    Both use XLA's attention, since tracing cuDNN's needs an installed cuDNN, which comes with a GPU.
     """
     config = override_config(config, ["numerics.attention=xla"])
     run, shallow = AbstractRun(config, sizes, devices=devices), shallow_runs(config, sizes)
@@ -89,14 +87,14 @@ def check(
 
 
 def target_devices(description: str | Path, count: int) -> list[Any]:
-    """Devices of a GPU that is not there, to compile for: `count` processes with one each.
+    """Devices of an absent GPU to compile for: `count` processes with one device each.
 
     Args:
       description: file with XLA's GpuTargetConfig of the GPU as a text proto.
       count: number of devices.
 
     Raises:
-      UserError: no such file, or no CUDA plugin of JAX in this environment.
+      UserError: the file does not exist, or this environment lacks JAX's CUDA plugin.
     """
     from jax.experimental import topologies
 
@@ -125,9 +123,7 @@ def _temporary(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str)
 
 
 def _read(run: AbstractRun) -> int:
-    """Bytes of what the gradient's forward multiplies: codes where it is FP8, else masters;
-    the rest is not passed to it.
-    """
+    """Bytes of the weights passed to the gradient's forward: codes where FProp is FP8, else masters."""
     codes = {path for path in run.plan.paths if run.plan.flow(path).fprop.quantized}
     masters, published = dict(named_params(run.state.params)), dict(named_params(run.state.published))
     return sum(on_one_device(published[path] if path in codes else masters[path]) for path in masters)

@@ -1,6 +1,4 @@
-"""The devices that a plan is made for: how many, their memory, their speed where it is known;
-imports no jax.
-"""
+"""The devices for which a plan is made: their number and memory; imports no jax."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from dataclasses import dataclass
 from jetrl_jax.errors import UserError
 
 GIB = 2**30
-# What a process sees of the card's memory: H100 as XLA's target description states it, the others as the
-# vendor does.
+# Memory of a card as a process sees it: H100 from XLA's target description, the others from the vendor.
 MEMORY_BYTES = {
     "H100": 84_942_979_072,
     "H200": 141_000_000_000,
@@ -22,7 +19,7 @@ MEMORY_BYTES = {
 
 @dataclass(frozen=True)
 class Devices:
-    """count; name: "H100", or "80GiB" where only the size is given; memory_bytes: of one device."""
+    """`count` equal devices; name: "H100", or "80GiB" if only the size is given; memory_bytes: of one."""
 
     count: int
     name: str
@@ -30,10 +27,10 @@ class Devices:
 
 
 def parse_devices(text: str) -> Devices:
-    """ "8xH100" or "8x80GiB".
+    """The devices named by a text such as "8xH100" or "8x80GiB".
 
     Raises:
-      UserError: neither.
+      UserError: the text has another form.
     """
     match = re.fullmatch(r"([1-9]\d*)x(.+)", text)
     if match:

@@ -1,24 +1,24 @@
-"""Bytes that a traced program holds at its fullest point, read off its jaxpr: a model of XLA's buffer
-assignment on a GPU.
+"""Peak memory of a traced program, computed from its jaxpr by a model of XLA's buffer assignment on a GPU.
 
-A compiled program's memory is arguments + outputs + temporaries.  Arguments and outputs follow from shapes;
-temporaries from which values live at once.  Here a program is flattened (calls inlined, common subexpressions
-merged, dead code dropped) and its operations run in the order they are written:
+A compiled program's memory is arguments + outputs + temporaries.  Arguments and outputs follow from shapes,
+temporaries from the values that are live at the same time.  Here a program is flattened (calls inlined,
+common subexpressions merged, dead code dropped), and its operations run in the order in which they are
+written:
 
     dots, collectives, gathers, scatters, loops, kernels    have their operands and results in memory
     reductions                                              read through element-wise operations, write one
-    element-wise operations, broadcasts, slices             are fused into what reads them, unless the result
+    element-wise operations, broadcasts, slices             are fused into their readers, unless the result
                                                             is read by an operation of the first kind, or is
-                                                            read more than once and is no larger than what it
-                                                            would be computed from again
+                                                            read more than once and is no larger than the
+                                                            values from which it would be recomputed
     reshapes, transposes                                    share their operand's memory
 
-A value lives from the operation that makes it to the last that reads it, through fused ones too.  An
-element-wise result takes the place of an operand that is read for the last time.  Not so values of more than
-three axes (scores of attention), since a dot wants their axes in an order of its own: such a value that only
-dots read is written once for each of them. XLA's own order, its choices of fusion and its joining of small
-collectives are not modelled beyond this; `python -m jetrl_jax plan --check-target` prints the difference
-(docs/scaling.md has it).
+A value is live from the operation that makes it to the last one that reads it, directly or through fused
+operations.  An element-wise result takes the place of an operand that is read for the last time.  Values of
+more than three axes (scores of attention) are an exception, since a dot needs their axes in its own order.
+Such a value is written once for each dot if only dots read it.  XLA's own order, its choices of fusion and
+its joining of small collectives are not modelled further; `python -m jetrl_jax plan --check-target` prints
+the difference (see docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute", "pmax"}
 LOOPS = {"scan", "while", "cond"}
 IN_PLACE = LOOPS | {"scatter-add", "scatter", "dynamic_update_slice"}
-MERGED_AXES = 3  # more axes, and a dot wants them in an order of its own
+MERGED_AXES = 3  # with more axes, a dot needs them in its own order
 IN_MEMORY = COLLECTIVES | IN_PLACE | {"dot_general", "sort", "cumsum", "pallas_call", "ffi_call"}
 
 
@@ -44,10 +44,9 @@ IN_MEMORY = COLLECTIVES | IN_PLACE | {"dot_general", "sort", "cumsum", "pallas_c
 class Value:
     """A value of the flattened program.
 
-    size: bytes; shape, dtype: its own; maker: the operation that computes it, None for arguments and
-      constants.
-    source: the value whose memory it shares, None where it has its own.
-    material: whether it stands in memory (else it is fused away).
+    size: in bytes; maker: the operation that computes it, None for arguments and constants.
+    source: the value whose memory it shares, None if it has its own.
+    material: whether it is written to memory (else it is fused away).
     """
 
     size: int
@@ -59,7 +58,7 @@ class Value:
 
     @property
     def root(self) -> Value:
-        """The value whose memory this is."""
+        """The value that owns this value's memory."""
         value = self
         while value.source is not None:
             value = value.source
@@ -70,8 +69,8 @@ class Value:
 class Operation:
     """An operation of the flattened program.
 
-    name: of the primitive; order: its number; axes: of the mesh, for a collective; times: how often it runs.
-    body, turns: of a scan.
+    name: the primitive; order: its number in the program; axes: mesh axes of a collective.
+    times: how often it runs; body, turns: body and length of a scan.
     inner, inner_live: bytes and values that a loop's body holds besides its operands and results.
     """
 
@@ -89,22 +88,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Peak:
-    """temporaries: bytes at the fullest point; live: the values there,
-    largest first (those inside a loop too).
-    """
+    """The fullest point of a program: bytes of temporaries, and the live values, largest first."""
 
     temporaries: int
     live: tuple[Value, ...]
 
 
 def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
-    """The fullest point of a closed or open jaxpr; arguments and outputs of the program are not temporaries.
+    """The fullest point of a closed or open jaxpr; the program's arguments and outputs are not counted.
 
     Args:
-      jaxpr: what one device runs; inside `jax.shard_map` shapes are those of a device.
-      body_constants: for the body of a loop, how many of its first arguments are the same in every turn; its
-        results take the places of the other arguments where they can, and count where they cannot.  None: no
-        loop's body.
+      jaxpr: the program of one device; inside `jax.shard_map` shapes are those of a device.
+      body_constants: None, or for a loop's body the number of its first arguments that are the same in every
+        turn.  The body's results take the places of its other arguments if they can, else they count.
     """
     program = _Flattened()
     arguments, outputs = program.run(jaxpr)
@@ -114,9 +110,7 @@ def peak(jaxpr: Any, *, body_constants: int | None = None) -> Peak:
 
 
 def collectives(jaxpr: Any) -> list[Operation]:
-    """The collectives of a program, in order, those of a loop of known length (`scan`)
-    as often as it turns.
-    """
+    """The collectives of a program, in order; those in a `scan` are repeated for each of its turns."""
     program = _Flattened()
     _, outputs = program.run(jaxpr)
     found = []
@@ -131,14 +125,14 @@ def collectives(jaxpr: Any) -> list[Operation]:
 
 
 class _Flattened:
-    """Builds the list of operations of a jaxpr, calls inlined."""
+    """Builds the list of operations of a jaxpr with calls inlined."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self._seen: dict[Any, list[Value]] = {}
 
     def run(self, jaxpr: Any) -> tuple[list[Value], list[Value]]:
-        """(arguments, outputs)."""
+        """Flattens a whole jaxpr; returns (arguments, outputs)."""
         arguments = [_value(variable.aval, material=True) for variable in _open(jaxpr).invars]
         return arguments, self.inline(jaxpr, arguments)
 
@@ -160,14 +154,14 @@ class _Flattened:
         name = equation.primitive.name
         body = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
         if body is not None and name not in IN_MEMORY:
-            # what is inside is computed again, never merged with what is outside
+            # the inside is recomputed and never merged with operations outside
             if name in ("remat2", "checkpoint"):
                 inputs = [self._barrier(one) for one in inputs]
             elif name == "shard_map":
                 inputs = [_value(variable.aval, material=True) for variable in _open(body).invars]
             return self.inline(body, inputs)
         key = None
-        constant = all(hasattr(atom, "val") for atom in equation.invars)  # made again where it is read
+        constant = all(hasattr(atom, "val") for atom in equation.invars)  # made again at each reader
         if name not in LOOPS and name != "pallas_call" and not constant:
             literals = tuple(str(atom.val) if hasattr(atom, "val") else "" for atom in equation.invars)
             named = tuple("" if text else id(value) for text, value in zip(literals, inputs, strict=True))
@@ -195,7 +189,7 @@ class _Flattened:
         return operation.outputs
 
     def _barrier(self, value: Value) -> Value:
-        """The same memory under another name, which nothing is fused across."""
+        """A value with the same memory, across which nothing is fused."""
         operation = Operation("optimization_barrier", [value], order=len(self.operations))
         operation.outputs = [Value(value.size, value.shape, value.dtype, maker=operation, source=value)]
         self.operations.append(operation)
@@ -203,7 +197,7 @@ class _Flattened:
 
 
 def _bodies(equation: Any) -> list[Peak]:
-    """The fullest points of what a loop repeats, or of the branches of a condition."""
+    """The fullest points of a loop's body, or of a condition's branches."""
     params = equation.params
     if equation.primitive.name == "scan":
         if "num_consts" in params:  # up to jax 0.11
@@ -242,9 +236,7 @@ def _without_dead_code(operations: list[Operation], outputs: Sequence[Value]) ->
 
 
 def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[int, frozenset[Value]]:
-    """Decides which values stand in memory; returns for each operation's id the values in memory that it
-    reads.
-    """
+    """Decides which values are in memory; returns operation id -> the values in memory that it reads."""
     forced = {value.root for value in outputs}
     readers: dict[Value, list[Operation]] = defaultdict(list)
     uses: dict[Value, int] = defaultdict(int)
@@ -261,7 +253,7 @@ def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[
             if operation.name in IN_MEMORY and not (operation.name == "dot_general" and _widened(root)):
                 forced.add(root)
     cones: dict[int, frozenset[Value]] = {}
-    # rows of a table and what is made of them alone: read from the table again each time
+    # rows of a table and values made only of them are read from the table again each time
     looked_up: set[Value] = set()
     for operation in operations:
         if operation.name in ALIASES:
@@ -292,20 +284,18 @@ def _materialise(operations: list[Operation], outputs: Sequence[Value]) -> dict[
 
 
 def _given(value: Value) -> bool:
-    """Whether it is an argument or made of constants."""
+    """Whether a value is an argument or made only of constants."""
     return value.maker is None or all(one.root.maker is None for one in value.maker.inputs)
 
 
 def _widened(value: Value) -> bool:
-    """Whether it is a narrower value converted, which a dot does as it loads it."""
+    """Whether a value is a converted narrower value; a dot converts it while loading."""
     maker = value.maker
     return maker is not None and maker.name == "convert_element_type" and maker.inputs[0].size < value.size
 
 
 def _has_epilogue(dot: Operation, readers: list[Operation]) -> bool:
-    """Whether a dot's result is read by one element-wise operation alone,
-    which is then done as it is written.
-    """
+    """Whether only one element-wise operation reads a dot's result; it is then done while writing."""
     value = dot.outputs[0]
     if len(value.shape) > MERGED_AXES or len(readers) != 1 or readers[0].name in IN_MEMORY | REDUCTIONS:
         return False
@@ -314,9 +304,7 @@ def _has_epilogue(dot: Operation, readers: list[Operation]) -> bool:
 
 
 def _there_before(values: list[Value], order: int) -> bool:
-    """Whether all that the values are computed from in memory is made before the operation with that
-    number.
-    """
+    """Whether everything in memory that the values are computed from is made before operation `order`."""
     seen: set[int] = set()
     while values:
         maker = values.pop().root.maker
@@ -335,8 +323,9 @@ def _sweep(
     carried: list[Value] | None,
     outputs: Sequence[Value],
 ) -> Peak:
-    """Runs the operations in order and notes the fullest point;
-    `carried` are a loop's arguments whose places are free.
+    """Runs the operations in order and finds the fullest point.
+
+    carried: a loop's arguments, whose places may be reused.
     """
     made = [operation for operation in operations if any(value.material for value in operation.outputs)]
     last = {value: position for position, operation in enumerate(made) for value in reads[id(operation)]}
@@ -360,7 +349,7 @@ def _sweep(
                 continue
             free = dying if reusable and len(value.shape) <= MERGED_AXES else ()
             place = next((one for one in free if one.size == value.size), None)
-            # of a loop's turn: goes where an argument was read for the last time before
+            # a result of a loop's turn may take the place of an argument that is no longer read
             if place is None and value in results:
                 place = next((one for one in freed if one.size == value.size), None)
                 if place is not None:
@@ -371,7 +360,7 @@ def _sweep(
                 live[value] = None
                 continue
             dying.remove(place)
-            if place in live:  # else the place is an argument's, which is not counted
+            if place in live:  # otherwise the place belongs to an argument, which is not counted
                 del live[place]
                 live[value] = None
         if now + operation.inner > most:

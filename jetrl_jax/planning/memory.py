@@ -1,19 +1,19 @@
-"""Bytes on one device in each phase of a run: what is held, what a program adds, what is left.
+"""Memory of one device in each phase of a run: the bytes held, and the bytes that a program adds.
 
-    rollout    weights and cache of the embedded engine, prompts being inserted, the fuller of prefill and
+    rollout    weights and cache of the embedded engine, prompts being inserted, the larger of prefill and
                decode
-    scoring    weights without gradient, temporaries of the log-probabilities' program (where the algorithm
+    scoring    weights without gradient, temporaries of the program of the log-probabilities (if the algorithm
                needs them)
-    gradient   the gradient and, of several microbatches, their sum; activations, gathered weights, a chunk of
-               logits
+    gradient   the gradient and, with several microbatches, their sum; activations, gathered weights, a chunk
+               of logits
     update     gradient, old and new state in one place, the largest master once more
-    sync       the engine's next weights beside those that it has (where they are a copy)
+    sync       the engine's next weights beside its present ones (if they are a copy)
 
-Masters, moments, published codes, the engine's weights and its idle cache are there in every phase: nothing
-is freed in between, but by a vLLM that sleeps (`rollout.engine.sleep`), which holds its share during the
-rollout alone. Arrays are counted exactly, from the shardings that the run uses (`AbstractRun`); temporaries
-are those of `planning.liveness`, traced at two small depths and drawn on to the model's: beyond the first
-layers each adds the same.
+Masters, moments, published codes, the engine's weights and its idle cache are held in every phase.  Only a
+vLLM that sleeps (`rollout.engine.sleep`) frees memory in between; it holds its share only during the rollout.
+Arrays are counted exactly, from the shardings that the run uses (`AbstractRun`).  Temporaries are those of
+`planning.liveness`, traced at two small depths and extrapolated, since beyond the first layers each layer
+adds the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import Value, peak
 
-DEPTHS = (2, 4)  # layers of the models that are traced
+DEPTHS = (2, 4)  # numbers of layers at which programs are traced
 CODES, WEIGHTS, LOGITS, VOCABULARY, ACTIVATIONS = (
     "FP8 codes gathered",
     "other weights gathered",
@@ -42,12 +42,12 @@ CODES, WEIGHTS, LOGITS, VOCABULARY, ACTIVATIONS = (
     "head and embedding, whole",
     "activations",
 )
-LENGTH_STEP = 128  # tokens between the completion lengths that are tried
+LENGTH_STEP = 128  # in tokens, between the completion lengths tried
 
 
 @dataclass(frozen=True)
 class Phase:
-    """name; bytes: of each item on one device, in the order of the table."""
+    """A phase of a run; bytes: item -> bytes on one device, in the order of the table."""
 
     name: str
     bytes: Mapping[str, int]
@@ -59,11 +59,11 @@ class Phase:
 
 
 class MemoryPlan:
-    """The phases of a config.
+    """The memory plan of a config: the phases of a step, and the largest sizes that fit.
 
     Args:
       config, sizes: the run and its model.
-      device_bytes: memory of a device, for what vLLM takes of it.
+      device_bytes: memory of a device, of which vLLM takes a share.
 
     Attributes:
       run: the whole model's abstract run.
@@ -76,12 +76,12 @@ class MemoryPlan:
         self.device_bytes = device_bytes
         self.run = AbstractRun(config, sizes)
         self.shallow = shallow_runs(config, sizes)
-        self._rollout: dict[RolloutSection, dict[str, int]] = {}  # found before: a batch does not change them
+        self._rollout: dict[RolloutSection, dict[str, int]] = {}  # a cache, as a batch does not change them
         self.phases = self._phases(self.run, self.shallow)
 
     @property
     def fullest(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def gradient_temporaries(self, remat: str) -> int:
@@ -90,17 +90,16 @@ class MemoryPlan:
         return sum(temporaries(runs, self.sizes.num_layers, "gradient").values())
 
     def largest_microbatch(self, budget: int) -> int:
-        """The largest `batch.microbatch_tokens` whose phases fit into `budget` bytes; 0:
-        not even one row does.
-        """
+        """The largest `batch.microbatch_tokens` that fits into `budget` bytes; 0 if not even one row fits."""
         rows = _largest(
             lambda rows: self._fits([f"batch.microbatch_tokens={rows * self.config.row_tokens}"], budget), 1
         )
         return rows * self.config.row_tokens
 
     def longest_completion(self, budget: int) -> int:
-        """The longest `rollout.max_completion_tokens` with which one row a device, and the engine's slots,
-        fit; 0: none does.
+        """The longest `rollout.max_completion_tokens` that fits; 0 if none does.
+
+        Each device has one row in a microbatch, and the engine keeps its slots.
         """
         prompt = self.config.rollout.max_prompt_tokens
         most = self.sizes.max_position_embeddings - prompt
@@ -133,18 +132,14 @@ class MemoryPlan:
 
 
 def shallow_runs(config: RunConfig, sizes: ModelConfig) -> tuple[AbstractRun, ...]:
-    """Runs of the model at `DEPTHS`; of a shallow one, or where layers are told apart by name,
-    the model itself.
-    """
+    """Runs of the model at `DEPTHS`; only the run itself if it is shallow or names single layers."""
     if sizes.num_layers <= DEPTHS[-1] or fp8_choices(config.precision).overrides:
         return (AbstractRun(config, sizes),)
     return tuple(AbstractRun(config, dataclasses.replace(sizes, num_layers=depth)) for depth in DEPTHS)
 
 
 def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dict[str, int]:
-    """Bytes of each kind at a program's fullest point,
-    for a model of `layers` layers like those of `runs`.
-    """
+    """Bytes of each kind at a program's fullest point, extrapolated from `runs` to `layers` layers."""
     found = [
         _kinds(
             peak(run.trace(program).jaxpr).live,
@@ -166,7 +161,7 @@ def temporaries(runs: tuple[AbstractRun, ...], layers: int, program: str) -> dic
 def phases(
     run: AbstractRun, shallow: tuple[AbstractRun, ...], device_bytes: int, rollout: Mapping[str, int]
 ) -> list[Phase]:
-    """The phases of a step, in its order; `rollout` is what that phase adds."""
+    """The phases of a step, in order; `rollout`: the bytes that the rollout adds."""
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
     held |= {"published codes": on_one_device(state.published)}
@@ -195,20 +190,18 @@ def phases(
 
 
 def _engine(run: AbstractRun, device_bytes: int) -> dict[str, int]:
-    """What the rollout engine holds all the time."""
+    """The bytes that a rollout engine holds while it is awake."""
     if run.engine is None:
         vllm = run.config.shared_vllm
         return {} if vllm is None else {"vLLM": int(vllm.gpu_memory_utilization * device_bytes)}
     split = run.layout is not None and any(axis is not None for axis in run.layout.axes.values())
-    # else the published ones
+    # without a split, the engine uses the published weights themselves
     weights = {"engine's weights": on_one_device(run.engine_weights())} if split else {}
     return weights | {"KV cache": on_one_device(run.slots())}
 
 
 def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, int]:
-    """What a rollout adds: prefilled prompts, a cache of half the length while it grows,
-    the fuller program's temporaries.
-    """
+    """The bytes that a rollout adds: prefilled prompts, a half-length cache while it grows, temporaries."""
     if run.engine is None:
         return {}
     shapes, empty = run.engine.shapes, run.engine.programs.abstract_state
@@ -225,12 +218,12 @@ def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, in
 
 
 def largest_master(run: AbstractRun) -> int:
-    """Bytes of a device's largest shard of a master."""
+    """Bytes of the largest shard of a master on a device."""
     return max(on_one_device(leaf) for leaf in jax.tree.leaves(run.state.params))
 
 
 def _kinds(live: tuple[Value, ...], vocabulary: set[int]) -> dict[str, int]:
-    """Bytes of the values that live at once, by kind; `vocabulary` has its size and a device's part of it."""
+    """Bytes of live values, by kind; `vocabulary`: its size, and the size of a device's part of it."""
     sizes = dict.fromkeys((ACTIVATIONS, CODES, WEIGHTS, VOCABULARY, LOGITS), 0)
     for value in live:
         gathered = (
@@ -249,8 +242,9 @@ def _kinds(live: tuple[Value, ...], vocabulary: set[int]) -> dict[str, int]:
 
 
 def _largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest number from 1 on that fits (0: none), when every smaller one does too;
-    tried from `start` on by doubling.
+    """The largest number that fits, found by doubling from `start`; 0 if 1 does not fit.
+
+    Every number smaller than a fitting one must fit.
     """
     low, high = 0, start
     while fits(high):

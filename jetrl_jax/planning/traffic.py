@@ -1,10 +1,9 @@
-"""Work and traffic of one step on one device, and the seconds that they would take at given rates:
-predictions, no measurement.
+"""Predicted work and traffic of one step on one device, and the seconds they would take at given rates.
 
-Every sequence is taken to fill its row, every completion to be as long as it may; nothing overlaps.  The
-rates of FP8 and BF16 products are those of kernels measured one by one on an H100 (8,192 and 16,384 tokens,
-Qwen3-8B's shapes); the XLA forms that run without such kernels reach 84 TFLOP/s.  FP32 products and cuDNN's
-attention are taken at the data sheet's peaks.
+The prediction assumes that every sequence fills its row, that every completion has the greatest length, and
+that nothing overlaps.  The rates of FP8 and BF16 products are those of kernels measured one by one on an H100
+(8,192 and 16,384 tokens, Qwen3-8B's shapes); the XLA forms without such kernels reach 84 TFLOP/s.  FP32
+products and cuDNN's attention are taken at the data sheet's peaks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RATES = {
     "wgrad": (900e12, MEASURED),  # (128, 1) x (128, 1)
     "bf16": (688e12, MEASURED),
     "fp32": (67e12, SHEET),
-    "flash": (989e12, SHEET),  # dense BF16, the most that there is: no attention kernel was measured
+    "flash": (989e12, SHEET),  # dense BF16, an upper bound: no attention kernel was measured
     "memory": (3.0e12, MEASURED),  # bytes a second of a copy
     "nvlink": (450e9, SHEET),  # bytes a second in one direction
 }
@@ -32,7 +31,7 @@ RATES = {
 
 @dataclass(frozen=True)
 class Row:
-    """name; amount: of `unit` ("FLOP" or "B"); rate: of the unit in a second, and where it is from."""
+    """A kind of work: `amount` in `unit` ("FLOP" or "B"), `rate` in units per second, and its source."""
 
     name: str
     amount: float
@@ -62,7 +61,7 @@ def work(run: AbstractRun) -> list[Row]:
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
     # two products
     square = 4.0 * config.row_tokens * sizes.num_heads * sizes.head_dim * sizes.num_layers * tokens
-    # half of it; the backward has five products, the scores once more among them
+    # half of the square; the backward has five products, as it computes the scores again
     if run.model.numerics.choices.attention.name == PLANNED:
         attention = _row(
             "attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash"
@@ -83,7 +82,7 @@ def work(run: AbstractRun) -> list[Row]:
 
 
 def traffic(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> list[Row]:
-    """Bytes that one device sends in a step, by kind; rings over the axes of the mesh."""
+    """Bytes that one device sends in a step, by kind, with rings over the axes of the mesh."""
     if run.layout is None:
         return []
     layers, microbatches = run.sizes.num_layers, run.microbatches
@@ -104,7 +103,7 @@ def _row(name: str, amount: float, unit: str, rate: str) -> Row:
 
 
 def _decode_bytes(run: AbstractRun) -> float:
-    """Weights and, on average, half the cache, read for every token of every turn of the slots."""
+    """Bytes read by decoding: weights and, on average, half the cache, for every token of the slots."""
     rollout = run.config.rollout
     assert run.engine is not None and isinstance(rollout.engine, JaxEngineSection)
     sequences = rollout.prompts_per_step * rollout.group_size / run.config.sharding.row_shards
@@ -124,7 +123,7 @@ def _sent(run: AbstractRun, program: str) -> dict[str, float]:
             "reduce_scatter": degree - 1,
             "psum": 2 * (degree - 1) / degree,
         }
-        # or a maximum, in the same two turns of a ring
+        # a maximum takes the same two turns of a ring as a sum
         kind = operation.name if operation.name in share else "psum"
         sent[kind] = sent.get(kind, 0.0) + share[kind] * operation.times * sum(
             value.size for value in operation.outputs
@@ -133,7 +132,7 @@ def _sent(run: AbstractRun, program: str) -> dict[str, float]:
 
 
 def _drawn(found: list[dict[str, float]], runs: tuple[AbstractRun, ...], layers: int) -> dict[str, float]:
-    """The amounts of a model of `layers` layers from those at the depths of `runs`."""
+    """The amounts of a model of `layers` layers, extrapolated from those at the depths of `runs`."""
     if len(found) == 1:
         return found[0]
     (shallow, deep) = found

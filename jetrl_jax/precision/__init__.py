@@ -1,1 +1,1 @@
-"""Which format each product of each weight has, and where a forward pass rounds."""
+"""Which format each matrix product of each weight uses, and where a forward pass rounds."""

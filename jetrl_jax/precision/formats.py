@@ -1,8 +1,6 @@
-"""The number formats, and the flows made of them: the format of each product of a linear layer; imports no
-jax.
+"""Number formats, and flows: the formats of the products of a linear layer; imports no jax.
 
-`FORMATS` is an open set: readers of a plan ask a format for its blocks, or whether it has any, and not for
-  its name.
+`FORMATS` is an open set.  Code that reads a plan asks a format for its blocks, not for its name.
 """
 
 from __future__ import annotations
@@ -12,20 +10,16 @@ from typing import NamedTuple
 
 
 class Blocks(NamedTuple):
-    """Shapes of the blocks of a quantised format that share a scale, as [rows,
-    columns] of a product's operand.
-    """
+    """Shapes of the blocks that share a scale in a quantised format, as [rows, columns] of an operand."""
 
     activation: tuple[int, int]  # X, and dY in DGrad: along the contraction
     weight: tuple[int, int]
-    token: tuple[int, int]  # WGrad's operands: along tokens, which it contracts
+    token: tuple[int, int]  # operands of WGrad: along tokens, the axis it contracts
 
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers are stored: as values of `dtype`, or, with `blocks`,
-    as codes of it with one scale for each block.
-    """
+    """How numbers are stored: values of `dtype` or, with `blocks`, codes of `dtype` and one scale a block."""
 
     name: str
     dtype: str
@@ -46,9 +40,9 @@ FORMATS: dict[str, Format] = {known.name: known for known in (FP32, BF16, FP16, 
 class Flow(NamedTuple):
     """The format of each product of a linear layer, and of everything between the products.
 
-    value: of activations between operations, of parameters that no linear layer multiplies, and of keys and
-        values: in the trainer's attention and in the cache alike, since exactness needs both rounded in the
-          same way.  Never quantised.
+    value: the format of activations between operations, of parameters that no linear layer multiplies, and of
+        keys and values.  The trainer's attention and the cache both use it, since exactness needs keys and
+        values rounded alike.  Never quantised.
     """
 
     rollout: Format
@@ -59,7 +53,7 @@ class Flow(NamedTuple):
 
     @property
     def products(self) -> dict[str, Format]:
-        """Site -> format of each product."""
+        """The format of each product, by site."""
         return {site: fmt for site, fmt in self._asdict().items() if site != "value"}
 
     @property
@@ -68,7 +62,7 @@ class Flow(NamedTuple):
         return any(fmt.quantized for fmt in self)
 
     def uniform(self, fmt: Format) -> Flow:
-        """Every product in one format, the values as here."""
+        """This flow with every product in one format; `value` is kept."""
         return Flow(fmt, fmt, fmt, fmt, self.value)
 
 
@@ -80,5 +74,5 @@ PRESETS: dict[str, Flow] = {
     "fp8_forward": Flow(FP8, FP8, BF16, BF16),
     "fp8_rollout_only": Flow(FP8, BF16, BF16, BF16),
 }
-# how the path of a linear layer's weight ends, and no other path: `models.anatomy` has the names
+# Exactly the paths of linear layers' weights end so; `models.anatomy` has the names.
 LINEAR = "_proj.weight"

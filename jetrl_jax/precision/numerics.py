@@ -1,6 +1,4 @@
-"""Rounding points and reductions of a forward pass, and which implementation serves each of its
-operations.
-"""
+"""Rounding points and reductions of a forward pass, and the implementation chosen for each operation."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from pallas_kernels.formats import BLOCK, SCALE_FORMATS
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice
 
 VALUES = ("float32", "bfloat16", "float16")  # dtypes of values
-ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Numerics`
+ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # setting of `Numerics` -> its allowed values
     "compute_dtype": VALUES,
     "engine_variant": ("native", "cuda"),
     "exact": (True, False),
@@ -30,20 +28,21 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Num
 
 @dataclass(frozen=True)
 class Choices:
-    """What serves each operation of a policy, and why: decided once, by `jetrl_jax.models.choices.resolve`,
-    and read by every forward.
+    """The implementation of each operation of a policy, with the reason for it.
 
-    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that they were
-      made for.
+    `jetrl_jax.models.choices.resolve` decides once; every forward pass reads the result.
+
+    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that the choices
+      were made for.
     forward, backward: the FP8 products.
-    dense: the products that are not FP8, forward.
-    attention: of whole sequences, and of one token of each row against a cache.
+    dense: the products of the forward that are not FP8.
+    attention: attention over whole sequences, and of one token of each row against a cache.
     extension: attention of several tokens of each row against a cache.
-    cache: the dtype that keys and values are stored in.
-    quantize, quantize_partial: the quantisers of operands whose rows are whole blocks, and of others.
-    norm, silu: RMSNorm, and SiLU(gate) * up, with the quantiser behind it: a kernel does both, "xla" one
-      after the other.
-    norm_in_training: `norm` where a WGrad in FP8 reads the input.
+    cache: the dtype in which keys and values are stored.
+    quantize, quantize_partial: the quantisers of operands whose rows are whole blocks, and of other operands.
+    norm, silu: RMSNorm, and SiLU(gate) * up, each followed by a quantiser.  A kernel fuses both; "xla" runs
+      one after the other.
+    norm_in_training: `norm` where an FP8 WGrad reads the input.
     """
 
     settings: Numerics
@@ -61,11 +60,11 @@ class Choices:
     silu: Choice
 
     def quantizer(self, columns: int) -> Choice:
-        """Of an operand with rows of so many values."""
+        """The quantiser of an operand with rows of `columns` values."""
         return self.quantize_partial if columns % BLOCK else self.quantize
 
     def record(self) -> dict[str, Any]:
-        """For the run's record."""
+        """The choices as nested dictionaries, for the run's record."""
         found = {
             name: dataclasses.asdict(choice)
             for name, choice in vars(self).items()
@@ -89,7 +88,7 @@ class Numerics:
     """Rounding points and reductions of a forward pass; hashable, so that `jax.jit` may close over it.
 
     compute_dtype: "bfloat16" and "float16" round between operations where the mirrored engine does; "float32"
-      never does.
+      never rounds.
     engine_variant: "native" (vLLM's eager ops: two roundings in RMSNorm, variance of the unrounded residual
         sum) or "cuda" (vLLM's CUDA kernels: one rounding, variance of the rounded sum).
     exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
@@ -97,14 +96,14 @@ class Numerics:
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.linear`.
     kernels: implementation of the FP8 products; see `jetrl_jax.models.linear.product_implementation`.
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
-    dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see
-      `jetrl_jax.models.dense`.
-    stored_dtype: dtype of a key/value cache; None is what suits the backend (`jetrl_jax.models.cache`).
-    resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls
-        where it is built, and again where `dataclasses.replace` changed a setting.
+    dense: products of an exact run that are not FP8: "auto", or "float64", in which an exact vLLM computes
+      them; see `jetrl_jax.models.dense`.
+    stored_dtype: dtype of the key/value cache; None chooses by backend (`jetrl_jax.models.cache`).
+    resolved: the implementations; None until a `Decoder` is built, which calls
+        `jetrl_jax.models.choices.resolve`, and again after `dataclasses.replace` changes a setting.
 
     Raises:
-      ValueError: a setting that is none of `ALLOWED`.
+      ValueError: a setting that is not in `ALLOWED`.
     """
 
     compute_dtype: str = "bfloat16"
@@ -139,12 +138,12 @@ class Numerics:
 
     @property
     def settings(self) -> Numerics:
-        """Without implementations."""
+        """These numerics without the resolved implementations."""
         return self if self.resolved is None else dataclasses.replace(self, resolved=None)
 
     @property
     def choices(self) -> Choices:
-        """The implementations.  Raises ValueError where they are not resolved."""
+        """The implementations; raises ValueError if they are not resolved."""
         if self.resolved is None:
             raise ValueError(
                 "Numerics: no implementations: got resolved=None, expected the numerics of a Decoder, or "
@@ -154,5 +153,5 @@ class Numerics:
 
     @property
     def dtype(self) -> Any:
-        """The JAX dtype that activations have between operations."""
+        """The JAX dtype of activations between operations."""
         return jnp.dtype(self.compute_dtype)

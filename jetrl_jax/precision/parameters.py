@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-# XLA may otherwise keep FP32 where the contract rounds to BF16, differently in each program (on CPU and GPU).
+# By default XLA may keep FP32 where the contract rounds to BF16, differently in each program (CPU and GPU).
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def jit(function: Any, **options: Any) -> Any:
-    """`jax.jit` under `COMPILER_OPTIONS`: how every program of a policy is compiled."""
+    """`jax.jit` with `COMPILER_OPTIONS`; every program of a policy is compiled by it."""
     return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
 
 

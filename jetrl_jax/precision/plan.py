@@ -1,8 +1,8 @@
-"""Which matrix multiplication runs in which format: one table, read by model, engine and export.
+"""One table of which matrix multiplication runs in which format, read by model, engine and export.
 
 A *preset* names the flow, *overrides* make exceptions by a glob over parameter paths, and
 `PrecisionPlan` resolves both into explicit rows (parameter path, GEMM site) -> (format, block).
-Nothing else in the program decides a format.
+Formats are decided only here.
 
     site      operands                   who runs it
     rollout   X . W                      the rollout engine, with the published weights
@@ -10,9 +10,9 @@ Nothing else in the program decides a format.
     dgrad     dY . W                     the trainer's backward
     wgrad     dY^T . X                   the trainer's backward
 
-Weights are quantised once per policy version by `PrecisionPlan.publish`, from the FP32 master rounded to
-BF16 first (so that a BF16 export and the FP8 export agree); the same bytes serve rollout, training
-forward, DGrad and export.
+`PrecisionPlan.publish` quantises the weights once per policy version.  It rounds the FP32 master to BF16
+first, so that a BF16 export and the FP8 export agree.  Rollout, training forward, DGrad and export use the
+same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flax import nnx
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import quantize
 
 
@@ -53,13 +53,13 @@ def _blocks(site: str, fmt: Format, wgrad_operand: str) -> str:
 
 
 class PrecisionPlan:
-    """The resolved table of a model.
+    """The resolved table of formats of a model.
 
     Args:
       paths: every parameter path of the model ('.'-joined, as `named_params` gives them).
       preset: a key of `PRESETS`.
-      overrides: (glob, name of a format) pairs, the last match wins: the preset's flow where that is its
-        rollout's format, else every product in it.
+      overrides: (glob, name of a format) pairs; the last match wins.  A layer whose override is the preset's
+        rollout format follows the preset; otherwise all its products run in the named format.
       wgrad_operand, scale_format: see `Numerics`.
 
     Attributes:
@@ -105,9 +105,7 @@ class PrecisionPlan:
         return tuple(self._linear)
 
     def flow(self, path: str) -> Flow:
-        """The formats of a parameter's products; of a parameter that no linear layer multiplies,
-        the values' format everywhere.
-        """
+        """The formats of a parameter's products; `value` throughout if no linear layer multiplies it."""
         return self._linear.get(path, self._other)
 
     @property
@@ -148,12 +146,12 @@ class PrecisionPlan:
           params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them.
 
         Returns:
-          A state of the same paths: `ScaledArray` (128x128 blocks) where the plan's rollout is FP8, else BF16
-          (FP32 or FP16 for the presets of that name).
+          A state of the same paths: `ScaledArray` (128x128 blocks) where the plan's rollout format is FP8,
+          else BF16 (FP32 or FP16 for the presets of that name).
         """
 
         def publish_one(path: str, value: jax.Array) -> Any:
-            # a copy even in FP32: an update consumes the masters' buffers
+            # a copy even in FP32, because an update donates the masters' buffers
             source = jnp.array(value, self.value.dtype)
             blocks = self.flow(path).rollout.blocks
             return (
@@ -163,9 +161,9 @@ class PrecisionPlan:
         return map_params(publish_one, params)
 
     def training_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
-        """What the trainer's forward multiplies: masters bound to their published codes where FProp is FP8.
+        """The weights of the trainer's forward: masters, bound to their published codes where FProp is FP8.
 
-        Gradients reach the masters (straight-through); the codes are constants of the step.
+        Gradients reach the masters (straight-through); the codes are constants within the step.
         """
         codes = dict(named_params(published))
 
@@ -180,9 +178,7 @@ class PrecisionPlan:
         return map_params(bind, params)
 
     def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
-        """As `training_weights` without masters: the same forward, no gradient;
-        a reference policy is kept so.
-        """
+        """`training_weights` without masters: the same forward, no gradient; used for a reference policy."""
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:

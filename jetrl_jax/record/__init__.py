@@ -1,1 +1,1 @@
-"""What a run keeps: its directory, checkpoints, metrics, console; and what a resume asks of them."""
+"""The record of a run: its directory, checkpoints, metrics and console, and the rules for resuming it."""

@@ -1,16 +1,16 @@
 """Checkpoints of a run: Orbax files, and a hash of every array.
 
 A checkpoint is ``checkpoints/<step>/`` with the items of an Orbax `CheckpointManager`: ``state`` (the
-arrays, under their tree paths), ``metadata`` (what the trainer keeps as JSON, and the manifest: shape,
-dtype and SHA-256 of each array) and ``metrics`` (the score that ranks it).
+arrays, under their tree paths), ``metadata`` (the trainer's JSON, and the manifest: shape, dtype and SHA-256
+of each array) and ``metrics`` (the score that ranks it).
 
-A kill at any moment leaves the earlier checkpoints whole: Orbax writes into a temporary directory and
-renames it when all is there; an old checkpoint is renamed out of the way before it is deleted.  What a
-disk has damaged all the same is found at restore by the manifest and left out with a warning.  Files are
-not synced one by one: after a power cut the newest checkpoint may be lost, the one before it is there.
+A kill at any moment leaves the earlier checkpoints whole.  Orbax writes into a temporary directory and
+renames it when it is complete, and an old checkpoint is renamed before it is deleted.  A checkpoint damaged
+on disk is found by its manifest at restore, and skipped with a warning.  Files are not synced one by one, so
+a power cut may lose the newest checkpoint, but not the one before it.
 
-Several processes save and restore together, on a file system that all see: each writes its shards and reads
-whole arrays; the first one hashes (each array is gathered for it, one at a time), renames and removes.
+Several processes save and restore together, on a shared file system.  Each writes its shards and reads whole
+arrays.  The first process hashes (each array is gathered for it, one at a time), renames and removes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.record.console import print_warning
 
 FORMAT = 1
-_DELETED = ".deleted"  # where Orbax renames an old checkpoint to; emptied after each save
+_DELETED = ".deleted"  # Orbax moves old checkpoints here; emptied after each save
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Restored(NamedTuple):
-    """A checkpoint read back: its step, the state in the template's structure, the trainer's metadata."""
+    """A restored checkpoint: its step, the state in the template's structure, and the trainer's metadata."""
 
     step: int
     state: Any
@@ -49,18 +49,18 @@ class Restored(NamedTuple):
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint whose files are missing, unreadable or not those that were saved."""
+    """The files of a checkpoint are missing, unreadable or not the saved ones."""
 
 
 class CheckpointStore:
     """Saves and restores the checkpoints under one directory.
 
-    Keeps the last ``keep_last`` and besides the best ``keep_best`` by ``best_metric`` (higher is better, a
-    missing or non-finite one is worst, the later of equals wins).  ``read_only``: changes nothing on disk,
-    so that a run can be read while it goes.
+    Keeps the last ``keep_last`` checkpoints and also the best ``keep_best`` by ``best_metric`` (higher is
+    better, missing or non-finite is worst, the later of equals wins).  With ``read_only`` nothing on disk
+    changes, so that a run can be read while it goes on.
 
-    State: any pytree (dicts, optax states, nnx.State) whose leaves are JAX or numpy arrays, typed PRNG keys
-    or Python numbers.  What is restored is equal bit for bit, of the same kind and on the template's devices.
+    The state is any pytree (dicts, optax states, nnx.State) whose leaves are JAX or numpy arrays, typed PRNG
+    keys or Python numbers.  A restored leaf has the same bits and kind, and is on the template's devices.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CheckpointStore:
             processes.barrier()
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, ascending; whether they are whole shows at restore."""
+        """Steps of the finished checkpoints, ascending; only a restore shows whether they are whole."""
         if not self.directory.is_dir():
             return []
         return sorted(
@@ -97,12 +97,12 @@ class CheckpointStore:
     def save(
         self, step: int, state: Any, metadata: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
     ) -> bool:
-        """Save ``state`` and ``metadata`` (JSON) as the checkpoint of ``step``; returns when it is written.
+        """Saves ``state`` and ``metadata`` (JSON) as the checkpoint of ``step``; returns when it is written.
 
-        ``metrics``: the step's row, of which ``best_metric`` ranks the checkpoint.  Returns False and does
-        nothing where ``step`` has a checkpoint already.  Raises ``ValueError`` on a step before the newest
-        checkpoint, ``TypeError`` on metadata that is not JSON or a leaf that is no array, `RunStopped` where
-        writing fails.
+        ``metrics``: the step's row, whose ``best_metric`` ranks the checkpoint.  If ``step`` already has a
+        checkpoint, does nothing and returns False.  Raises ``ValueError`` for a step before the newest
+        checkpoint, ``TypeError`` for metadata that is not JSON or a leaf that is not an array, and
+        `RunStopped` if writing fails.
         """
         if self._read_only:
             raise RuntimeError("CheckpointStore.save: the store was opened with read_only=True")
@@ -126,13 +126,13 @@ class CheckpointStore:
             saved = manager.save(
                 step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf}
             )
-        except Exception as error:  # a full disk reaches us as an error of tensorstore, of many types
-            # each abandoned write would add a traceback
+        except Exception as error:  # tensorstore reports a full disk by errors of many types
+            # otherwise each abandoned write would print a traceback
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise RunStopped(
                 f"CheckpointStore.save: the checkpoint of step {step} could not be written into "
                 f"{self.directory}: {error}. "
-                "The earlier ones are whole: make room and go on with --resume."
+                "The earlier ones are whole: make room and continue with --resume."
             ) from error
         if not saved:
             raise RuntimeError(f"CheckpointStore.save: Orbax did not save step {step} into {self.directory}")
@@ -141,13 +141,12 @@ class CheckpointStore:
         return True
 
     def restore_latest(self, template: Any, *, subset: bool = False) -> Restored | None:
-        """The newest checkpoint that is whole, in the structure of ``template`` (``subset`` as in `restore`);
-        None where there is none.
+        """The newest undamaged checkpoint, in the structure of ``template``; None if nothing is saved.
 
-        ``template``: a pytree like the saved one, of arrays or ``jax.ShapeDtypeStruct``.  A damaged
-        checkpoint is left out with a warning that names it and (unless ``read_only``) renamed to
-        ``<step>.corrupt``.  Raises `UserError` when the template differs from what was saved, and when every
-        checkpoint there is is damaged.
+        ``template``: a pytree like the saved one, of arrays or ``jax.ShapeDtypeStruct``; ``subset`` as in
+        `restore`.  A damaged checkpoint is skipped with a warning and, unless ``read_only``, renamed to
+        ``<step>.corrupt``.  Raises `UserError` if the template differs from the saved state, or if every
+        checkpoint is damaged.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -170,11 +169,10 @@ class CheckpointStore:
         return None
 
     def restore(self, step: int, template: Any, *, subset: bool = False) -> Restored:
-        """The checkpoint of ``step``.  With ``subset``, ``template`` may name only a part of the state, such
-        as the parameters.
+        """The checkpoint of ``step``, in the structure of ``template``.
 
-        Raises `CorruptCheckpoint` when it is damaged, `UserError` when it holds other arrays than
-        ``template``.
+        With ``subset``, ``template`` may cover only a part of the state, such as the parameters.  Raises
+        `CorruptCheckpoint` if it is damaged, and `UserError` if its arrays differ from ``template``'s.
         """
         document = self.read_metadata(step)
         wanted = _named_leaves(template)
@@ -187,10 +185,9 @@ class CheckpointStore:
         return Restored(step, jax.tree.unflatten(jax.tree.structure(template), leaves), document["metadata"])
 
     def read_metadata(self, step: int) -> dict[str, Any]:
-        """The verified metadata file of ``step``: ``format``, ``step``, ``manifest`` and the trainer's
-        ``metadata``.
+        """The verified metadata file of ``step``: ``format``, ``step``, ``manifest`` and ``metadata``.
 
-        Raises `CorruptCheckpoint`, and `UserError` for one that another version of this program wrote.
+        Raises `CorruptCheckpoint`, and `UserError` if another version of this program wrote it.
         """
         path = self.directory / str(step) / "metadata" / "metadata"
         try:
@@ -208,7 +205,7 @@ class CheckpointStore:
         return document
 
     def close(self) -> None:
-        """Release what Orbax holds.  May be called twice; the store can be used again."""
+        """Releases Orbax's resources.  May be called twice; the store can be used again afterwards."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -224,7 +221,7 @@ class CheckpointStore:
     def _read_arrays(
         self, step: int, wanted: Mapping[str, Any], manifest: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """The arrays named by ``wanted`` as numpy, each checked against its hash."""
+        """The arrays named in ``wanted``, as numpy, each checked against its hash."""
         item = _nest({name: np.empty((0,)) for name in wanted})
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         try:
@@ -236,7 +233,7 @@ class CheckpointStore:
             arrays = {name: np.asarray(_look_up(tree, name)) for name in wanted}
         except MemoryError:
             raise
-        except Exception as error:  # Orbax and tensorstore raise many kinds for a missing or cut file
+        except Exception as error:  # Orbax and tensorstore raise many types for a missing or truncated file
             raise CorruptCheckpoint(
                 f"its arrays cannot be read: {type(error).__name__}: {str(error)[:300]}"
             ) from error
@@ -252,7 +249,7 @@ class CheckpointStore:
         if self._manager is not None:
             return self._manager
         for step in self.steps() if self._tidies else ():
-            # the manager cannot be made while one of these is unreadable
+            # Orbax's manager cannot be created while one of these is unreadable
             if not _readable(self.directory / str(step)):
                 self._warn(f"checkpoint {self.directory / str(step)} is damaged and set aside")
                 self._set_aside(step)
@@ -263,7 +260,7 @@ class CheckpointStore:
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
-            best_fn=_score,  # has the metrics written; the policy above decides
+            best_fn=_score,  # makes Orbax write the metrics; the policy above decides what is kept
             enable_async_checkpointing=False,
             todelete_subdir=_DELETED,
         )
@@ -272,7 +269,7 @@ class CheckpointStore:
         return self._manager
 
     def _set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that its step can be saved again and nothing is lost."""
+        """Renames a damaged checkpoint, so that its step can be saved again and nothing is lost."""
         if not self._tidies:
             return
         self.close()
@@ -283,7 +280,7 @@ class CheckpointStore:
         (self.directory / str(step)).rename(target)
 
     def _clean_up(self) -> None:
-        """Remove what a kill left: half-written checkpoints (named in a warning) and half-deleted ones."""
+        """Removes checkpoints that a kill left half written (with a warning) or half deleted."""
         shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
         for entry in sorted(self.directory.glob(f"*{_TEMPORARY}*")):
             self._warn(f"checkpoint {entry} was not finished and is removed")
@@ -295,7 +292,7 @@ def _score(metrics: Mapping[str, float]) -> float:
 
 
 def _readable(path: Path) -> bool:
-    """Whether the small files that Orbax reads of every checkpoint can be read."""
+    """Whether the small files can be read that Orbax needs of every checkpoint."""
     try:
         json.loads((path / "_CHECKPOINT_METADATA").read_bytes())
         return isinstance(_score(json.loads((path / "metrics" / "metrics").read_bytes())), float)
@@ -309,7 +306,7 @@ def _seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by path, parts joined by ``/``; nnx.Param wrappers leave no trace."""
+    """The leaves by path, with parts joined by ``/``; nnx.Param wrappers are dropped."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
@@ -336,13 +333,13 @@ def _dtype_name(leaf: Any) -> str:
 
 
 def _storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """What Orbax gets: arrays as they are, keys as their data, Python numbers as 0-d arrays."""
+    """The arrays given to Orbax: keys become their data, Python numbers 0-d arrays."""
     arrays: dict[str, Any] = {}
     for name, leaf in leaves.items():
         if _is_key(leaf):
             arrays[name] = jax.random.key_data(leaf)
         elif isinstance(leaf, jax.Array):
-            # one that this process has for itself, like the others
+            # an array that every process holds by itself
             alone = processes.count() > 1 and leaf.is_fully_addressable
             arrays[name] = np.asarray(leaf) if alone else leaf
         elif isinstance(leaf, np.ndarray | np.generic | bool | int | float):
@@ -356,8 +353,9 @@ def _storable(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and hash of each array; with several processes, of which all must call this,
-    empty but in the first.
+    """Shape, dtype and hash of each array.
+
+    With several processes all must call this; the result is empty except in the first.
     """
     arrays = _storable(leaves)
     if processes.count() == 1:
@@ -375,7 +373,7 @@ def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _alone() -> Any:
-    """Orbax's options for what this process reads by itself."""
+    """Orbax's options for files that this process reads by itself."""
     return ocp.options.MultiprocessingOptions(
         primary_host=None,
         active_processes={processes.index()},
@@ -384,7 +382,7 @@ def _alone() -> Any:
 
 
 def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of each array; several at a time, hashing frees the interpreter."""
+    """SHA-256 of dtype, shape and bytes of each array; in threads, as hashing releases the interpreter."""
 
     def digest(array: np.ndarray) -> str:
         head = hashlib.sha256(f"{array.dtype.name} {array.shape} ".encode())
@@ -413,7 +411,7 @@ def _look_up(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def _as_template(array: np.ndarray, leaf: Any, dtype_name: str) -> Any:
-    """``array`` as the kind of ``leaf`` and on its devices; bits unchanged."""
+    """``array`` as the same kind as ``leaf`` and on its devices; bits unchanged."""
     if isinstance(leaf, bool | int | float):
         return type(leaf)(array.item())
     if isinstance(leaf, np.ndarray | np.generic):
@@ -434,9 +432,7 @@ def _key_impl(dtype_name: str) -> str:
 
 
 def _check_template(wanted: Mapping[str, Any], manifest: Mapping[str, Any], subset: bool, path: Path) -> None:
-    """Raise `UserError` listing every array that the checkpoint lacks, has besides,
-    or has in another shape or dtype.
-    """
+    """Raises `UserError` listing every array that is missing, surplus, or of another shape or dtype."""
     problems = [f"  {name}: not in the checkpoint" for name in wanted if name not in manifest]
     if not subset:
         problems += [f"  {name}: only in the checkpoint" for name in manifest if name not in wanted]

@@ -1,12 +1,12 @@
-"""What a run says while it goes: one progress line per phase and one table row per step.
+"""The console output of a run: one progress line per phase and one table row per step.
 
-On a terminal: a live area (rich) with a line for each phase of the step (done, rate, time left) below a
-growing table of steps.  Elsewhere: plain lines, one per step, ``step=12 steps=200 reward/mean=0.53125
-…`` (keys and order as in `COLUMNS`, missing values left out), and a ``phase=…`` line every 30 seconds of
-a long phase.  Warnings and messages are lines of their own.
+On a terminal it draws a live area (rich) with a line for each phase of the step (done, rate, time left),
+below a growing table of steps.  Elsewhere it prints one plain line per step, ``step=12 steps=200
+reward/mean=0.53125 …`` (keys and order as in `COLUMNS`, missing values left out), and a ``phase=…`` line
+every 30 seconds of a long phase.  Warnings and messages are separate lines.
 
-The console never stops a run: on a stream that cannot show a character it shows a substitute, and on one
-that is gone (a closed pipe, a lost terminal) it falls silent.
+The console never stops a run.  A character that the stream cannot show is replaced, and if the stream is
+gone (a closed pipe, a lost terminal) the console falls silent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER_EVERY_ROWS = 25
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table of steps: heading, metric, format, width."""
+    """One column of the table of steps."""
 
     heading: str
     metric: str
@@ -51,28 +51,28 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def print_warning(message: str) -> None:
-    """Print ``warning: message`` to standard error; the default of every ``warn`` argument here."""
+    """Prints ``warning: message`` to standard error; the default of every ``warn`` argument here."""
     _print(sys.stderr, f"warning: {message}")
 
 
 class Phase:
-    """A phase that runs; `advance` counts what is done."""
+    """A running phase of a step; `advance` counts the work done."""
 
     def __init__(self, on_advance: Callable[[float], None]) -> None:
         self._on_advance = on_advance
         self.done = 0.0
 
     def advance(self, n: float = 1) -> None:
-        """``n`` more units (those of `Console.phase`) are done."""
+        """Counts ``n`` more units of work (the unit of `Console.phase`)."""
         self.done += n
         self._on_advance(n)
 
 
 class Console:
-    """The console of a run; a context manager that leaves the terminal as it found it.
+    """The console of a run; a context manager that leaves the terminal as it was.
 
-    ``steps``: steps of the run, None where there are none to count.  ``stream``: default standard output.
-    ``live``: whether to draw; default: where the stream is a terminal that can move its cursor.
+    ``steps``: steps of the run; None if unknown.  ``stream``: by default, standard output.  ``live``: whether
+    to draw; by default, if the stream is a terminal that can move its cursor.
     """
 
     def __init__(
@@ -96,9 +96,7 @@ class Console:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: float | None = None, unit: str = "") -> Iterator[Phase]:
-        """Show phase ``name`` while the ``with`` block runs; ``total`` units of work (None: unknown),
-        named ``unit``.
-        """
+        """Shows phase ``name`` while the block runs; its work is ``total`` (None: unknown) ``unit``."""
         reporter = self._live or _PlainProgress(self._write)
         self._guarded(lambda: reporter.begin(name, total, unit))
         try:
@@ -107,7 +105,7 @@ class Console:
             self._guarded(lambda: reporter.end(name))
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show the row of a step: its metrics, with ``step`` among them."""
+        """Shows the row of a step: its metrics, ``step`` included."""
         if self._live is None:
             parts = [f"step={row['step']}", *([f"steps={self._steps}"] if self._steps is not None else [])]
             parts += [
@@ -135,7 +133,7 @@ class Console:
         )
 
     def message(self, text: str) -> None:
-        """Show a line (or several) of text."""
+        """Shows one or more lines of text."""
         self._show(text, "", crop=False)
 
     def warn(self, text: str) -> None:
@@ -143,7 +141,7 @@ class Console:
         self._show(f"warning: {text}", "yellow", crop=False)
 
     def close(self) -> None:
-        """End the live area.  The console can still show messages and rows after it, as plain lines."""
+        """Ends the live area; later messages and rows are plain lines."""
         live = self._live
         self._live = None
         if live is not None:
@@ -168,10 +166,10 @@ class Console:
         _print(self._stream, line)
 
     def _guarded(self, action: Callable[[], Any]) -> None:
-        """Do what draws; a display that fails is dropped for plain lines."""
+        """Runs a drawing action; if it fails, the console continues with plain lines."""
         try:
             action()
-        except Exception as error:  # whatever a terminal does to rich, the run goes on
+        except Exception as error:  # a failing display must not stop the run
             live = self._live
             self._live = None
             if live is not None:
@@ -237,7 +235,7 @@ class _Live:
 
 
 class _PlainProgress:
-    """The same for a stream that is no terminal: a line every `PLAIN_PROGRESS_EVERY_S` seconds."""
+    """Progress on a stream that is not a terminal: a line every `PLAIN_PROGRESS_EVERY_S` seconds."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -274,7 +272,7 @@ def _rate(done: float, seconds: float, unit: str) -> str:
 
 
 def _cell(value: Any, form: str) -> str:
-    """A number in ``form``; exact zeros stay short, what is not finite is named."""
+    """A number in ``form``; exact zeros stay short, and values that are not finite are named."""
     number = float(value)
     if not math.isfinite(number):
         return str(number)
@@ -282,15 +280,13 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _print(stream: TextIO, line: str) -> None:
-    """Write a line; substitute what the stream's encoding lacks,
-    and give up quietly where the stream is gone.
-    """
+    """Writes a line; replaces characters that the stream's encoding lacks, and ignores a closed stream."""
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         stream.flush()
     except BrokenPipeError:
-        # else Python finds the pipe broken once more when it exits, with status 120
+        # otherwise Python would find the broken pipe again at exit, with status 120
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     # a full disk, a closed file, or None (a process without a console)

@@ -1,13 +1,13 @@
-"""The metrics of a run: declared once, written as one row a step, read back by the report.
+"""The metrics of a run: declared once, written as one row per step, read by the report.
 
-`METRICS` is the one list of what may be logged: name ``group/name_stat``, unit, meaning, which way is
-good.  A name with ``*`` declares a family: ``reward/*_mean`` stands for the mean of each reward function.
-A row that holds an undeclared name is an error, so that no chart looks for a metric that nobody writes.
+`METRICS` is the only list of metrics: name ``group/name_stat``, unit, meaning, and which direction is better.
+A name with ``*`` declares a family: ``reward/*_mean`` stands for the mean of each reward function.  A row
+with an undeclared name is an error, so that every chart finds its metric.
 
-`MetricsWriter` appends rows to ``metrics.jsonl`` (and TensorBoard, and Weights & Biases).  A row leaves
-the process with the call that writes it, and is on disk after `MetricsWriter.sync`, which the trainer
-calls before it saves a checkpoint: the rows up to a checkpoint are never lost, those after it are
-dropped by `MetricsWriter.truncate_after` when the run resumes from it and makes them again.
+`MetricsWriter` appends rows to ``metrics.jsonl`` (and TensorBoard, and Weights & Biases).  A row leaves the
+process with the call that writes it, and is on disk after `MetricsWriter.sync`.  The trainer calls that
+before it saves a checkpoint, so rows up to a checkpoint are never lost.  When a run resumes,
+`MetricsWriter.truncate_after` drops the rows after the checkpoint, and the run writes them again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Better = Literal["higher", "lower", "zero", "neither"]
 
 @dataclass(frozen=True)
 class Metric:
-    """The declaration of one metric, or of a family where ``name`` holds a ``*``."""
+    """The declaration of one metric, or of a family if ``name`` contains a ``*``."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def is_clock(self) -> bool:
-        """Whether it reads a clock, so that two equal runs may differ in it."""
+        """Whether the metric depends on a clock, so that equal runs may differ in it."""
         return self.name.startswith(("time/", "rate/"))
 
 
@@ -59,7 +59,7 @@ _PHASES = {
     "step": "the whole step, without evaluation and checkpoint",
 }
 
-# What `jetrl_jax.rl.metrics` computes is declared there; only the direction is added here.
+# `jetrl_jax.rl.metrics` declares the metrics that it computes; only their direction is added here.
 _RL_BETTER: dict[str, Better] = {
     "mismatch/k1": "zero",
     "mismatch/k3": "lower",
@@ -191,9 +191,7 @@ _FAMILIES = [
 
 @functools.cache
 def find_metric(name: str) -> Metric:
-    """The declaration of ``name``, exact before family.
-    Raises ``ValueError`` with the nearest names where there is none.
-    """
+    """The declaration of ``name``, exact before family; raises ``ValueError`` if it is undeclared."""
     if name in _EXACT:
         return _EXACT[name]
     for pattern, metric in _FAMILIES:
@@ -208,14 +206,12 @@ def find_metric(name: str) -> Metric:
 
 
 def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` without times and rates: what two runs of one config and seed have in common."""
+    """``row`` without times and rates; the rest is equal in runs of the same config and seed."""
     return {name: value for name, value in row.items() if not find_metric(name).is_clock}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``, NaN for what was not finite;
-    see `jetrl_jax.record.run_directory.read_jsonl`.
-    """
+    """The rows of a ``metrics.jsonl``, read by `read_jsonl`, with NaN for values that were not finite."""
     return [
         {name: math.nan if value is None else value for name, value in row.items()}
         for row in read_jsonl(path)
@@ -223,10 +219,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class MetricsWriter:
-    """Appends one row a step to ``metrics.jsonl`` and hands it to TensorBoard and Weights & Biases.
+    """Appends one row per step to ``metrics.jsonl``, and passes it to TensorBoard and Weights & Biases.
 
-    Opening an existing file cuts half a line at its end; on resume call `truncate_after` before the first
-    `write`.  Only ``metrics.jsonl`` can stop a run: what Weights & Biases raises becomes one warning.
+    Opening an existing file removes an incomplete line at its end; on resume call `truncate_after` before the
+    first `write`.  An error of ``metrics.jsonl`` stops the run; one of Weights & Biases becomes a warning.
     """
 
     def __init__(
@@ -238,9 +234,7 @@ class MetricsWriter:
         wandb_config: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = print_warning,
     ) -> None:
-        """``path``: the file.  ``events``: directory of TensorBoard events, None for none.
-        ``wandb_project``: None for none.
-        """
+        """``path``: the file; ``events``: directory of TensorBoard events; None switches a sink off."""
         self._path = path
         self._warn = warn
         self.last_step = truncate_jsonl(path, after_step=2**62)
@@ -252,9 +246,7 @@ class MetricsWriter:
         )
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps after ``step`` (-1: all), in TensorBoard too;
-        warns where rows up to it are missing.
-        """
+        """Drops the rows after ``step`` (-1: all), in TensorBoard too; warns if rows up to it are missing."""
         if self._events is not None:
             raise RuntimeError(
                 "MetricsWriter.truncate_after: rows were written already: expected the call before the "
@@ -269,11 +261,10 @@ class MetricsWriter:
         self._open_events(purge_step=step + 1)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write the row of ``step``.  Values are numbers or 0-d arrays; one that is not finite is written as
-        null.
+        """Writes the row of ``step``; a value that is not finite is written as null.
 
-        Raises ``ValueError`` when a metric is not declared, a value is no number, or ``step`` is not after
-        the last one.
+        Raises ``ValueError`` if a metric is undeclared, a value is neither a number nor a 0-d array, or
+        ``step`` is not after the last one.
         """
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
@@ -293,13 +284,13 @@ class MetricsWriter:
             self._wandb.log(step, numbers)
 
     def sync(self) -> None:
-        """Return when every row is on disk (and the TensorBoard events are handed to the system)."""
+        """Returns when every row is on disk, and the TensorBoard events are with the operating system."""
         os.fsync(self._file.fileno())
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        """Write everything out and close.  May be called twice."""
+        """Writes everything out and closes; may be called twice."""
         if self._file.closed:
             return
         self.sync()
@@ -337,7 +328,7 @@ def _number(name: str, value: Any) -> int | float:
 
 
 class _Wandb:
-    """Weights & Biases behind a wall: whatever it raises is said once and ends it, never the run."""
+    """Wraps Weights & Biases: its first error is reported and switches it off, but never stops the run."""
 
     def __init__(
         self, project: str, directory: Path, config: dict[str, Any], warn: Callable[[str], None]
@@ -351,9 +342,9 @@ class _Wandb:
             import wandb
         except ImportError as error:
             raise RuntimeError("wandb is not installed: pip install jetrl-jax[wandb]") from error
-        id_file = directory / "wandb_id.txt"  # a resumed run goes on in the same W&B run
+        id_file = directory / "wandb_id.txt"  # a resumed run continues the same W&B run
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        # a run must not wait for a key to be typed: without one, init raises
+        # without an API key, init must raise instead of waiting for one to be typed
         with open(os.devnull) as nobody:
             stdin = sys.stdin
             sys.stdin = nobody
@@ -379,7 +370,7 @@ class _Wandb:
             self._guard(lambda: run.log(dict(row), step=step))
 
     def finish(self, timeout_s: float = 60.0) -> None:
-        """End the W&B run; an upload that hangs is left behind after ``timeout_s``."""
+        """Ends the W&B run; gives up on a hanging upload after ``timeout_s``."""
         run = self._run
         self._run = None
         if run is None:
@@ -395,6 +386,6 @@ class _Wandb:
     def _guard(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # an optional service must not stop a run, whatever it raises
+        except Exception as error:  # an optional service must not stop a run
             self._run = None
             self._warn(f"Weights & Biases is off for this run: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What may differ between a run and its resume: little, and everything else is refused by name."""
+"""The few settings that may differ between a run and its resume; every other difference is refused."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MAY_CHANGE = (
 
 
 def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with a config that would make it another run.
+    """Raises `UserError` if a config would make a resumed run a different run.
 
-    ``saved`` and ``current``: the resolved configs as nested dicts.  Raises `UserError` that lists every
-    field that differs, with both values, except those of `MAY_CHANGE`.  ``run.steps`` counts as different too
-    when the learning rate follows it (``optimizer.schedule`` other than constant).
+    ``saved`` and ``current``: the resolved configs as nested dicts.  The error lists every field that
+    differs, with both values, except those in `MAY_CHANGE`.  ``run.steps`` must also be equal if the learning
+    rate depends on it (``optimizer.schedule`` other than constant).
     """
     stretches = _stretches(flatten(current))
     differing = []
@@ -49,11 +49,11 @@ def compare_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to resume a run on other data, or with another tokenizer.
+    """Raises `UserError` if a run is resumed on other data or with another tokenizer.
 
     ``saved``: a checkpoint's metadata; ``current``: "tokenizer" (its fingerprint) and "data"
-    (`jetrl_jax.tasks.fingerprint`). Raises `UserError` that names every part that differs, with both sizes,
-    names or hashes.
+    (`jetrl_jax.tasks.fingerprint`).  The error names every part that differs, with both sizes, names or
+    hashes.
     """
     differing = _differences({name: saved.get(name) for name in current}, current)
     if differing:
@@ -67,7 +67,7 @@ def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """{dotted path: a line with both values} of what differs."""
+    """Dotted path -> a line with both values, for every field that differs."""
     before, after, absent = flatten(saved), flatten(current), "(absent)"
     pairs = {name: (before.get(name, absent), after.get(name, absent)) for name in sorted({*before, *after})}
     return {
@@ -82,7 +82,7 @@ def _stretches(config: Mapping[str, Any]) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    # only empty ones reach here
+    # only empty containers reach this line
     if isinstance(old, list | tuple | Mapping) or isinstance(new, list | tuple | Mapping):
         return not old and not new and isinstance(old, Mapping) == isinstance(new, Mapping)
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)

@@ -1,24 +1,24 @@
-"""The directory of a run: who may write in it, what lies where, and how it is written.
+"""The directory of a run: its lock, its files, and how they are written.
 
     config.yaml        the resolved config
     environment.json   versions, device, commit, command line and rollout engine of every start of the run
     precision.txt      the resolved precision table
-    metrics.jsonl      one row a step (`jetrl_jax.record.metrics`)
+    metrics.jsonl      one row per step (`jetrl_jax.record.metrics`)
     samples.jsonl      a few completions of each step: prompt, answer, reward, tokens with their
                        log-probabilities
-    certificates.jsonl one row a weight sync to vLLM: what differed (`bridge.vllm.certificate`)
+    certificates.jsonl one row per weight sync to vLLM: the differences found (`bridge.vllm.certificate`)
     events/            TensorBoard events
     checkpoints/       Orbax checkpoints (`jetrl_jax.record.checkpoint`)
     bad_batches/       the batch of every step that was skipped for a non-finite value
     export/            the trained policy as a Hugging Face checkpoint
     run.lock           held by the process that writes here
 
-A file that is written at once is written to a temporary neighbour and renamed, so that a reader (and a
-kill) sees the old file or the new one.  The ``.jsonl`` files grow line by line; a kill can leave half a
-line at their end, which every reader here leaves out and `truncate_jsonl` cuts off.
+A whole file is written to a temporary neighbour and then renamed, so that a reader (or a kill) finds either
+the old file or the new one.  The ``.jsonl`` files grow line by line.  A kill can leave an incomplete last
+line, which every reader here ignores and `truncate_jsonl` removes.
 
-The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when its process ends, however it
-ends, so a stale lock file never blocks a resume; forked workers do not inherit it.
+The lock is a POSIX record lock (`fcntl.lockf`).  The kernel releases it however the process ends, so a stale
+lock file never blocks a resume.  Forked workers do not inherit it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CERTIFICATES_FILE = "certificates.jsonl"
 LOCK_FILE = "run.lock"
-MAX_BAD_BATCHES = 32  # a run that skips steps all day must not fill the disk
+MAX_BAD_BATCHES = 32  # so that a run that keeps skipping steps does not fill the disk
 
 RECORDED_PACKAGES = (
     "jetrl-jax",
@@ -73,9 +73,7 @@ _locked_here: set[Path] = set()  # a POSIX lock does not exclude its own process
 
 
 def atomic_write(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to ``path`` so that the file is, at any moment, the old one or the new one,
-    and on disk when this returns.
-    """
+    """Writes ``data`` to ``path`` (at any moment the old or the new file); it is on disk on return."""
     payload = data.encode("utf-8") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
     with open(temporary, "wb") as file:
@@ -91,14 +89,13 @@ def atomic_write(path: Path, data: str | bytes) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``.jsonl`` file; half a line at its end (a kill, or a run that is writing now) is left
-    out.
+    """The rows of a ``.jsonl`` file, without an incomplete last line (after a kill, or while a run writes).
 
-    Raises `UserError` naming the line when one that is not the last is no JSON object.
+    Raises `UserError` naming the line if another line is not a JSON object.
     """
     lines = path.read_bytes().split(b"\n")
     rows = []
-    # what follows the last newline is half a line, or nothing
+    # after the last newline comes an incomplete line, or nothing
     for number, line in enumerate(lines[:-1], start=1):
         row = _parse_row(line)
         if row is None:
@@ -112,10 +109,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_jsonl(path: Path, after_step: int) -> int | None:
-    """Cut a ``.jsonl`` file of rows with a ``step`` after the last row of step ``after_step`` or earlier.
+    """Truncates a ``.jsonl`` file of rows with a ``step``, so that no row is later than ``after_step``.
 
-    The cut is at the first row that is later or unreadable (half a line, zeros left by a power cut), in
-    place, so no row before it is touched.  Returns the last step that remains, None where no row does.
+    The file is cut in place at the first row that is later or unreadable (an incomplete line, zeros left by a
+    power cut); earlier rows are not touched.  Returns the last remaining step, or None if no row remains.
     """
     if not path.exists():
         return None
@@ -140,9 +137,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def json_value(value: Any) -> Any:
-    """``value`` as JSON knows it: numpy and JAX arrays become numbers and lists, non-finite numbers None,
-    what is unknown its text.
-    """
+    """``value`` as JSON: arrays become numbers and lists, non-finite numbers None, other objects text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -157,7 +152,7 @@ def json_value(value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted path -> value of a nested config; lists and tuples by index, empty containers as themselves."""
+    """Dotted path -> value of a nested config; lists count by index, empty containers are kept."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         items = (
@@ -175,8 +170,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class RunDirectory:
     """An open run directory, locked by this process until `close` (or the end of the ``with`` block).
 
-    ``resumed`` says whether a run was there before; it is False too where ``resume`` was asked for and
-    nothing had been written yet, so the run simply starts.
+    ``resumed``: whether it held a run before.  It is False if ``resume`` was given but nothing had been
+    written yet; the run then simply starts.
     """
 
     def __init__(self, path: Path, lock: IO[str], resumed: bool, warn: Callable[[str], None]) -> None:
@@ -193,10 +188,10 @@ class RunDirectory:
         resume: bool = False,
         warn: Callable[[str], None] = print_warning,
     ) -> RunDirectory:
-        """Make (or, with ``resume``, reopen) the run directory ``path`` and lock it.
+        """Creates (or, with ``resume``, reopens) the run directory ``path`` and locks it.
 
-        Raises `UserError` when the path is a file or cannot be written, when another process (or this one)
-        holds it, when it holds a run and ``resume`` is False, and when it holds something that is no run.
+        Raises `UserError` if the path is a file or cannot be written, if another process (or this one) has
+        locked it, if it holds a run and ``resume`` is False, or if it holds anything that is not a run.
         """
         path = user_path(path).resolve()
         _check_contents(path, resume)
@@ -209,7 +204,7 @@ class RunDirectory:
                 "run.directory."
             ) from error
         try:
-            # once more: another process may have filled it before we held the lock
+            # again, as another process may have filled it before we held the lock
             _check_contents(path, resume)
             resumed = (path / CONFIG_FILE).exists()
             for leftover in path.glob(f".*{_TEMPORARY}*"):
@@ -256,15 +251,15 @@ class RunDirectory:
         return self.path / "bad_batches"
 
     def write_config(self, text: str) -> None:
-        """Write ``config.yaml``; from then on the directory holds a run."""
+        """Writes ``config.yaml``; from then on the directory holds a run."""
         atomic_write(self.config_path, text)
 
     def write_precision(self, text: str) -> None:
-        """Write ``precision.txt``, the resolved precision table."""
+        """Writes ``precision.txt``, the resolved precision table."""
         atomic_write(self.path / PRECISION_FILE, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Add one start of the run to ``environment.json``: ``{"starts": [oldest, …, newest]}``."""
+        """Adds a start of the run to ``environment.json``: ``{"starts": [oldest, …, newest]}``."""
         path = self.path / ENVIRONMENT_FILE
         starts: list[Any] = []
         if path.exists():
@@ -275,16 +270,14 @@ class RunDirectory:
         atomic_write(path, json.dumps({"starts": [*starts, dict(environment)]}, indent=2) + "\n")
 
     def add_to_environment(self, more: Mapping[str, Any]) -> None:
-        """Add to the newest start, which was written before: what is known only once it runs."""
+        """Adds facts that are known only later to the newest start in ``environment.json``."""
         path = self.path / ENVIRONMENT_FILE
         starts = json.loads(path.read_bytes())["starts"]
         starts[-1] |= more
         atomic_write(path, json.dumps({"starts": starts}, indent=2) + "\n")
 
     def append_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append completions of ``step`` to ``samples.jsonl``, one line each; values are JSON or numpy,
-        non-finite ones become null.
-        """
+        """Appends completions of ``step`` to ``samples.jsonl``, one line each, converted by `json_value`."""
         lines = [
             json.dumps(json_value({"step": step, **sample}), ensure_ascii=False) + "\n" for sample in samples
         ]
@@ -292,21 +285,20 @@ class RunDirectory:
             file.write("".join(lines))
 
     def append_certificate(self, row: Mapping[str, Any]) -> None:
-        """Append the certificate of a weight sync; the syncs that a resumed run makes again stand twice."""
+        """Appends the certificate of a weight sync; syncs repeated by a resumed run appear twice."""
         with open(self.path / CERTIFICATES_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(json_value(row)) + "\n")
 
     def truncate_after(self, step: int) -> None:
-        """Drop the samples of steps after ``step`` (those a resumed run makes again)."""
+        """Drops the samples of steps after ``step``, which a resumed run makes again."""
         truncate_jsonl(self.samples_path, step)
 
     def save_bad_batch(self, step: int, name: str, arrays: Mapping[str, Any]) -> Path | None:
-        """Save the batch of a step in which tensor ``name`` was not finite; returns the file.
+        """Saves the batch of a step in which tensor ``name`` was not finite; returns the file.
 
-        ``bad_batches/step_<step>_<name>.npz`` holds the arrays under their names, those in bfloat16 and
-        float8 as float32 (the same values; numpy's format does not know the narrow types).  After
-        `MAX_BAD_BATCHES`
-        files nothing more is written: a warning, and None.
+        ``bad_batches/step_<step>_<name>.npz`` holds the arrays under their names.  Arrays in bfloat16 and
+        float8 are stored as float32 with the same values, as numpy's format lacks the narrow types.  After
+        `MAX_BAD_BATCHES` files it only warns and returns None.
         """
         file_name = f"step_{step:06d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:100]}.npz"
         path = self.bad_batches / file_name
@@ -323,7 +315,7 @@ class RunDirectory:
         return path
 
     def close(self) -> None:
-        """Release the lock; the directory may then be opened again."""
+        """Releases the lock; the directory may then be opened again."""
         if self._lock is not None:
             _release_lock(self.path, self._lock)
             self._lock = None
@@ -338,9 +330,7 @@ class RunDirectory:
 
 
 def _check_contents(path: Path, resume: bool) -> None:
-    """Refuse what is no place for this run; a directory that a killed start left before its config counts
-    as empty.
-    """
+    """Raises `UserError` for a path that cannot hold this run; leftovers of a killed start are allowed."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -357,7 +347,7 @@ def _check_contents(path: Path, resume: bool) -> None:
             )
         return
     ours = {LOCK_FILE, "events", "checkpoints", "bad_batches"}
-    # of a start that ended before the run had a config; a reward's log may say why
+    # left by a start that ended before the run had a config; a reward's log may show why
     kept = (_TEMPORARY, "reward-")
     foreign = sorted(
         entry.name
@@ -373,10 +363,8 @@ def _check_contents(path: Path, resume: bool) -> None:
 
 
 def _acquire_lock(path: Path, warn: Callable[[str], None]) -> IO[str]:
-    """Take the lock of ``path`` and write who holds it;
-    say so where the last holder ended without releasing it.
-    """
-    # before the file is opened: closing a second handle would drop the first one's lock
+    """Locks ``path`` and writes the holder's name; warns if the last holder ended without releasing it."""
+    # checked before the file is opened, as closing a second handle would drop the first one's lock
     if path in _locked_here:
         raise UserError(
             f"run directory: in use by this process: got run.directory={path}. Close the first run before."
@@ -422,10 +410,9 @@ def _npz_array(value: Any) -> np.ndarray:
 
 
 def collect_environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a run needs to be repeated: command line, versions, devices, commit, and the variables that steer
-    XLA and JAX.
+    """The environment needed to repeat a run: command line, versions, devices, commit, XLA and JAX variables.
 
-    Starts the JAX backend.  ``commit`` is None where this package is not in a git checkout or git is absent.
+    Starts the JAX backend.  ``commit`` is None if this package is not in a git checkout, or git is absent.
     """
     import jax
 
@@ -449,7 +436,7 @@ def collect_environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def git_state(file: Path) -> dict[str, Any]:
-    """``{"commit", "dirty"}`` of the git checkout that tracks ``file``; both None where none does."""
+    """``{"commit", "dirty"}`` of the git checkout that tracks ``file``; both None if none does."""
     unknown = {"commit": None, "dirty": None}
     git = shutil.which("git")
     if git is None:
@@ -460,7 +447,7 @@ def git_state(file: Path) -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
-        # a package installed inside another repository is not of that repository
+        # a package installed inside another repository does not belong to it
         run("ls-files", "--error-unmatch", file.name)
         return {
             "commit": run("rev-parse", "HEAD"),

@@ -1,6 +1,4 @@
-"""SIGINT and SIGTERM as a wish to stop after the step,
-which all processes of a run come to at the same step.
-"""
+"""SIGINT and SIGTERM as requests to stop after the current step, the same step in all processes of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +11,12 @@ from typing import Any
 
 from jetrl_jax.devices import processes
 
-# a batch system signals a process and the parent that passes signals on to it: the two are one request
+# A batch system may signal both a process and the parent that passes signals on; both count as one request.
 ONE_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """The stop signal that this process got, and the one that the run heeds;
-    a second one ends the process at once.
-    """
+    """The stop signal that this process has received; a second one ends the process at once."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self.received: int | None = None
@@ -28,15 +24,16 @@ class StopSignals:
         self._at = 0.0
 
     def agreed(self) -> int | None:
-        """The signal that any process got so far; all processes must ask, and get the same answer."""
+        """A signal that any process has received; all processes must call this, and get the same answer."""
         return max(
             (number for number in processes.exchange_json(self.received) if number is not None), default=None
         )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Answers the signals in the block, those of a block before forgotten;
-        off the main thread the caller does.
+        """Handles the signals within the block; outside the main thread the caller's handlers stay.
+
+        Signals received in an earlier block are forgotten.
         """
         self.received = None
         try:

@@ -1,31 +1,30 @@
-"""Rewards of a batch of completions: several functions, weighted, each logged by itself, none able to stop a
-run by failing.
+"""The rewards of a batch of completions, a weighted sum of several functions.
 
     total_i = sum over k of weight_k * reward_k(i)
 
-A sample for which a function raises, passes its time limit, returns None or NaN has no reward: its total is
-NaN, which the advantages leave out of the group, and it is counted by cause.  A function of weight 0 is
-logged only and masks nothing. An infinite reward (in FP32, and in the weighted sum too), what is not a
-number, or the wrong number of numbers, is the author's error and raises `UserError` naming the function and
-the sample.
+Each function is logged separately, and a failing sample does not stop the run.  A sample has no reward if a
+function raises, exceeds its time limit, or returns None or NaN.  Its total is then NaN, the advantages leave
+it out of its group, and it is counted by cause.  A function of weight 0 is only logged and masks nothing.
+Three results are the author's error and raise `UserError` naming the function and the sample: a value that is
+not a number, a value (or weighted sum) that is infinite in FP32, and the wrong number of values.
 
-A user's function is called once per batch, by keyword, with those of these it names (or all, by
-``**kwargs``):
+A user's function is called once per batch, by keyword.  It gets those of these columns that its parameters
+name, or all of them with ``**kwargs``:
 
-    def reward(prompts, completions, answers, *, solutions, completion_ids, finish_reasons, metadata) ->
-    list[float | None]
+    def reward(prompts, completions, answers, *, solutions, completion_ids, finish_reasons, metadata):
+        ...  # -> list[float | None]
 
-and, where it names it, ``thought_opened``: whether the prompt ends inside ``<think>``, so that the completion
-begins there. A verifier sees such a completion with ``<think>`` before it.
+A parameter ``thought_opened`` gets, for each prompt, whether it ends inside ``<think>``, so that the
+completion begins there.  A verifier sees such a completion with ``<think>`` put before it.
 
-Where the call for the whole batch fails, each completion is scored by a call of its own, so that one bad
-sample masks itself alone; a function that compares completions with one another sees single ones then.  Given
-as ``module:function``
-it runs in a worker process: it may hang, crash, fork, set signals or print.  ``timeout_s`` limits each call
-there; after eight time-outs in a batch its other samples are given up, so a batch costs at most nine limits
-more than its honest work. A worker sees no accelerator (JAX_PLATFORMS=cpu).  A Python callable runs in the
-trainer's process, where a hang cannot
-be ended: no time limit, unless ``separate_process``.
+If the call for the whole batch fails, each completion is scored by its own call, so that a bad sample masks
+only itself.  A function that compares completions with each other then sees one at a time.
+
+A function given as ``module:function`` runs in a worker process, where it may hang, crash, fork, set signals
+or print.  ``timeout_s`` limits each call.  After eight time-outs in a batch its remaining samples are given
+up, so time-outs cost a batch at most nine limits.  A worker sees no accelerator (JAX_PLATFORMS=cpu).  A
+Python callable runs in the trainer's process, where a hang cannot be interrupted, so it has no time limit
+unless ``separate_process`` is set.
 """
 
 from __future__ import annotations
@@ -50,15 +49,17 @@ from jetrl_jax.workers import worker
 from jetrl_jax.workers.process import RewardProcess, Scores
 
 FAILURES = ("exception", "timeout", "none", "nan")
-_MESSAGES = 5  # distinct messages kept of one function and batch
+_MESSAGES = 5  # distinct messages kept per function and batch
 
 
 @dataclass
 class RewardResult:
-    """Rewards of N completions.
+    """The rewards of N completions.
 
-    total: float64 [N], NaN where masked.  parts: by function, float64 [N], NaN where it failed.  failures: by
-    function, the number of samples per cause (`FAILURES`).  messages: what went wrong, for the log.
+    total: float64 [N], NaN where masked.
+    parts: function -> its rewards, float64 [N], NaN where it failed.
+    failures: function -> cause (`FAILURES`) -> number of samples.
+    messages: descriptions of the failures, for the log.
     """
 
     total: np.ndarray
@@ -68,7 +69,7 @@ class RewardResult:
 
     @property
     def masked(self) -> np.ndarray:
-        """bool [N]: samples without a reward."""
+        """The samples without a reward, bool [N]."""
         return np.isnan(self.total)
 
 
@@ -87,7 +88,7 @@ class _Reward:
 
 
 class _InProcess:
-    """A function called here: batch first, one by one where that raises; no time limit."""
+    """A function called in this process: once for the batch, one by one if that raises; no time limit."""
 
     def __init__(self, name: str, function: Callable[..., Any]):
         self._name = name
@@ -137,11 +138,10 @@ class _InProcess:
 
 
 class RewardFunctions:
-    """The reward functions of a run.  Workers start with the first batch (or ``start``) and live until
-    ``close``.
+    """The reward functions of a run; also a context manager.
 
-    A context manager; what a worker prints goes to ``reward-<name>.log`` in ``log_directory``, where one is
-    given.
+    Workers start with the first batch (or with ``start``) and live until ``close``.  Their output goes to
+    ``reward-<name>.log`` in ``log_directory``, if given.
     """
 
     def __init__(self, rewards: Sequence[_Reward]):
@@ -160,7 +160,7 @@ class RewardFunctions:
     def from_config(
         cls, sections: Sequence[RewardSection], task: Task, *, log_directory: str | Path | None = None
     ) -> RewardFunctions:
-        """The rewards of a config: ``task``, a verifier's name or ``module:function``."""
+        """The rewards of a config, each named ``task``, by a verifier or as ``module:function``."""
         check_answers([s.name for s in sections], task)
         return cls(
             [_named(s.name, s.weight, s.timeout_s, s.separate_process, task, log_directory) for s in sections]
@@ -216,9 +216,7 @@ class RewardFunctions:
         return tuple(reward.name for reward in self._rewards)
 
     def start(self) -> None:
-        """Starts every worker and imports its function: a wrong name is a `UserError` here,
-        not in the first step.
-        """
+        """Starts every worker and imports its function, so that a wrong name is a `UserError` early."""
         for reward in self._rewards:
             reward.scorer.start()
 
@@ -244,10 +242,9 @@ class RewardFunctions:
     ) -> RewardResult:
         """Scores N completions; ``completion_ids`` are their token ids, one sequence each.
 
-        ``thought_opened`` says of each whether its prompt ends inside ``<think>`` (None: no).
+        ``thought_opened``: whether each prompt ends inside ``<think>``; None means that none does.
 
-        Raises `UserError` where a function breaks its contract and ValueError where the lists differ in
-        length.
+        Raises `UserError` if a function breaks its contract, and ValueError if the lists differ in length.
         """
         count = len(completions)
         opened = [False] * count if thought_opened is None else [bool(one) for one in thought_opened]
@@ -298,7 +295,7 @@ class RewardFunctions:
         return result
 
     def _check_total(self, result: RewardResult, prompts: Sequence[str], completions: Sequence[str]) -> None:
-        """Raises `UserError` where the weighted sum of a sample is infinite in FP32."""
+        """Raises `UserError` if the weighted sum of a sample is infinite in FP32."""
         too_large = np.flatnonzero(np.abs(result.total) > worker.LARGEST)
         if len(too_large):
             i = int(too_large[0])
@@ -316,7 +313,7 @@ class RewardFunctions:
 
 
 def _part(scores: Scores) -> tuple[np.ndarray, dict[str, int]]:
-    """Values as float64 with NaN for every failure, and the failures counted."""
+    """The values as float64, with NaN for every failure, and the number of failures per cause."""
     failed = dict(scores.failed)
     for index, value in enumerate(scores.values):
         if value is None:
@@ -381,10 +378,10 @@ def _named(
 
 
 def check_answers(names: Sequence[str], task: Task) -> None:
-    """Asks the verifiers that a run names as rewards about the task's answers, before anything is started.
+    """Checks, before a run starts, that the verifiers among its rewards can compare with the task's answers.
 
-    All examples of a list are asked about, of generated ones the first; the task's own verifier has been
-    asked where records were read.  Raises `UserError` naming where the first ten bad answers stand.
+    Checks all examples of a list, and the first of generated ones; the task's own verifier has checked the
+    records when it read them.  Raises `UserError` naming the places of the first ten bad answers.
     """
     for name in names:
         verifier = getattr(task, "verifier_name", "") if name == "task" else name

@@ -1,3 +1,1 @@
-"""Puts a run together: policy, engine, the run itself;
-with `commands` the only room that knows the bridge.
-"""
+"""Puts a run together: policy, engine and loop; only this package and `commands` import `bridge`."""

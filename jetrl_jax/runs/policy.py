@@ -1,7 +1,7 @@
-"""A policy as a user holds it: model, tokenizer, precision plan; made new, or read from disk.
+"""A policy: a model with its tokenizer and precision plan, newly made or read from disk.
 
-The one module of `jetrl_jax` beside the entry points that reads and writes Hugging Face directories (through
-`bridge`, which is free of torch).
+Apart from the commands, only this module of `jetrl_jax` reads and writes Hugging Face directories (through
+`bridge`, without torch).
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ ACCURACY = "eval/accuracy"
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, its tokenizer, the plan of its precision, the config that said so,
-    and the step of the checkpoint it was read from.
-    """
+    """A model with its tokenizer, precision plan and config; `step`: of the checkpoint it was read from."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -104,13 +102,12 @@ def build_policy(
 
     Args:
       config: the run's config.
-      model: a `Decoder`, or a Hugging Face directory in place of `config.model.path`; None takes the
-        config's.
-      tokenizer: in place of the config's.
+      model: a `Decoder` or a Hugging Face directory, in place of the config's; None takes the config's.
+      tokenizer: replaces the config's.
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
-        than the model's positions, or a tokenizer whose ids the model does not have.
+        than the model's positions, or a tokenizer with more ids than the model.
     """
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
@@ -129,11 +126,12 @@ def build_policy(
 def policy_parts(
     config: RunConfig, model: Decoder | str | Path | None, tokenizer: Tokenizer | None
 ) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the sizes that `build_policy` takes, which fit one another; no device is touched and
-    no weight is read.
+    """The tokenizer and model sizes for `build_policy`, checked against each other.
+
+    Touches no device and reads no weights.
 
     Raises:
-      UserError: as `build_policy`, but for what depends on the device.
+      UserError: as `build_policy`, except for problems that depend on the device.
     """
     path = _model_path(config, model)
     tokenizer = tokenizer or build_tokenizer(config.tokenizer, path)
@@ -157,7 +155,7 @@ def policy_parts(
             f"{config.max_sequence_tokens}, expected at most "
             f"max_position_embeddings={sizes.max_position_embeddings}."
         )
-    # an export stops where the run did
+    # so that an exported policy stops at the same tokens as the run
     return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))
 
 
@@ -166,7 +164,7 @@ def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | 
 
 
 def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
-    """A decoder with the weights of a Hugging Face directory; never initialised twice."""
+    """A decoder with the weights of a Hugging Face directory, without a random initialisation first."""
     model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
     read_into(model, path)
     return model
@@ -181,14 +179,14 @@ def load_policy(
     """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
-      directory: either of the two.
+      directory: a run directory or a Hugging Face directory.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
-      step: of a run, whose checkpoint: that of a step, the latest that is whole, or the one of the highest
-        held-out accuracy on record (the later of equals).
+      step: the checkpoint of a run: a step number, "last" (the latest undamaged one), or "best" (the highest
+        recorded held-out accuracy, the later of equals).
 
     Raises:
-      UserError: neither, unreadable, or a step without a checkpoint, with those that have one.
+      UserError: the directory is neither, is unreadable, or has no checkpoint of that step.
     """
     path = user_path(directory)
     if is_run(path):
@@ -208,8 +206,8 @@ def load_policy(
 
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
-    """A policy that learns nothing here: its vLLM has nobody to take turns with, and stays awake."""
-    # before the first array, and as the run has it: JAX then takes what it needs, and no fixed share
+    """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
+    # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
@@ -217,7 +215,7 @@ def _build(config: RunConfig, model: Path | None = None) -> Policy:
 
 
 def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:
-    """A checkpoint of a run, in the structure of `template`."""
+    """Restores a checkpoint of a run, in the structure of `template`."""
     with CheckpointStore(run / "checkpoints", read_only=True) as store:
         steps = store.steps()
         if not steps:
@@ -226,7 +224,7 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
             )
         if step == "last":
             restored = store.restore_latest(template, subset=True)
-            assert restored is not None  # of steps it gives one, or raises
+            assert restored is not None  # with steps present it returns one or raises
             return restored
         number = _best_step(run, steps) if step == "best" else step
         if number not in steps:
@@ -244,7 +242,7 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
 
 
 def _best_step(run: Path, steps: Sequence[int]) -> int:
-    """The step among `steps` with the highest `eval/accuracy` on record, the last of equals."""
+    """The step among `steps` with the highest recorded `eval/accuracy`, the last of equals."""
     rows = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
     accuracy = {int(row["step"]): row[ACCURACY] for row in rows if math.isfinite(row.get(ACCURACY, math.nan))}
     recorded = [step for step in steps if step in accuracy]
@@ -264,6 +262,6 @@ def _lengths(config: ModelConfig) -> dict[str, int]:
 
 
 def published_weights(policy: Policy) -> nnx.State:
-    """The policy's weights as an engine multiplies them."""
+    """The policy's weights in the form that an engine multiplies."""
     params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
     return jit(policy.plan.publish)(params)

@@ -1,5 +1,4 @@
-"""The config of a policy on disk, read without JAX: a mistake in it, or in the directory's name, costs no
-device.
+"""The config of a policy on disk, read without JAX so that mistakes are found before a device is used.
 
 A run directory has its own `config.yaml`.  A Hugging Face directory runs in BF16, or as a config file says.
 """
@@ -17,7 +16,7 @@ from jetrl_jax.errors import UserError
 
 
 def is_run(directory: str | Path) -> bool:
-    """Whether a directory is a run's."""
+    """Whether a directory is a run directory."""
     return (user_path(directory) / "config.yaml").is_file()
 
 
@@ -27,17 +26,16 @@ def policy_config(
     config: str | Path | None = None,
     rollout: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of the policy in a directory, `overrides` (`a.b=c`) applied; commands call it before they
-    import JAX.
+    """The config of the policy in a directory; commands call this before they import JAX.
 
     Args:
-      directory: of a run, or a Hugging Face directory.
-      overrides: changes, as after ``--set``.
+      directory: a run directory or a Hugging Face directory.
+      overrides: changes of the config (`a.b=c`), as after ``--set``.
       config: YAML file in place of the run's.
       rollout: fields of `rollout` for a Hugging Face directory without a config.
 
     Raises:
-      UserError: it is neither, or a mistake in the config or the overrides.
+      UserError: the directory is neither, or the config or the overrides have a mistake.
     """
     path = user_path(directory)
     if not is_run(path) and not (path / "config.json").is_file():

@@ -1,7 +1,7 @@
 """One run: its files, its counters and the loop over steps.
 
-Order of a run: policy (new or read) -> warm start -> evaluation -> steps (checkpoint, evaluation on the way)
--> evaluation -> Hugging Face export.  A resumed one starts at its latest checkpoint.
+Order of a run: policy (new or read) -> warm start -> evaluation -> steps (with checkpoints and evaluations)
+-> evaluation -> Hugging Face export.  A resumed run starts at its latest checkpoint.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ EXPORT_DIRECTORY = "export"
 
 
 class Run:
-    """A run of `parts`: its files are opened and its policy restored or warm-started when it is made;
-    `execute` goes on.
+    """A run of `parts`.
+
+    The constructor opens the files and restores or warm-starts the policy; `execute` does the steps.
 
     Args:
-      stack: closes what the run opens.
-      resume: go on from the latest checkpoint where there is one.
+      stack: closes everything that the run opens.
+      resume: continue from the latest checkpoint, if there is one.
 
     Raises:
-      UserError: the run directory is taken, or a resume with another config or other data.
+      UserError: the run directory is taken, or is resumed with another config or other data.
     """
 
     def __init__(self, parts: Parts, stack: contextlib.ExitStack, *, resume: bool) -> None:
@@ -92,8 +93,9 @@ class Run:
     # Files
 
     def _open_directory(self, stack: contextlib.ExitStack, resume: bool) -> tuple[RunDirectory, Path]:
-        """The run directory, and where the checkpoints of all processes lie;
-        the others than the first get a directory of their own.
+        """The run directory, and the directory of the checkpoints of all processes.
+
+        Processes other than the first get a temporary run directory.
         """
         own = (
             self.config.run.directory
@@ -116,19 +118,17 @@ class Run:
         return directory, Path(shared["checkpoints"])
 
     def _check_data(self) -> None:
-        """Refuses other data or another tokenizer than the newest checkpoint's,
-        before anything of the run is written.
-        """
+        """Raises, before anything is written, if data or tokenizer differ from the newest checkpoint's."""
         steps = self.store.steps() if self.directory.resumed else []
         if steps:
-            # left out when the state is restored, and named there
+            # a damaged checkpoint is skipped, with a warning, when the state is restored
             with contextlib.suppress(CorruptCheckpoint):
                 compare_data_for_resume(
                     self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints
                 )
 
     def _record(self) -> None:
-        """What makes the run repeatable: config, environment, precision table and the resolved algorithm."""
+        """Writes config, environment, precision table and resolved choices, so that a run is repeatable."""
         record = self.parts.record()
         self.directory.write_config(dump_config(self.config))
         self.directory.write_precision(self.parts.policy.plan.table())
@@ -149,7 +149,7 @@ class Run:
     # Steps
 
     def execute(self) -> dict[str, Any]:
-        """Steps until the end or a signal; evaluation before, on the way and after; export."""
+        """Runs the steps until the end or a signal, with evaluations and checkpoints, then exports."""
         if self.before is None:
             self.before = self._evaluate(0)
             start = dict(self.before) | {"policy_version": 0}
@@ -179,7 +179,7 @@ class Run:
                 self._save(step, row)
         if stopped is not None:
             name = signal.Signals(stopped).name
-            self.console.message(f"stopped by {name} after step {self.done}; go on with --resume")
+            self.console.message(f"stopped by {name} after step {self.done}; continue with --resume")
             return self._summary(name, None)
         count = self.step.counters.without_signal
         if count >= min(self.done, WARN_WITHOUT_SIGNAL) > 0:
@@ -188,7 +188,7 @@ class Run:
                 "equal: nothing "
                 "was learned from them. Do the rewards see what the policy writes (samples.jsonl)?"
             )
-        if after is None:  # resumed after its last step, whose evaluation is on record
+        if after is None:  # resumed after its last step, whose evaluation is already recorded
             after = self._evaluate(self.done, record=False)
         params = processes.gather_to_first(self.step.state.params)
         if params is not None:
@@ -207,7 +207,7 @@ class Run:
         }
 
     def _warm_start(self, state: TrainState) -> TrainState:
-        """The policy after the warm start, where there is one."""
+        """The policy after the warm start; unchanged if the config has none."""
         section, sampler, programs = self.config.warm_start, self.parts.sampler, self.parts.warm_programs
         if section is None or sampler is None or programs is None:
             return state
@@ -232,7 +232,7 @@ class Run:
         return metrics
 
     def _samples(self, batch: RolloutBatch) -> list[dict[str, Any]]:
-        """The first completions of the step, one of each of the first groups."""
+        """The record of one completion from each of the step's first groups."""
         return [
             {
                 "split": "train",
@@ -249,7 +249,7 @@ class Run:
 
     @contextlib.contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Traces `run.profile_steps` steps, from the third on (the first two compile)."""
+        """Traces `run.profile_steps` steps, beginning with the third (the first two compile)."""
         first = 3
         count = self.config.run.profile_steps
         if count and step == first:
@@ -266,7 +266,7 @@ class Run:
 
     @staticmethod
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
-        """What a checkpoint holds; published weights are made again from the masters, bit for bit."""
+        """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
         optional = {"reference": reference, "loss_scale": state.loss_scale}
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
@@ -286,9 +286,7 @@ class Run:
             self.store.save(step, self._saved(self.step.state, self.step.reference), metadata, row)
 
     def _restored(self, state: TrainState) -> Restored | None:
-        """The latest checkpoint, from which everything but the state is taken here;
-        None where the run begins.
-        """
+        """The latest checkpoint, or None if the run begins; takes over everything except its state."""
         restored = None
         if self.directory.resumed:
             restored = self.store.restore_latest(self._saved(state, self.parts.reference(state)))
@@ -298,7 +296,7 @@ class Run:
                     f"no checkpoint: the run begins again; its rows up to step {self.writer.last_step} "
                     "are dropped"
                 )
-            self.parts.prompts.restart()  # a dry run, or a run of the same parts that failed, drew from them
+            self.parts.prompts.restart()  # an earlier run of the same parts may have drawn prompts
             return None
         compare_data_for_resume(restored.metadata, self.parts.fingerprints)
         prompts = self.parts.prompts

@@ -1,4 +1,4 @@
-"""Completions of a prompt by a policy, for a user who talks to it."""
+"""Interactive use of a policy: completions of a user's prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PolicySampler:
     """Completes prompts with a policy on its engine.
 
     Args:
-      policy: as `load_policy` gives it; its config's `rollout` says lengths and temperature.
+      policy: from `load_policy`; lengths and temperature are those of its config's `rollout`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -25,7 +25,7 @@ class PolicySampler:
         """`samples` completions of one prompt.
 
         Raises:
-          UserError: a prompt that is empty or longer than `rollout.max_prompt_tokens`.
+          UserError: the prompt is empty or longer than `rollout.max_prompt_tokens`.
         """
         tokenizer, rollout = self.policy.tokenizer, self.policy.config.rollout
         ids = tokenizer.encode_prompt(prompt)

@@ -1,1 +1,1 @@
-"""Tasks and their verifiers, on the host, free of jax."""
+"""Tasks (training and held-out examples) and their verifiers, on the host, without jax."""

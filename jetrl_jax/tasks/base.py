@@ -1,4 +1,4 @@
-"""What a task is: examples in two disjoint splits and a verifier; and what the tasks share."""
+"""The interface of a task (examples in two disjoint splits, and a verifier), and helpers shared by tasks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ _SHOWN = 10  # broken records named in an error
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the prompt as the tokenizer receives it, the answer,
-    and the text a perfect policy would write.
-    """
+    """One problem: the prompt given to the tokenizer, the answer, and the text of a perfect solution."""
 
     prompt: str
     answer: Any
     solution: str = ""
     id: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
-    source: str = field(default="", compare=False)  # where it was read ("file:line"), for messages
+    source: str = field(default="", compare=False)  # its place ("file:line"), for messages
 
 
 @runtime_checkable
 class Task(Protocol):
     """Prompts in two disjoint splits and their verifier.
 
-    Optional attributes: ``separate_process`` (True where ``verify`` can hang or uses signals, so that it is
+    Optional attributes: ``separate_process`` (True if ``verify`` can hang or uses signals, so that it must
     run in a worker process), ``verifier()`` (a small picklable ``(completion, example) -> float`` for that
-    worker, instead of the pickled task) and ``notes`` (sentences for the record of the run).
+    worker, used instead of the pickled task) and ``notes`` (sentences for the record of the run).
     """
 
     @property
     def name(self) -> str:
-        """What the record of a run calls it."""
+        """The task's name in the record of a run."""
         ...
 
     @property
@@ -102,7 +100,7 @@ def check_options(where: str, options: Mapping[str, Any], allowed: Sequence[str]
 
 
 def option_int(where: str, options: Mapping[str, Any], key: str, default: int, low: int, high: int) -> int:
-    """A whole number among the options, checked."""
+    """A whole number from the options, checked against its range."""
     value = options.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise UserError(
@@ -113,7 +111,7 @@ def option_int(where: str, options: Mapping[str, Any], key: str, default: int, l
 
 
 def raise_broken(name: str, problems: list[str]) -> None:
-    """One `UserError` with the first ten sentences and the count of the rest, if there is any."""
+    """Raises one `UserError` with the first ten problems and the number of the rest; none if no problems."""
     if problems:
         rest = len(problems) - _SHOWN
         lines = problems[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
@@ -125,8 +123,7 @@ def raise_broken(name: str, problems: list[str]) -> None:
 def load_object(where: str, target: str) -> Any:
     """The object named ``module:attribute``; the working directory is importable, as with ``python -m``.
 
-    Raises `UserError` where the name has another form, the module cannot be imported or has no such
-    attribute.
+    Raises `UserError` if the name has another form, the module cannot be imported, or lacks the attribute.
     """
     module_name, separator, attribute = target.partition(":")
     if not (separator and module_name and attribute):

@@ -1,12 +1,11 @@
-"""What a task's data is, as a few hashes: a resume on other data is refused, and the message names the part
-that differs.
+"""Hashes of a task's data, by which a resume on other data is refused and the differing part is named.
 
     {"name", "verifier", "train": {"examples", "prompts", "answers", "solutions", "metadata"}, "eval": {...}}
 
-Every example of a list is hashed, in order.  Of a split that is made on access (`LazyExamples`: a function of
-the config and the seed, which a resume compares too) and of a sequence of a user's own class beyond `WHOLE`
-examples, a spread of them is. Values are hashed by type and content, never by address or by the order of a
-set: the same data gives the same hash in every process.
+All examples of a list are hashed, in order.  Only a spread of examples is hashed in a split that is generated
+on access (`LazyExamples`, a function of config and seed, which a resume compares too), and in a sequence of a
+user's own class with more than `WHOLE` examples.  Values are hashed by type and content, never by address or
+by the order of a set, so that the same data gives the same hash in every process.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import numpy as np
 
 from jetrl_jax.tasks.base import Example, LazyExamples, Task
 
-SPREAD = 64  # examples looked at in a split that is made on access
-# the longest sequence of a class that is not known to be a list, up to which every example is looked at
+SPREAD = 64  # number of examples hashed in a split that is generated on access
+# a sequence of an unknown class is hashed whole up to this length
 WHOLE = 100_000
 _COLUMNS: dict[str, Callable[[Example], Any]] = {
     "prompts": lambda example: example.prompt,
@@ -32,7 +31,7 @@ _COLUMNS: dict[str, Callable[[Example], Any]] = {
 
 
 def data_fingerprint(task: Task) -> dict[str, Any]:
-    """The hashes above, of a task; JSON values."""
+    """The hashes of a task, as described above, as JSON values."""
     splits = {name: _split(examples) for name, examples in (("train", task.train), ("eval", task.eval))}
     return {"name": task.name, "verifier": _verifier_name(task), **splits}
 
@@ -54,7 +53,7 @@ def _looked_at(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def _verifier_name(task: Task) -> str:
-    """The verifier's own name where the task has one, else its class's or function's; not its code."""
+    """The name of the verifier, else of its class or function; its code is not hashed."""
     named = getattr(task, "verifier_name", None)
     if isinstance(named, str):
         return named
@@ -64,13 +63,13 @@ def _verifier_name(task: Task) -> str:
 
 
 def _canonical(value: Any) -> bytes:
-    """Bytes that are equal for equal values of a type, in every process."""
+    """Bytes that are the same in every process for equal values of a type."""
     if isinstance(value, str):
         return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes | bytearray | memoryview):
         return b"b" + bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"i{value:x}".encode()  # Python writes no decimal numbers of more than 4,300 digits
+        return f"i{value:x}".encode()  # Python refuses to write decimal numbers of more than 4,300 digits
     if value is None or isinstance(value, bool | float):
         return f"{type(value).__name__} {value!r}".encode()
     if isinstance(value, Mapping):
@@ -84,7 +83,7 @@ def _canonical(value: Any) -> bytes:
         return b"a" + _canonical(value.tolist())
     if isinstance(value, np.ndarray | np.generic):
         return f"a{value.dtype.str}{value.shape}".encode() + value.tobytes()
-    # Dates, decimals, dataclasses: what they show of themselves, without the address that others show.
+    # Dates, decimals and dataclasses by their repr; addresses in the repr of other objects are removed.
     return f"o{type(value).__qualname__} {re.sub(r' at 0x[0-9a-f]+', '', repr(value))}".encode(
         "utf-8", "surrogatepass"
     )

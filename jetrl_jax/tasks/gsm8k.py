@@ -3,11 +3,10 @@
 Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021); files ``train.jsonl`` (7,473)
 and ``test.jsonl`` (1,319), fields ``question`` and ``answer``.  The directory is ``task.path``, else the
 environment variable ``GSM8K_DIR``, else ``shared/data/gsm8k`` beside the checkout.  The worked solution is
-the file's answer as it stands, calculator marks ``<<2+3=5>>`` included; the example's answer is its final
-number.
+the file's unchanged answer, with calculator marks ``<<2+3=5>>``; the example's answer is its final number.
 
-``options.extraction`` says where a completion's number is read: ``hash`` (default: after the last ``####``; a
-number that stands only in the working does not count), ``boxed`` or ``last_number``.
+``options.extraction`` chooses where a completion's number is read: ``hash`` (the default: after the last
+``####``, so a number in the working does not count), ``boxed`` or ``last_number``.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _EXTRACTION = {"hash": "gsm8k", "boxed": "boxed", "last_number": "last_number"}
 
 
 def directory(path: str | None) -> Path:
-    """Where the files are looked for: ``path``, else ``GSM8K_DIR``, else beside the checkout."""
+    """The directory of the files: ``path``, else ``GSM8K_DIR``, else beside the checkout."""
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
     return user_path(path or os.environ.get("GSM8K_DIR") or beside)
 
 
 def build(section: Gsm8kSection) -> ListTask:
-    """The task of ``kind: gsm8k``: train.jsonl to train on, test.jsonl held out."""
+    """The task of a config with ``kind: gsm8k``: train.jsonl to train on, test.jsonl held out."""
     check_options("gsm8k", section.options, ["extraction"])
     extraction = section.options.get("extraction", "hash")
     if extraction not in _EXTRACTION:
@@ -81,7 +80,7 @@ def _examples(path: Path, template: str, problems: list[str]) -> list[Example]:
 
 
 def _reason(row: Any) -> str | None:
-    """Why a line is no problem with an answer, or None."""
+    """Why a line is not a problem with an answer, or None if it is."""
     if not isinstance(row, dict):
         return row if isinstance(row, str) else "not an object"
     question, worked = row.get("question"), row.get("answer")

@@ -1,17 +1,16 @@
-"""Any dataset of the library reasoning-gym by name (extra ``tasks``), scored by the library's
-``score_answer``.
+"""Any dataset of the library reasoning-gym by name (extra ``tasks``), with the library's ``score_answer``.
 
-``task.options`` are the dataset's own config, and besides: ``train_size`` (10000), ``eval_size`` (512) and
-``answer_tag`` (null: the whole completion is the answer; ``answer``: what stands in the last
+``task.options`` holds the dataset's own config and three more options: ``train_size`` (10000), ``eval_size``
+(512) and ``answer_tag`` (null: the whole completion is the answer; ``answer``: the content of the last
 ``<answer>...</answer>``).
 
-The library makes item i from ``Random(seed + i)``, so two seeds a step apart share all items but one.
-Training seeds are hashed into [0, 2**29) and the held-out seed is 2**30: the ranges never meet.  Where the
-same prompt comes up in both nevertheless, training takes the next item instead.  Held-out prompts are
-distinct and the same for every seed.
+The library makes item i from ``Random(seed + i)``, so adjacent seeds share all items except one.  Training
+seeds are hashed into [0, 2**29) and the held-out seed is 2**30, so that the ranges never meet.  If a held-out
+prompt still comes up in training, the next item is taken instead.  Held-out prompts are distinct and the same
+for every seed.
 
-``score_answer`` may parse a completion with sympy, which can hang (``9**9**9**9``): it runs in a worker
-process. Scores lie in [0, 1]; many datasets give part of it for a near miss.
+``score_answer`` may parse a completion with sympy, which can hang (``9**9**9**9``), so it runs in a worker
+process.  Scores are in [0, 1]; many datasets give partial credit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from jetrl_jax.text.answers import answer_part
 _TRAIN_SIZE, _EVAL_SIZE, _LARGEST = 10_000, 512, 1 << 24
 _EVAL_SEED = 1 << 30
 _EVAL_DRAWS = 8  # items drawn for one held-out prompt before the dataset counts as too small
-# Item i of these depends on the order of Python sets (measured on 0.1.25), so on PYTHONHASHSEED.
+# Their items depend on the order of Python sets, so on PYTHONHASHSEED (measured on 0.1.25).
 _HASH_SEED_DATASETS = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
@@ -46,7 +45,7 @@ def _library() -> Any:
 
 
 def _dataset(name: str, config: dict[str, Any]) -> Any:
-    """A dataset of the library; an unknown name or option is a `UserError`."""
+    """A dataset of the library; raises `UserError` for an unknown name or option."""
     library = _library()
     from reasoning_gym.factory import DATASETS
 
@@ -68,7 +67,7 @@ def _dataset(name: str, config: dict[str, Any]) -> Any:
 
 @dataclass
 class ReasoningGymVerifier:
-    """``score_answer`` of a dataset; small to pickle, it makes the dataset where it is used."""
+    """``score_answer`` of a dataset; its pickle is small, as the dataset is made where it is used."""
 
     name: str
     config: dict[str, Any]
@@ -84,7 +83,7 @@ class ReasoningGymVerifier:
             self._scorer = _dataset(self.name, {**self.config, "seed": 0, "size": 4})
 
     def __call__(self, completion: str, example: Example) -> float:
-        """The library's score of what stands behind the thought, 0 to 1; 0 where a thought is left open."""
+        """The library's score, 0 to 1, of the text after the thought; 0 if the thought is not closed."""
         self.prepare()
         text = answer_part(completion)
         if text is None:
@@ -132,7 +131,7 @@ class ReasoningGymTask:
         return self._verifier(completion, example)
 
     def verifier(self) -> Callable[[str, Example], float]:
-        """The verifier alone, picklable."""
+        """The verifier without the task, picklable."""
         return self._verifier
 
     def _example(self, entry: dict[str, Any], index: int) -> Example:
@@ -171,7 +170,7 @@ class ReasoningGymTask:
 
 
 def build(section: ReasoningGymSection, seed: int) -> ReasoningGymTask:
-    """The task of ``kind: reasoning_gym``; ``name`` is the dataset."""
+    """The task of a config with ``kind: reasoning_gym``; ``name`` is the dataset."""
     config = dict(section.options)
     train_size = option_int("reasoning_gym", config, "train_size", _TRAIN_SIZE, 1, _LARGEST)
     eval_size = option_int("reasoning_gym", config, "eval_size", _EVAL_SIZE, 1, _LARGEST)
@@ -190,5 +189,5 @@ def build(section: ReasoningGymSection, seed: int) -> ReasoningGymTask:
                 "train_size and eval_size instead."
             )
     task = ReasoningGymTask(config, section, seed, train_size, eval_size, answer_tag)
-    task.train[0]  # fails here, not in the middle of a run, where the dataset is too small for both splits
+    task.train[0]  # if the dataset is too small for both splits, fail here and not in the middle of a run
     return task

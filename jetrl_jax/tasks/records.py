@@ -1,17 +1,17 @@
 """Tasks from records: JSONL and Parquet files, Hugging Face datasets and rows made by a user's function.
 
-A record needs a prompt (text, not empty) and an answer (a text or a finite number, which becomes text by
-`jetrl_jax.text.answers`) that the task's verifier can compare with.  The field named by
-``options.solution_field`` (``solution`` where present) is the worked solution; all other fields are the
-example's metadata.  Every broken record of a source is found before anything is raised: one error lists the
-first ten as ``file:line`` and counts the rest.
+A record needs a prompt (a text, not empty) and an answer that the task's verifier can compare with (a text,
+or a finite number, which `jetrl_jax.text.answers` turns into text).  The field ``options.solution_field``
+(default: ``solution``, if present) is the worked solution; all other fields are the example's metadata.  All
+records of a source are checked before an error is raised, which lists the first ten broken ones as
+``file:line`` and counts the rest.
 
-A JSONL file may be compressed by gzip, or by zstd where pyarrow is installed (extra ``tasks``); the content
-decides, not the name.  Other compressions, and files that are no JSONL at all, are refused by name.
+A JSONL file may be compressed by gzip, or by zstd if pyarrow is installed (extra ``tasks``).  The content
+decides, not the file name.  Other compressions and formats are refused by name.
 
-Without an eval source, ``ceil(eval_fraction x prompts)`` distinct prompts are held out, those of the smallest
-hash: the choice depends on the prompts alone, not on their order or the seed.  With one, training records
-whose prompt is held out are dropped, and the task's notes say how many.
+Without an eval source, ``ceil(eval_fraction x prompts)`` distinct prompts are held out, those with the
+smallest hashes, so that the choice depends only on the prompts, not on their order or the seed.  With an eval
+source, training records whose prompt is held out are dropped, and the task's notes give their number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jetrl_jax.text.answers import answer_text, check_text
 
 @dataclass(frozen=True)
 class ListTask:
-    """A task whose examples are at hand, scored by a named verifier of `jetrl_jax.tasks.verify`."""
+    """A task with lists of examples, scored by a named verifier of `jetrl_jax.tasks.verify`."""
 
     name: str
     train: Sequence[Example]
@@ -54,17 +54,17 @@ class ListTask:
         return self.verifier_name in verify.NEEDS_PROCESS
 
     def verifier(self) -> Callable[[str, Example], float | None]:
-        """The verifier alone, picklable."""
+        """The verifier without the task, picklable."""
         return verify.VERIFIERS[self.verifier_name]
 
     def verify(self, completion: str, example: Example) -> float | None:
-        """Score by the named verifier; None where the answer cannot be judged."""
+        """The named verifier's score; None if it cannot judge the answer."""
         return self.verifier()(completion, example)
 
 
-ROW_OPTIONS = ("solution_field", "verifier")  # of every task that is made of records
+ROW_OPTIONS = ("solution_field", "verifier")  # options of every task made of records
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-_NOT_READ = {  # first bytes of a file, and what it is
+_NOT_READ = {  # first bytes of a file -> its format
     b"BZh": "compressed by bzip2",
     b"\xfd7zXZ\x00": "compressed by xz",
     b"PK\x03\x04": "a zip archive",
@@ -73,16 +73,16 @@ _NOT_READ = {  # first bytes of a file, and what it is
     b"\x04\x22\x4d\x18": "compressed by lz4",
 }
 
-# where it stands ("file:line"), and the record or the sentence that says why there is none
+# its place ("file:line"), and the record or a `_Broken` sentence
 Row = tuple[str, Any]
 
 
 class _Broken(str):
-    """Why a line is no record."""
+    """The reason why a line is not a record."""
 
 
 def build(section: FileSection | DatasetsSection) -> ListTask:
-    """The task of ``kind: jsonl``, ``parquet`` or ``datasets``."""
+    """The task of a config with ``kind: jsonl``, ``parquet`` or ``datasets``."""
     if isinstance(section, DatasetsSection):
         check_options(
             "datasets", section.options, [*ROW_OPTIONS, "split", "eval_split", "subset", "revision"]
@@ -97,8 +97,9 @@ def build(section: FileSection | DatasetsSection) -> ListTask:
 def task_from_rows(
     name: str, train: Iterable[Any], held_out: Iterable[Any] | None, section: RowsSection
 ) -> ListTask:
-    """A task from rows in memory: dicts with the fields of a record;
-    of ``section.options`` its verifier and solution_field are read.
+    """A task from rows in memory: dicts with the fields of a record.
+
+    Of ``section.options``, only verifier and solution_field are read.
     """
     plain = section.model_copy(
         update={"options": {key: section.options[key] for key in ROW_OPTIONS if key in section.options}}
@@ -115,9 +116,9 @@ def task_from_rows(
 
 
 def jsonl_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
-    """(file:line, record) of a JSONL file; blank lines are passed over, a byte order mark is allowed.
+    """(file:line, record) pairs of a JSONL file; blank lines are skipped, a byte order mark is allowed.
 
-    A number with a point in the field ``exact`` is a `Decimal` with all the digits of the file.
+    A number with a decimal point in the field ``exact`` becomes a `Decimal` with all digits of the file.
     """
     path = _file(path)
     number = 0
@@ -183,8 +184,9 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def parquet_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
-    """(file:row, record) of a Parquet file, rows counted from 1;
-    a float of the field ``exact`` keeps the width of its column.
+    """(file:row, record) pairs of a Parquet file, with rows counted from 1.
+
+    A float in the field ``exact`` keeps the width of its column.
     """
     path = _file(path)
     try:
@@ -204,7 +206,7 @@ def parquet_rows(path: str | Path, exact: str | None = None) -> Iterator[Row]:
 
 
 def _narrowed(record: Any, field: str | None, width: str) -> Any:
-    """The record with a float of ``field`` in the width of its column, so that 0.1 stays 0.1."""
+    """The record with a float in ``field`` in the width of its column, so that 0.1 stays 0.1."""
     narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(
         width
     )
@@ -214,7 +216,7 @@ def _narrowed(record: Any, field: str | None, width: str) -> Any:
 
 
 def _width(rows: Any, field: str) -> str:
-    """The type of a field of a `datasets.Dataset`, or ""."""
+    """The type of a field of a `datasets.Dataset`, or "" if unknown."""
     features = getattr(rows, "features", None)
     return str(getattr(features.get(field), "dtype", "")) if isinstance(features, Mapping) else ""
 
@@ -272,9 +274,7 @@ def _dataset_rows(section: DatasetsSection) -> tuple[Iterator[Row], Iterator[Row
 
 
 def _examples(rows: Iterable[Row], section: RowsSection, verifier: str, problems: list[str]) -> list[Example]:
-    """The examples of a source, each asked of the verifier;
-    sentences on broken records are added to ``problems``.
-    """
+    """The examples of a source, checked by the verifier; reasons for broken records go to ``problems``."""
     solution_field = section.options.get("solution_field")
     examples: list[Example] = []
     for where, record in rows:
@@ -346,9 +346,7 @@ def _task(
 def split_examples(
     name: str, train: list[Example], held_out: list[Example] | None, eval_fraction: float = 0.0
 ) -> tuple[list[Example], list[Example], tuple[str, ...]]:
-    """(train, held-out, notes) with no prompt in both;
-    holds out a share of ``train`` where no held-out set is given.
-    """
+    """(train, held-out, notes) with disjoint prompts; holds out a share of ``train`` if none are given."""
     notes: tuple[str, ...] = ()
     if held_out is None:
         prompts = sorted(

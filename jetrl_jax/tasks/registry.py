@@ -1,4 +1,4 @@
-"""The task that a config or a user names.
+"""Builds the task that a config names, or that a user passes.
 
 ``build_task`` turns the ``task`` section of a config into one of
 
@@ -8,9 +8,9 @@
     gsm8k           the JSONL files of GSM8K                          `jetrl_jax.tasks.gsm8k`
     function        a user's ``module:function``                      this file
 
-No prompt of the held-out split is a training prompt, whatever the seed.  Everything here raises `UserError`
-for bad input, and a training split may be generated on access: ``task.train[i]`` is a function of the config,
-the seed and ``i`` alone, which is what makes a resumed run see the same data.
+The held-out split and the training split have no prompt in common, for any seed.  Everything here raises
+`UserError` for bad input.  A training split may be generated on access.  Then ``task.train[i]`` depends only
+on the config, the seed and ``i``, so that a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from jetrl_jax.tasks.base import Task, load_object
 def build_task(section: TaskSection, seed: int) -> Task:
     """Builds the task of a config.
 
-    ``seed`` moves the training problems of generated tasks; the held-out problems do not depend on it, so
-    that runs of several seeds are compared on the same items and none has trained on another's.
-    Raises `UserError` naming the field, file and line, option or missing extra.
+    ``seed`` changes the training problems of generated tasks.  It does not change the held-out problems, so
+    that runs with several seeds are compared on the same items, and no run trains on them.
+    Raises `UserError` naming the field, the file and line, the option or the missing extra.
     """
     if isinstance(section, FunctionSection):
         return _function(section, seed)
@@ -51,15 +51,15 @@ def build_task(section: TaskSection, seed: int) -> Task:
 
 
 def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
-    """A task from what a user has made: a `Task`, rows with prompt and answer, or ``{"train": rows, "eval":
-    rows}``.
+    """A task from a user's object: a `Task`, rows, or ``{"train": rows, "eval": rows}``.
 
-    Rows are dicts in a list or a `datasets.Dataset`; without ``eval``, ``section.eval_fraction`` of them is
-    held out.  Their verifier is ``section.options["verifier"]``, their worked solution the field
-    ``section.options["solution_field"]``; other options are those of the task that this one stands for.
-    Raises `UserError` for broken rows, an empty split, a prompt in both splits of a task whose examples are
-    lists, and an option that is nearly one of the two, or that a `Task` with a verifier of its own has no use
-    for.
+    Rows are dicts with prompt and answer, in a list or a `datasets.Dataset`.  Without ``eval``, the share
+    ``section.eval_fraction`` of them is held out.  ``section.options["verifier"]`` names their verifier and
+    ``section.options["solution_field"]`` the field of the worked solution.  Other options belong to the task
+    that this one replaces, and are ignored.
+
+    Raises `UserError` for broken rows, an empty split, a prompt in both splits (if the examples are lists),
+    an option that is a near miss of these two, or one of them beside a `Task`, which has its own verifier.
     """
     from jetrl_jax.tasks import records
 
@@ -96,9 +96,7 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
 
 
 def _rows(section: TaskSection, name: str) -> RowsSection:
-    """How rows are read in place of a task that is made or has its own files: by the defaults,
-    but for what both have.
-    """
+    """How to read rows that replace another kind of task: by its fields, and defaults for those it lacks."""
     shared = {
         field: getattr(section, field)
         for field in RowsSection.model_fields
@@ -132,9 +130,7 @@ def _checked(task: Any, name: str) -> Task:
 
 
 def _function(section: FunctionSection, seed: int) -> Task:
-    """What a user's function returns, as a task; it is called with task.options and, where it takes one,
-    the seed.
-    """
+    """The task returned by a user's function, called with task.options and, if it takes one, the seed."""
     where = f"build_task: function {section.name}"
     function = load_object(where, section.name)
     if not callable(function):
@@ -154,5 +150,5 @@ def _function(section: FunctionSection, seed: int) -> Task:
             f"{where}: called with {', '.join(kwargs) or 'nothing'}, it failed: {type(error).__name__}: "
             f"{error}"
         ) from error
-    # they were the function's arguments
+    # the options were the function's arguments
     return as_task(made, section.model_copy(update={"options": {}}), section.name)

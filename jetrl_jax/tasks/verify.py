@@ -1,21 +1,21 @@
-r"""Verifiers: does a completion hold the answer?
+r"""Verifiers: does a completion contain the answer?
 
-    exact_match   the completion is the answer, outer whitespace aside
+    exact_match   the completion is the answer, apart from outer whitespace
     gsm8k         the number after the last ``####`` equals the answer
     last_number   the last number of the completion equals the answer
     boxed         the number in the last ``\boxed{...}`` equals the answer
     math_verify   the library's symbolic comparison (extra ``tasks``)
 
-Each is ``(completion, example) -> 1.0, 0.0`` or None where the answer itself cannot be judged.  What stands
-inside ``<think> ... </think>`` is working and never an answer, for all of them (`jetrl_jax.text.answers`).
+Each is ``(completion, example) -> 1.0 or 0.0``, or None if it cannot judge the answer itself.  For all of
+them, text inside ``<think> ... </think>`` is working and never an answer (`jetrl_jax.text.answers`).
 
-Numbers are read as a whole or not at all (`jetrl_jax.text.numbers_in_text`) and compared exactly, as
-decimals: ``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``; a sign counts; an expression (``3+4``,
-``1/2``, ``2^{10}``, ``1e3``) is no number.  Where several ``####`` are followed by a number, the last
-decides: a policy gains nothing by writing several, and one that corrects itself is believed.  A heading such
-  as ``#### Note`` is passed over.
+Numbers are read as a whole or not at all (`jetrl_jax.text.numbers_in_text`), and are compared exactly, as
+decimals: ``1,000`` = ``1000`` = ``1000.0`` = ``$1,000.`` = ``1000 %``.  A sign counts; an expression
+(``3+4``, ``1/2``, ``2^{10}``, ``1e3``) is not a number.  If several ``####`` are followed by a number, the
+last decides, so that a policy gains nothing by writing several and may correct itself.  A heading such as
+``#### Note`` is skipped.
 
-``answer_problem`` says before a run whether a verifier can compare with an answer.
+Before a run, ``answer_problem`` checks whether a verifier can compare with an answer.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 
 
 def exact_match(completion: str, example: Example) -> float:
-    """1.0 where the completion behind its thought is the answer, outer whitespace aside."""
+    """1.0 if the completion after its thought is the answer, apart from outer whitespace."""
     expected = _expected("exact_match", example.answer).strip()
     text = answer_part(completion)
     return float(text is not None and text.strip() == expected)
 
 
 def gsm8k(completion: str, example: Example) -> float:
-    """1.0 where the number after the last ``####`` equals the answer."""
+    """1.0 if the number after the last ``####`` equals the answer."""
     return _same_number("gsm8k", hash_number, completion, example)
 
 
 def final_number(completion: str, example: Example) -> float:
-    """1.0 where the last number of the completion equals the answer."""
+    """1.0 if the last number of the completion equals the answer."""
     return _same_number("last_number", last_number, completion, example)
 
 
 def boxed(completion: str, example: Example) -> float:
-    r"""1.0 where the number in the last ``\boxed{...}`` equals the answer."""
+    r"""1.0 if the number in the last ``\boxed{...}`` equals the answer."""
     return _same_number("boxed", boxed_number, completion, example)
 
 
@@ -106,13 +106,13 @@ def _short(text: str) -> str:
 
 
 class MathVerify:
-    """1.0 where the library math-verify finds the completion's answer equal to the example's.
+    """1.0 if the library math-verify finds the completion's answer equal to the example's.
 
-    None where the example's answer cannot be parsed.  Raises TimeoutError where the library's own limits (5 s
-    to parse, 5 s to compare) are passed.  The library keeps them by SIGALRM, which only the main thread may
-    set.  From any other thread the same comparison is asked of a worker process, started by the first such
-    call (seconds) and shared by all threads, one call at a time; it is ended where a call takes longer than
-    ``thread_limit_s``.
+    Returns None if the example's answer cannot be parsed.  Raises TimeoutError if the library's own limits
+    are exceeded (5 s to parse, 5 s to compare).  The library uses SIGALRM for them, which only the main
+    thread may set.  Other threads therefore send the comparison to a worker process.  The first such call
+    starts it (in seconds), all threads share it, one call at a time, and it is ended if a call takes longer
+    than ``thread_limit_s``.
     """
 
     def __init__(self, thread_limit_s: float = 20.0) -> None:
@@ -133,7 +133,7 @@ class MathVerify:
             raise missing_extra("math_verify", "math-verify", "tasks") from error
 
     def __call__(self, completion: str, example: Example) -> float | None:
-        """Score of a completion."""
+        """The score of a completion."""
         if isinstance(example.answer, str) and not example.answer.strip():
             return None
         expected, text = _expected("math_verify", example.answer), answer_part(completion)
@@ -142,14 +142,14 @@ class MathVerify:
         return self._score_in_process(completion, expected)
 
     def close(self) -> None:
-        """Ends the worker process of other threads, where there is one."""
+        """Ends the worker process that serves other threads, if one runs."""
         with self._lock:
             if self._process is not None:
                 self._process.close()
                 self._process = None
 
     def _score(self, text: str | None, expected: str) -> float | None:
-        """The library's verdict on what stands behind the thought, in this thread."""
+        """The library's score of the text after the thought, computed in this thread."""
         library = self.prepare()
         from math_verify.errors import TimeoutException
 
@@ -161,21 +161,21 @@ class MathVerify:
                 return 0.0
             try:
                 found = library.parse(_for_library(text), raise_on_error=True)
-            # the library fails on much malformed LaTeX: no answer that can be read is a wrong one
+            # the library fails on much malformed LaTeX; an answer that cannot be read is wrong
             except Exception:
                 return 0.0
             try:
                 return float(library.verify(gold, found, raise_on_error=True))
-            except Exception:  # one pair of readings cannot be compared; let the library try the others
+            except Exception:  # one pair of readings cannot be compared; the library tries the others
                 return float(library.verify(gold, found))
         except TimeoutException as error:
             raise TimeoutError("math_verify passed its own time limit") from error
 
     def _score_in_process(self, completion: str, expected: str) -> float | None:
-        """The same from a thread that may set no signal."""
+        """The same score, for a thread that may not set signals."""
         with self._lock:
             if self._process is None:
-                self.prepare()  # a missing library is this thread's error, with its hint
+                self.prepare()  # reports a missing library here, with its hint
                 self._process = RewardProcess(
                     "math_verify", target=None, pickled=pickle.dumps(self), timeout_s=self.thread_limit_s
                 )
@@ -195,13 +195,13 @@ class MathVerify:
 
 
 def _for_library(text: str) -> str:
-    r"""The text without what math-verify 0.9 misreads: ``5\,000`` (as 0) and ``2**10`` (as 2)."""
+    r"""The text with forms rewritten that math-verify 0.9 misreads: ``5\,000`` (as 0), ``2**10`` (as 2)."""
     text = re.sub(r"(?<=[0-9])(?:\\[,;:! ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
     return re.sub(r"(?<=[0-9A-Za-z)])\*\*\s*(-?[0-9]+|[A-Za-z])(?![0-9A-Za-z])", r"^{\1}", text)
 
 
 def _parse_gold(library: Any, answer: str) -> list[Any]:
-    """The answer, written as LaTeX in dollars, as a bare LaTeX or Python-like expression."""
+    """The parsed answer, which is LaTeX (in dollars or bare) or a Python-like expression."""
     answer = _for_library(answer)
     gold = (
         library.parse(f"${answer}$")

@@ -1,15 +1,13 @@
-"""An answer as text, and the part of a completion that may hold one.
+"""Answers as text, and the part of a completion that may contain one.
 
-``answer_text`` is the one place that turns values into text.  Numbers are written by their shortest digits,
-without an
-exponent: ``42.0`` is ``42``, ``1e-05`` is ``0.00001``, a float32 0.1 is ``0.1``.  Whatever is neither text
-nor a finite number (true, NaN, lists, bytes, dates) is refused.
+Only ``answer_text`` turns values into text.  Numbers are written with their shortest digits, without an
+exponent: ``42.0`` is ``42``, ``1e-05`` is ``0.00001``, a float32 0.1 is ``0.1``.  Values that are neither
+text nor a finite number (true, NaN, lists, bytes, dates) are refused.
 
 A thought, ``<think> ... </think>``, is working and never an answer.  Many chat templates open it in the
-prompt, so that a
-completion begins inside: such a completion is given to verifiers with ``<think>`` before it (`with_opening`),
-and every verifier asks `answer_part` for what stands behind the thought.  A completion that ends inside its
-thought has no answer.
+prompt, so that a completion begins inside it.  Verifiers get such a completion with ``<think>`` put before it
+(`with_opening`), and every verifier uses `answer_part`, the text after the thought.  A completion that ends
+inside its thought has no answer.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ import numpy as np
 from jetrl_jax.errors import UserError
 
 OPENS, CLOSES = "<think>", "</think>"
-MAX_DIGITS = 4300  # of a number that is made into text
+MAX_DIGITS = 4300  # of a number that is turned into text
 
-_SHOWN = reprlib.Repr()  # values in messages: cut short, and safe where a value's own repr fails
+_SHOWN = reprlib.Repr()  # values in messages: cut short, and safe if a value's own repr fails
 _SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 60
 
 
 def answer_text(value: Any) -> str:
-    """The text of an answer: a text as it is, a number by its shortest digits.
+    """An answer as text: a text is unchanged, a number is written with its shortest digits.
 
     Raises:
-      UserError: "got ..., expected ...", for what is neither, for a lone surrogate and for a blank text.
+      UserError: "got ..., expected ...", for other values, for a lone surrogate, and for a blank text.
     """
     text = value if isinstance(value, str) else _number_text(value)
     if not text.strip():
@@ -46,7 +44,7 @@ def answer_text(value: Any) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raises `UserError` for a text that UTF-8 cannot hold."""
+    """Raises `UserError` for a text that UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -57,7 +55,7 @@ def check_text(text: str) -> None:
 
 
 def _number_text(value: Any) -> str:
-    """Digits of a finite number; raises `UserError` for everything else."""
+    """The digits of a finite number; raises `UserError` for everything else."""
     if isinstance(value, bool | np.bool_) or not isinstance(
         value, Integral | float | np.floating | Decimal | Fraction
     ):
@@ -83,7 +81,7 @@ def _number_text(value: Any) -> str:
 
 
 def _shortest(value: Any) -> str | Decimal:
-    """What a number is written with: the shortest digits that give a float of its width again."""
+    """The shortest digits that give the same float of the same width again."""
     if isinstance(value, Decimal):
         return value
     if isinstance(value, Fraction):
@@ -96,24 +94,18 @@ def _shortest(value: Any) -> str | Decimal:
 
 
 def with_opening(completion: str, opened: bool) -> str:
-    """The completion as verifiers see it: with ``<think>`` before it where its prompt has opened a
-    thought.
-    """
+    """The completion as verifiers see it: with ``<think>`` before it if its prompt has opened a thought."""
     return OPENS + completion if opened else completion
 
 
 def answer_part(completion: str) -> str | None:
-    """What stands behind the last ``</think>``, or all where nothing is thought;
-    None where a thought is left open.
-    """
+    """The text after the last ``</think>``, or all of it without one; None if a thought is not closed."""
     text = completion.rpartition(CLOSES)[2]
     return None if OPENS in text else text
 
 
 def opens_thought(rendered: str, prompt: str) -> bool:
-    """Whether a rendered prompt leaves a thought open: by what its template puts behind the task's text,
-    or by its very end.
-    """
+    """Whether a rendered prompt leaves a thought open, after the task's text or at its very end."""
     place = rendered.rfind(prompt) if prompt else -1
     behind = rendered[place + len(prompt) :] if place >= 0 else ""
     return answer_part(behind) is None or re.search(rf"{OPENS}\s*$", rendered) is not None

@@ -2,19 +2,18 @@ r"""Reads a number in a text as a whole, or not at all: never the leading part o
 
 A number is an optional sign, currency and digits, thousands grouped by threes (``1,000``, ``1{,}000``,
 ``1,\!000``, ``1\,000``, thin and no-break spaces), with a decimal point.  A unit may follow: ``18 dollars``,
-``18km``, ``18\text{ cm}^2``, ``18\%``, ``90^\circ``.  Mathematics behind or before the digits makes the whole
-no number: ``2k``, ``2\pi``, ``2^{16}``, ``2516_8``, ``3\sqrt{13}``, ``4 1/2``, ``3, 5, 7``, ``2 million``,
-``1e3``.  Nothing is computed: ``1/2`` is no number either.
+``18km``, ``18\text{ cm}^2``, ``18\%``, ``90^\circ``.  With other mathematics before or after its digits, a
+text is not a number: ``2k``, ``2\pi``, ``2^{16}``, ``2516_8``, ``3\sqrt{13}``, ``4 1/2``, ``3, 5, 7``,
+``2 million``, ``1e3``.  Nothing is computed, so ``1/2`` is not a number either.
 
-    whole_number   the text is a number and nothing else: an answer, the content of ``\boxed{...}``
+    whole_number   the text is only a number: an answer, or the content of ``\boxed{...}``
     read_number    the text begins with a number, and prose may follow: ``18 because ...``, ``18!``
-    hash_number    `read_number` behind the last ``####``
-    boxed_number   `whole_number` of the last ``\boxed{...}``, braces balanced; a box that is not closed holds
-                   none
-    last_number    the last number of a text; ``+``, ``-`` and ``=`` before it are operators, and operators
-                   that bind closer (``^``, ``/``, ``*``, ``\sqrt{``) make it none
+    hash_number    `read_number` after the last ``####``
+    boxed_number   `whole_number` of the last ``\boxed{...}``, with balanced braces; None if it is not closed
+    last_number    the last number of a text; ``+``, ``-`` and ``=`` before it are operators; None after an
+                   operator that binds closer (``^``, ``/``, ``*``, ``\sqrt{``)
 
-A number is a `Decimal` made from its digits and never rounded: no operation here uses a decimal context.
+A number is a `Decimal` made from its digits and never rounded, as no operation here uses a decimal context.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import re
 import unicodedata
 from decimal import Decimal
 
-_GROUP = "[,\u00a0\u2009\u202f]"  # comma and the spaces that typography puts between thousands
+_GROUP = "[,\u00a0\u2009\u202f]"  # comma and typographic spaces between thousands
 _DIGITS = (
     rf"(?:[1-9][0-9]{{0,2}}(?P<group>{_GROUP})[0-9]{{3}}(?:(?P=group)[0-9]{{3}})*(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"|\.[0-9]+"
@@ -40,7 +39,7 @@ _HASHES = re.compile(
     rf"(?<!#)#{{4,}}+[ \t]*+(?:\*\*|__|`|\\\(|\\\[)*[ ]?(?=[{_MINUS}+{_MONEY}\\.0-9(√∛=≈~]|[A-Za-z][ ]?[=≈])"
 )
 
-# TeX: spaces, and commands whose argument is shown as it is.
+# TeX: spaces, and commands whose argument is shown unchanged.
 _TEXT_COMMANDS = (
     "(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox)"
 )
@@ -51,7 +50,7 @@ _TEXT = re.compile(rf"\\{_TEXT_COMMANDS}\s*\{{((?:[^{{}}\\]|\\[$%&#])*)\}}")
 _GROUPED = re.compile(rf"(?<![A-Za-z}}\]^_])\{{((?:[{_MINUS}+0-9., \u00a0\u2009\u202f]|\\?[{_MONEY}])*)\}}")
 _BRACES = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _WRAPPER = re.compile(rf"(?:\\(?:{_TEXT_COMMANDS}|boxed|fbox))?\s*\{{")
-_OPEN, _CLOSE = "\ue000", "\ue001"  # stand around the words of a text command
+_OPEN, _CLOSE = "\ue000", "\ue001"  # mark the words of a text command
 _UNSEEN = re.compile("[\u200b-\u200f\u2060\ufeff\ue000\ue001]")
 _WRAPS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), (_OPEN, _CLOSE))
 _MAX_WRAPS = 16
@@ -67,7 +66,7 @@ _LETTER_UNITS = frozenset("mglLshWVJCF")
 _FUNCTIONS = frozenset(
     "sin cos tan cot csc log ln exp lcm gcd root det lim arcsin arccos arctan sinh cosh tanh arg".split()
 )
-_VALUES = frozenset(  # words that belong to the number
+_VALUES = frozenset(  # words that are part of a number
     "pi sqrt mod modulo choose squared cubed factorial alpha beta gamma delta epsilon theta lambda mu "
     "sigma phi omega tau iota kappa rho "
     "psi infinity infty inf nan hundred hundreds thousand thousands million millions billion billions "
@@ -95,7 +94,7 @@ _UNIT_SIGN = re.compile(
 _POWER = re.compile(r"\^\s*(?:[23](?![0-9])|\{\s*[23]\s*\})")
 _GAP = re.compile(r"[\s/·]+|\\cdot(?![A-Za-z])")
 
-# Prose: marks that close the number's surroundings, and operators with something to operate on.
+# Prose: marks that close the surroundings of a number, and operators with an operand.
 _CLOSERS = re.compile(
     rf"(?:\s*\}}|\s*\\\)|\s*\\\]|\*\*(?![\w(\\])|__(?!\w)|`|\)|\]|[\"”»]|['’](?:s(?![A-Za-z])|(?!\w))|\$(?![0-9])|[!?]|{_CLOSE})+"
 )
@@ -110,8 +109,8 @@ _LISTED = re.compile(rf"\s*[{_MINUS}+]?\s*(?:\\?[{_MONEY}])?\s*(?:\.?[0-9]|\\|�
 _MIXED = re.compile(r"[0-9]+\s*(?:[/⁄]|\\over)\s*[0-9]")
 _THREE_DIGITS = re.compile(r"[0-9]{3}(?![0-9])")
 
-# Before a last number: operators that bind closer than + and -, comparisons, functions, the rest of a longer
-# number.
+# Before a last number: operators that bind closer than + and -, comparisons, functions, and the rest of a
+# longer number.
 _BINDS = re.compile(
     r"(?:(?:[\^/÷×·⋅∗√∛<≤≥≠⁄±]|[\w)\]}]\s*\*+|[0-9]\s+:|[0-9]_|\s>|\\[A-Za-z]+_(?:\w|\{[^{}]*\})|\\sqrt\[[^\]]*\]|[0-9)]\s*(?:times|over|by|x)|"
     r"(?<![A-Za-z])(?:minus|negative|sqrt|root|log|ln|exp|sin|cos|tan)|"
@@ -120,11 +119,11 @@ _BINDS = re.compile(
 )
 _ARGUMENT_OPENS = re.compile(rf"(?:[\^_\]}}]|\\(?!(?:{_TEXT_COMMANDS}|boxed|fbox)(?![A-Za-z]))[A-Za-z]+)\s*$")
 _UNIT_BEFORE_POWER = re.compile(rf"(?:[A-Za-z]{{2}}|{_CLOSE})\s*\^\s*(?:\{{\s*)?$")
-_WINDOW = 64  # characters before a number that are looked at
+_WINDOW = 64  # number of characters examined before a number
 
 
 def read_number(text: str) -> Decimal | None:
-    """The number ``text`` begins with, where prose or nothing follows it; None where it begins with none."""
+    """The number at the start of ``text`` if only prose or nothing follows it, else None."""
     text = _plain(text).lstrip()
     match = _NUMBER.match(text)
     if match is None or not _prose_may_follow(match["digits"], text[match.end() :]):
@@ -133,7 +132,7 @@ def read_number(text: str) -> Decimal | None:
 
 
 def whole_number(text: str) -> Decimal | None:
-    """The number that ``text`` is, with at most a unit behind it; None for everything else."""
+    """The number if ``text`` is one, with at most a unit after it; else None."""
     unwrapped = _unwrap(_plain(text))
     match = None if unwrapped is None else _NUMBER.match(unwrapped)
     if unwrapped is None or match is None or not _is_unit(unwrapped[match.end() :]):
@@ -142,13 +141,13 @@ def whole_number(text: str) -> Decimal | None:
 
 
 def hash_line(text: str) -> str | None:
-    """What stands in the line of the last ``####`` that no heading follows, or None."""
+    """The rest of the line after the last ``####`` that does not begin a heading, or None."""
     found = list(_HASHES.finditer(text))
     return text[found[-1].end() :].partition("\n")[0] if found else None
 
 
 def hash_number(text: str) -> Decimal | None:
-    """The number behind the last ``####``, or None; a heading such as ``#### Note`` is passed over."""
+    """The number after the last ``####``, or None; a heading such as ``#### Note`` is skipped."""
     line = hash_line(text)
     if line is None:
         return None
@@ -162,11 +161,9 @@ def boxed_number(text: str) -> Decimal | None:
 
 
 def boxed_content(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, the outermost of nested ones;
-    None where there is none or it is not closed.
-    """
-    stack: list[int] = []  # of each open brace, the box it opens, or -1
-    boxes: list[list[int]] = []  # start, end (-1 where open), the box around it (-1 where none)
+    r"""The content of the last ``\boxed{...}``, the outermost of nested ones; None if none is closed."""
+    stack: list[int] = []  # for each open brace, the box that it opens, or -1
+    boxes: list[list[int]] = []  # start, end (-1 while open), the enclosing box (-1 without one)
     around = -1
     for match in _BRACES.finditer(text):
         if match[1]:
@@ -222,7 +219,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _value(match: re.Match[str]) -> Decimal | None:
-    """The number of a match of `_NUMBER`; None where it has two signs."""
+    """The number of a match of `_NUMBER`; None if it has two signs."""
     if match[1] and match[2]:
         return None
     sign = "-" if (match[1] or match[2] or "+") != "+" else ""
@@ -230,8 +227,9 @@ def _value(match: re.Match[str]) -> Decimal | None:
 
 
 def _sign_before(before: str) -> tuple[str, str]:
-    """("-" or "", the text before a number without its currency and sign);
-    a minus behind an operand stays, an operator.
+    """("-" or "", the text before a number without its currency and sign).
+
+    A minus after an operand is an operator and stays in the text.
     """
     before = re.sub(rf"\\?[{_MONEY}]$", "", before)
     if before[-1:] and before[-1] in _MINUS and not re.search(r"[\w.,)\]}]$", before[:-1]):
@@ -240,7 +238,7 @@ def _sign_before(before: str) -> tuple[str, str]:
 
 
 def _is_argument(text: str, position: int) -> bool:
-    """Whether a position lies in braces that an exponent, an index or a command opens."""
+    """Whether a position is inside the braces of an exponent, an index or a command."""
     opened: list[int] = []
     for match in _BRACES.finditer(text, 0, position):
         if match[1]:
@@ -255,9 +253,7 @@ def _is_argument(text: str, position: int) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text with TeX's spaces, braced digits and text commands written out;
-    words of a text command stand between two marks.
-    """
+    """The text with TeX's spaces, braced digits and text commands (their words in marks) expanded."""
     text = _UNSEEN.sub("", text).replace("\u2007", "\u00a0")
     if "\\" in text or "{" in text:
         text = _WIDE.sub("  ", re.sub(r"\\\\(?!boxed)", "\n", text))
@@ -277,9 +273,7 @@ def _text_content(match: re.Match[str]) -> str:
 
 
 def _unwrap(text: str) -> str | None:
-    """The text without what encloses all of it (braces, dollars, emphasis, a text command)
-    and without a last full stop.
-    """
+    """The text without an enclosing pair (braces, dollars, emphasis, text command) and final full stop."""
     for _ in range(_MAX_WRAPS):
         text = text.strip()
         text = text if text.endswith("..") else text.removesuffix(".")
@@ -291,7 +285,7 @@ def _unwrap(text: str) -> str | None:
 
 
 def _inner(text: str) -> str | None:
-    """What stands in the one pair of marks around the whole text, or None."""
+    """The content of the pair of marks that encloses the whole text, or None."""
     marks = text.replace("\\$", "  ")
     for opens, closes in _WRAPS:
         if (
@@ -312,9 +306,7 @@ def _inner(text: str) -> str | None:
 
 
 def _prose_may_follow(digits: str, rest: str) -> bool:
-    """Whether a number of these digits is the whole of it where ``rest`` follows: nothing, a unit,
-    punctuation or prose.
-    """
+    """Whether ``rest`` may follow a whole number of these digits: nothing, a unit, punctuation or prose."""
     rest = rest.partition("\n")[0]
     if re.match(rf"{_GROUP}[0-9]", rest):
         return False
@@ -350,7 +342,7 @@ def _prose_may_follow(digits: str, rest: str) -> bool:
 
 
 def _operator_may_follow(rest: str, spaced: bool) -> bool:
-    """Whether what looks like an operator is punctuation: a dash or a slash before words."""
+    """Whether an apparent operator is punctuation: a dash or a slash before words."""
     behind = rest.lstrip(_OPERATORS + " \t\u00a0\u2009")
     word = _WORD.match(behind)
     if not behind:
@@ -361,7 +353,7 @@ def _operator_may_follow(rest: str, spaced: bool) -> bool:
 
 
 def _word_may_follow(rest: str, spaced: bool) -> bool:
-    """Whether the word behind a number is prose or a unit: not a variable, not a part of the number."""
+    """Whether the word after a number is prose or a unit, rather than a variable or part of the number."""
     marked, rest = rest[0] == _OPEN, rest.removeprefix(_OPEN).lstrip()
     match = _WORD.match(rest)
     if match is None:
@@ -386,7 +378,7 @@ def _word_may_follow(rest: str, spaced: bool) -> bool:
 
 
 def _is_mathematical(word: str) -> bool:
-    """Whether a word belongs to the number before it: a constant, a scale, a numeral, a Greek letter."""
+    """Whether a word is part of the number before it: a constant, a scale, a numeral or a Greek letter."""
     if word.lower() in _VALUES:
         return True
     return any(
@@ -396,9 +388,7 @@ def _is_mathematical(word: str) -> bool:
 
 
 def _is_unit(rest: str) -> bool:
-    """Whether what follows a number is nothing or a unit: ``%``, ``°``, a currency,
-    words with powers and slashes.
-    """
+    """Whether ``rest`` is empty or a unit: ``%``, ``°``, a currency, words with powers and slashes."""
     rest = rest[sign.end() :] if (sign := _UNIT_SIGN.match(rest)) else rest
     position, words, inside, gap, alone = (
         0,

@@ -2,14 +2,13 @@
 
     character    id 0 pad, 1 eos, then one id per character of an alphabet
     byte         id 0 pad, 1 eos, 2 + b for byte b of the UTF-8 text
-    huggingface  a directory or tokenizer.json, through transformers where it is installed, else through
-    tokenizers
+    huggingface  a directory or tokenizer.json, read by transformers if it is installed, else by tokenizers
 
-A completion is tokenised once, by the engine that sampled it; nothing here re-tokenises.  A prompt never
-begins with two BOS tokens and never ends in a stop token; a chat template must write the user's text, and the
-system prompt, as they are. Both are checked when a template is opened, on texts of many kinds, and of every
-prompt.  All kinds save files that transformers' AutoTokenizer reads back with the same ids.  transformers is
-imported only where a directory is opened.
+The engine that samples a completion gives its token ids; completions are never tokenised again.  A prompt
+never begins with two BOS tokens and never ends in a stop token.  A chat template must write the user's text
+and the system prompt unchanged.  Both rules are checked for every prompt, and on many kinds of texts when a
+template is opened.  All kinds save files that transformers' AutoTokenizer reads back with the same ids.
+transformers is imported only if a directory is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from jetrl_jax.text.answers import CLOSES, OPENS
 
 PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1 of the built-in tokenizers
 _UNKNOWN = "\ufffd"
-# The files of a Hugging Face tokenizer; copied as they are by save.
+# The files of a Hugging Face tokenizer, which save copies unchanged.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,15 +46,15 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# User texts that a chat template is tried with when it is opened: letters in both cases, lines, signs that
-# escaping or a filter would change, other scripts, and a text longer than one that is cut.
+# Texts that test a chat template when it is opened: both letter cases, several lines, signs that escaping or
+# a filter would change, other scripts, and a text long enough to show truncation.
 _PROBES = (
     "What is 6*7?",
     "Is \"a\" <b> & 'c'? {x} {{ y }} {% z %} \\n $5 #### 1,000",
     "First line\n\n  second\tline:\n- éü 漢字 😀",
     " ".join(f"word{i}" for i in range(2000)),
 )
-# What a template is given without being asked.
+# Names that every template receives.
 _TEMPLATE_NAMES = {
     "messages",
     "add_generation_prompt",
@@ -76,7 +75,7 @@ _TEMPLATE_NAMES = {
 
 
 class Tokenizer(Protocol):
-    """What the trainer, the engine and the bridge need of a tokenizer."""
+    """The interface that the trainer, the engine and the bridge need of a tokenizer."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -87,17 +86,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a prompt: within the chat template where one is configured,
-        else with BOS where the tokenizer adds one.
-        """
+        """Ids of a prompt: within the chat template if configured, else with the tokenizer's BOS, if any."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out but for the marks of a thought."""
+        """Text of ids, without special tokens except the marks of a thought."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids; the same across processes and machines."""
+        """A hash of everything that determines the ids; the same across processes and machines."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -106,7 +103,7 @@ class Tokenizer(Protocol):
 
 
 class _BuiltIn:
-    """Shared by the two built-in tokenizers: their tokenizer.json is made by the tokenizers library."""
+    """Base of the two built-in tokenizers; the tokenizers library writes their tokenizer.json."""
 
     eos_ids: tuple[int, ...] = (1,)
     pad_id = 0
@@ -117,11 +114,11 @@ class _BuiltIn:
         raise NotImplementedError
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The same as ``encode``: there is no BOS and no template."""
+        """The same as ``encode``, without BOS or template."""
         return self.encode(text)
 
     def backend(self) -> tokenizers.Tokenizer:
-        """The same tokenizer in the tokenizers library."""
+        """This tokenizer as one of the tokenizers library."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -151,7 +148,7 @@ class CharacterTokenizer(_BuiltIn):
         self.vocab_size = 2 + len(characters)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; raises `UserError` naming the first character that has none."""
+        """Ids of a text; raises `UserError` naming the first character without an id."""
         try:
             return [self._ids[character] for character in text]
         except KeyError:
@@ -178,12 +175,12 @@ class CharacterTokenizer(_BuiltIn):
 
 
 class ByteTokenizer(_BuiltIn):
-    """One id per byte of the UTF-8 text: any text has ids, and any ids are text."""
+    """One id per byte of the UTF-8 text, so that any text has ids and any ids decode to text."""
 
     vocab_size = 258
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; raises `UserError` for a lone surrogate, which UTF-8 cannot hold."""
+        """Ids of a text; raises `UserError` for a lone surrogate, which UTF-8 cannot encode."""
         try:
             return [2 + byte for byte in text.encode("utf-8")]
         except UnicodeEncodeError as error:
@@ -193,7 +190,7 @@ class ByteTokenizer(_BuiltIn):
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 and ids beyond the vocabulary become U+FFFD."""
+        """Text of ids; bytes that are not UTF-8 and ids beyond the vocabulary become U+FFFD."""
         return b"".join(
             bytes((i - 2,)) if 2 <= i < 258 else _UNKNOWN.encode() for i in ids if i not in (0, 1)
         ).decode("utf-8", "replace")
@@ -210,9 +207,10 @@ class ByteTokenizer(_BuiltIn):
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face checkpoint.
 
-    path: directory or tokenizer.json.  eos_ids: those of generation_config.json, else of config.json (beside
-    the tokenizer, else in ``model_path``), and the tokenizer's own EOS.  A template argument the template
-    never reads is an error.
+    path: directory or tokenizer.json.
+    eos_ids: the EOS of generation_config.json, else of config.json (beside the tokenizer, else in
+      ``model_path``), and the tokenizer's own.
+    chat_template_kwargs: arguments for the template; one that it never reads is an error.
     """
 
     def __init__(
@@ -263,9 +261,8 @@ class HuggingFaceTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt.
 
-        With a chat template the template writes every special token.  Without one the tokenizer adds its BOS,
-        if it has the habit, but an EOS that it would put after the prompt is taken off.  A second BOS is
-        taken off in either case.
+        A chat template writes every special token itself.  Without one, the tokenizer adds its BOS if it does
+        so by default, and an EOS that it puts after the prompt is removed.  A second BOS is always removed.
         """
         if self._template is not None:
             ids = self.encode(self.render(text))
@@ -275,7 +272,7 @@ class HuggingFaceTokenizer:
             starts = [i for i in range(len(ids) - len(plain), -1, -1) if ids[i : i + len(plain)] == plain]
             if plain and starts:
                 ids = ids[: starts[0] + len(plain)]
-            elif not plain:  # of an empty prompt only what stands before it is left
+            elif not plain:  # an empty prompt keeps only its BOS
                 ids = ids[:1] if ids[:1] == [self._bos_id] and self._bos_id not in self.eos_ids else []
         while len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             ids.pop(0)
@@ -283,8 +280,9 @@ class HuggingFaceTokenizer:
         return ids
 
     def _check_end(self, text: str, ids: Sequence[int]) -> None:
-        """Raises `UserError` where a prompt's ids end in a stop token,
-        of a template also with blanks after it: nothing would be asked.
+        """Raises `UserError` if a prompt ends in a stop token, which would leave nothing to complete.
+
+        Behind a chat template, blanks after the stop token do not count.
         """
         end = len(ids)
         while (
@@ -312,9 +310,7 @@ class HuggingFaceTokenizer:
             )
 
     def render(self, text: str) -> str:
-        """The prompt within the chat template, ready for the assistant's turn;
-        only with ``chat_template``.
-        """
+        """The prompt within the chat template, ready for the assistant's turn; needs ``chat_template``."""
         messages = [{"role": "user", "content": text}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
@@ -330,7 +326,7 @@ class HuggingFaceTokenizer:
                 f"{type(error).__name__}: {error}"
             ) from error
         rest = rendered
-        # each in a place of its own: a text that stands in the other is none of its own
+        # each text needs its own place, so one that occurs only inside the other does not count
         for message in messages:
             role, content = message["role"], message["content"].strip()  # many templates trim
             if content not in rest:
@@ -350,7 +346,7 @@ class HuggingFaceTokenizer:
         return rendered
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out but for the marks of a thought, blanks as they are."""
+        """Text of ids, without special tokens except the marks of a thought; blanks are kept."""
         return str(
             self._backend.decode(
                 [int(i) for i in ids if int(i) not in self._silent_ids], skip_special_tokens=False
@@ -373,7 +369,7 @@ class HuggingFaceTokenizer:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Copies the tokenizer's files; a lone tokenizer.json gets a tokenizer_config.json."""
+        """Copies the tokenizer's files; a single tokenizer.json gets a tokenizer_config.json."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self._path.is_file():
@@ -458,7 +454,7 @@ class HuggingFaceTokenizer:
 
         try:
             template = str(self._transformers.get_chat_template())
-            # tags of assistant masks, unknown to jinja2
+            # tags for assistant masks, which jinja2 does not know
             plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
             names = (
                 meta.find_undeclared_variables(
@@ -483,9 +479,7 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(section: TokenizerSection, model_path: str | None = None) -> Tokenizer:
-    """The tokenizer of a config; ``model_path`` is where a huggingface tokenizer is looked for when it
-    names no path.
-    """
+    """The tokenizer of a config; a huggingface tokenizer without a path is read from ``model_path``."""
     if isinstance(section, CharacterSection):
         return CharacterTokenizer(section.characters)
     if isinstance(section, ByteSection):
@@ -513,9 +507,7 @@ def _with_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where printable,
-    else one from U+0100 on (as in GPT-2).
-    """
+    """The character of each byte in byte-level vocabularies (as GPT-2): itself if printable, else another."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

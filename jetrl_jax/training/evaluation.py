@@ -1,6 +1,4 @@
-"""Held-out evaluation: accuracy at the rollout temperature, pass@k, and greedy accuracy,
-by the run's verifier.
-"""
+"""Held-out evaluation by the run's verifier: accuracy at the rollout temperature, pass@k, greedy accuracy."""
 
 from __future__ import annotations
 
@@ -13,26 +11,26 @@ import numpy as np
 from jetrl_jax.collect.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
 from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
+from jetrl_jax.rewards.distributed import score
 from jetrl_jax.rewards.functions import RewardFunctions
-from jetrl_jax.rewards.scoring import score
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.tasks.base import Task
 from jetrl_jax.text.tokenizer import Tokenizer
 
-SOLVED = 1.0  # a completion solves its prompt when the verifier's score is at least this
+SOLVED = 1.0  # the least verifier's score with which a completion solves its prompt
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics under their declared names, and one sample per prompt (greedy) for the record."""
+    """The result of an evaluation: metrics by declared name, and one greedy sample per prompt."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
 
 
 def pass_at_k(solved: np.ndarray, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k completions solves (Chen et al. 2021).
+    """Unbiased estimate of the chance that one of k completions or more solves (Chen et al. 2021).
 
     Args:
       solved: bool [P, n], n >= k.
@@ -43,15 +41,15 @@ def pass_at_k(solved: np.ndarray, k: int) -> float:
 
 
 class Evaluator:
-    """Evaluates an engine on the same held-out prompts and noise each time.
+    """Evaluates an engine, each time on the same held-out prompts and with the same noise.
 
     Args:
-      task, tokenizer: the task and how it is written.
-      prompts: most held-out prompts taken; samples: completions of one prompt at `temperature`.
-      max_prompt_tokens, max_completion_tokens: longer prompts are left out, completions are cut.
-      seed: of the sampling noise.
-      verifier: "task" (the task's own) or the name of one of `jetrl_jax.tasks.verify`; timeout_s: of its
-        calls where it runs in a process.
+      prompts: the largest number of held-out prompts to use.
+      samples, temperature: number of completions of each prompt, and their temperature.
+      max_prompt_tokens, max_completion_tokens: longer prompts are left out, longer completions are cut.
+      seed: seed of the sampling noise.
+      verifier: "task" (the task's own), or the name of one in `jetrl_jax.tasks.verify`.
+      timeout_s: limit of a verifier's call if it runs in a worker process.
 
     Raises:
       UserError: no held-out prompt fits.
@@ -89,7 +87,7 @@ class Evaluator:
         )
 
     def __call__(self, engine: RolloutEngine) -> Evaluation:
-        """Runs both passes with the engine's present weights."""
+        """Runs the sampled and the greedy pass with the engine's present weights."""
         sampled, lengths, _ = self._run(engine, self.samples, greedy=False)
         greedy, _, texts = self._run(engine, 1, greedy=True)
         solved = sampled >= SOLVED
@@ -114,7 +112,7 @@ class Evaluator:
         return Evaluation(metrics, samples)
 
     def close(self) -> None:
-        """Ends the verifier's worker, where it has one."""
+        """Ends the verifier's worker process, if it has one."""
         self.verifier.close()
 
     def _run(

@@ -1,9 +1,9 @@
-"""Dynamic loss scaling of the FP16 flow: a gradient of 1e-7 is no FP16 number, 2^15 times it is.
+"""Dynamic loss scaling of the FP16 flow.
 
-The loss is multiplied by `factor` before the backward and the gradient divided by it after, in FP32.  A
-gradient that overflowed leaves the policy as it was and halves the factor; `growth_interval` good updates in
-a row double it.  The factor is a power of two wherever it starts from one: then scaling is exact where
-nothing underflows.
+FP16 represents a gradient of 1e-7 poorly, but 2^15 times that well.  So the loss is multiplied by `factor`
+before the backward, and the gradient is divided by it afterwards, in FP32.  If the gradient overflows, the
+policy is not updated and the factor is halved; `growth_interval` good updates in a row double it.  A factor
+that starts as a power of two stays one, and scaling is then exact unless a value underflows.
 
 Source: Micikevicius et al., "Mixed Precision Training"; interval 400 for RL: "Defeating the
 Training-Inference Mismatch via FP16".
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jetrl_jax.config.precision import LossScaleSection
 
 GROWTH, BACKOFF = 2.0, 0.5
-SMALLEST, LARGEST = 1.0, 2.0**24  # a gradient that overflows unscaled is a fault of the run, not of the scale
+SMALLEST, LARGEST = 1.0, 2.0**24  # a gradient that overflows even unscaled is not the scale's fault
 
 
 @jax.tree_util.register_dataclass
@@ -29,8 +29,8 @@ class LossScale:
 
     Attributes:
         factor: float32 scalar.
-        good_updates: int32 scalar, finite updates since the factor last changed.
-        growth_interval: finite updates in a row after which the factor doubles.
+        good_updates: int32 scalar, number of finite updates since the factor last changed.
+        growth_interval: number of finite updates in a row after which the factor doubles.
     """
 
     factor: jax.Array
@@ -43,7 +43,7 @@ class LossScale:
         return cls(jnp.float32(section.initial), jnp.int32(0), section.growth_interval)
 
     def after(self, finite: jax.Array) -> LossScale:
-        """The scale of the next update, by whether this one's gradient was finite; traceable."""
+        """The scale of the next update, given whether this update's gradient was finite; traceable."""
         good = jnp.where(finite, self.good_updates + 1, 0)
         grow = good >= self.growth_interval
         value = jnp.where(finite, jnp.where(grow, self.factor * GROWTH, self.factor), self.factor * BACKOFF)

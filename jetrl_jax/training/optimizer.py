@@ -10,9 +10,7 @@ from jetrl_jax.config.learning import OptimizerSection
 
 
 def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax.Schedule:
-    """Learning rate by optimiser step: linear warm-up from 0, then constant,
-    or linear or cosine decay to 0 at `total_steps`.
-    """
+    """The learning rate: linear warm-up from 0, then constant, or linear or cosine decay to 0 at the end."""
     peak, warmup = section.learning_rate, section.warmup_steps
     rest = max(total_steps - warmup, 1)
     after = {
@@ -20,7 +18,7 @@ def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[section.schedule]
-    # The first step has rate peak / (warmup + 1), not 0: no step is wasted.
+    # The first step has rate peak / (warmup + 1), not 0, so that it is not wasted.
     return (
         optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
         if warmup
@@ -29,7 +27,7 @@ def learning_rate_schedule(section: OptimizerSection, total_steps: int) -> optax
 
 
 def build_optimizer(section: OptimizerSection, total_steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW; moments are FP32; vectors (norms, biases) have no weight decay."""
+    """Clipping by global norm, then AdamW with FP32 moments; vectors (norms, biases) have no weight decay."""
 
     def decayed(params: nnx.State) -> nnx.State:
         return jax.tree.map(lambda value: value.ndim > 1, params)

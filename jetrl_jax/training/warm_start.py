@@ -1,9 +1,9 @@
-"""Supervised steps on worked solutions, for a policy that begins from random weights.
+"""Supervised training on worked solutions before RL, for a policy that begins with random weights.
 
 Each step draws examples of the training split and takes the gradient of the mean cross-entropy of the
-solution's tokens (stop token included), through the same precision flow as RL.  With `noise` each solution
-token is replaced with that chance by another token seen in solutions: the policy then knows the task but
-spreads its probability, which leaves GRPO something to sharpen.  Held-out prompts are never seen.
+solution's tokens (stop token included), through the same precision flow as RL.  With probability `noise` each
+solution token is replaced by another token that occurs in solutions.  The policy then knows the task but
+spreads its probability, so that GRPO has something to improve.  Held-out prompts are never used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True)
 class Solution:
-    """A prompt and its worked solution, as token ids; the solution ends with the stop token."""
+    """A prompt and its worked solution as token ids, the solution with a stop token at its end."""
 
     prompt_ids: list[int]
     solution_ids: list[int]
 
 
 def build_warm_start_optimizer(section: WarmStartSection) -> optax.GradientTransformation:
-    """AdamW, ten per cent warm-up and cosine decay to a tenth of the peak."""
+    """AdamW with ten per cent warm-up and cosine decay to a tenth of the peak."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         section.learning_rate,
@@ -52,7 +52,7 @@ class SolutionSampler:
     """Draws noisy batches of a task's worked solutions; batch i is a function of the seed and i.
 
     Raises:
-      UserError: a task without worked solutions, or a solution longer than the row.
+      UserError: the task has no worked solutions, or they exceed the row.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SolutionSampler:
             )
 
     def batch(self, step: int) -> TrainBatch:
-        """The examples of one step, one in a row, int32 [batch_size, row_tokens]."""
+        """The examples of one step, one per row, int32 [batch_size, row_tokens]."""
         rng = np.random.default_rng((self.seed, SEED_WARM_START, step))
         rows: list[Solution] = []
         while len(rows) < self.section.batch_size:
@@ -105,7 +105,7 @@ class SolutionSampler:
     def _noisy(self, solution: Solution, rng: np.random.Generator) -> Solution:
         ids = np.array(solution.solution_ids)
         hit = rng.random(len(ids)) < self.section.noise
-        hit[-1] = False  # the stop token stays: lengths are learned exactly
+        hit[-1] = False  # the stop token stays, so that lengths are learned exactly
         for place in np.flatnonzero(hit):
             others = self.alphabet[self.alphabet != ids[place]]
             ids[place] = rng.choice(others) if len(others) else ids[place]

@@ -1,1 +1,1 @@
-"""Worker processes for code that may hang or die."""
+"""Worker processes for user code that may hang or crash."""

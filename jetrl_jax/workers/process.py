@@ -1,8 +1,8 @@
-"""The trainer's end of a reward worker: start, ask, time out, kill, start again.
+"""The trainer's side of a reward worker: it starts the worker, sends calls, and kills and restarts it.
 
-A call that passes its time limit is killed with everything it has started (the worker leads a process group
-of its own), a call that ends its process is noticed at once, and the next call gets a fresh worker.  Only the
-sample at fault is lost.
+A call that exceeds its time limit is killed with everything that it has started (the worker leads its own
+process group).  A call that ends its process is noticed at once.  The next call gets a new worker, so only
+the sample at fault is lost.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from typing import IO, Any
 from jetrl_jax.errors import UserError
 from jetrl_jax.workers import worker
 
-START_TIMEOUT_S = 300.0  # to import the reward's module; its calls have limits of their own
-MAX_HANGS, MAX_CRASHES = 8, 64  # of one batch, after which its other samples are given up
-_LOG_BYTES = 16 << 20  # size at which a worker's log begins anew
+START_TIMEOUT_S = 300.0  # to import the reward's module; calls have their own limit
+MAX_HANGS, MAX_CRASHES = 8, 64  # per batch; after them its remaining samples are given up
+_LOG_BYTES = 16 << 20  # size at which a worker's log is emptied
 _FRAME_BYTES = 1 << 30
 
 
 @dataclass
 class Scores:
-    """One reward of each sample; ``failed`` says why a value is NaN ("exception", "timeout", "none",
-    "nan").
-    """
+    """One reward per sample; ``failed``: index -> cause ("exception", "timeout", "none" or "nan")."""
 
     values: list[float | None]
     failed: dict[int, str] = field(default_factory=dict)
@@ -52,7 +50,7 @@ class _Crashed(Exception):
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Kills a worker and what it has started; a fork of the trainer leaves it alone."""
+    """Kills a worker and everything that it has started; does nothing in a fork of the trainer."""
     if os.getpid() != owner:
         return
     connection.close()
@@ -64,10 +62,10 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int
 
 
 class RewardProcess:
-    """One reward function in a worker process that is started by the first call and lives until ``close``.
+    """One reward function in a worker process, which the first call starts and ``close`` ends.
 
-    target: ``module:function``, or pickled: a pickled ``(completion, example) -> number``.  ``timeout_s``
-      limits one call.
+    Give one of target (``module:function``) and pickled (a pickled ``(completion, example) -> number``).
+    timeout_s: limit of one call.
     """
 
     def __init__(
@@ -90,12 +88,12 @@ class RewardProcess:
         self._ready: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Starts the worker and imports the function; raises `UserError` where that fails."""
+        """Starts the worker and imports the function; raises `UserError` if that fails."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
         log = self._open_log()
-        # the accelerator is the trainer's
+        # only the trainer may use the accelerator
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
@@ -132,9 +130,7 @@ class RewardProcess:
             self._log = None
 
     def score(self, columns: Mapping[str, Sequence[Any]], count: int) -> Scores:
-        """Rewards of a batch: one call for all, and one by one where that fails (or where the function is
-        per sample).
-        """
+        """The rewards of a batch by one call; one by one if it fails, or if the function is per sample."""
         scores = Scores([None] * count)
         self._trim_log()
         if self._process is not None and self._process.poll() is not None:  # died between two batches
@@ -254,7 +250,7 @@ class RewardProcess:
             try:
                 piece = self._connection.recv(count - len(parts))
             except TimeoutError:
-                if self._process.poll() is not None:  # dead, though a child of its may hold the socket open
+                if self._process.poll() is not None:  # dead, although its child may hold the socket open
                     raise _Crashed(self._death()) from None
                 continue
             except OSError:
@@ -265,7 +261,7 @@ class RewardProcess:
         return bytes(parts)
 
     def _death(self) -> str:
-        """Ends what is left of the worker; how it died and the end of its log."""
+        """Ends the rest of the worker; returns how it died and the end of its log."""
         process, log = self._process, self._log
         if process is None:
             return "gone"
@@ -293,11 +289,11 @@ class RewardProcess:
         self._process = self._connection = self._finalizer = None
 
     def _open_log(self) -> IO[bytes]:
-        """Where the worker's output goes: a file in ``log_directory``, else one without a name."""
+        """The file of the worker's output: in ``log_directory`` if given, else a temporary one."""
         if self._log is None:
             if self._log_directory is None:
                 self._log = tempfile.TemporaryFile("ab+")
-                # the worker writes at the end wherever we read
+                # so that the worker appends wherever the trainer reads
                 fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
             else:
                 safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)

@@ -1,12 +1,12 @@
-"""The worker process of a reward function, and the call both sides share.
+"""The worker process of a reward function, and the call that worker and trainer share.
 
-Run as a file, not as a module, so that it starts in tens of milliseconds: standard library only, no jax,
-nothing of this package unless the reward itself imports it.  It speaks over one socket (argument 1): frames
-of 8 bytes length and a payload, pickles in, JSON out.  Standard input, output and error are not the
-protocol's: a reward may print bytes.
+It runs as a file, not as a module, so that it starts in tens of milliseconds.  It imports only the standard
+library, and this package only if the reward does.  It communicates over one socket (argument 1) in frames of
+an 8-byte length and a payload: pickles in, JSON out.  The protocol does not use standard input, output or
+error, so a reward may print anything.
 
-A fork made by a reward that returns into this file leaves at once.  When the trainer is gone, the worker ends
-itself and its children.
+A reward's fork that returns into this file exits at once.  If the trainer has gone, the worker ends itself
+and its children.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-LARGEST = 3.4028234663852886e38  # of the finite FP32 numbers
+LARGEST = 3.4028234663852886e38  # the largest finite FP32 number
 A_NUMBER = "a number that is finite in FP32, or None or NaN to leave the sample out"
 COLUMNS = ("prompts", "completions", "answers", "solutions", "completion_ids", "finish_reasons", "metadata")
 NAMED_COLUMNS = (*COLUMNS, "thought_opened")  # the last is given only to functions that name it
 
 
 class BadReward(Exception):
-    """A reward function that does not keep its contract: not a failure of one sample but an error of its
-    author.
+    """A reward function broke its contract; this is its author's error, not the failure of a sample.
 
-    index: of the completion at fault within the call, where it is one.
+    index: of the completion at fault within the call, or None.
     """
 
     def __init__(self, what: str, expected: str = "", index: int | None = None):
@@ -52,8 +51,9 @@ class BadReward(Exception):
     def sentence(
         self, columns: Mapping[str, Sequence[Any]] | None = None, indices: Sequence[int] = ()
     ) -> str:
-        """What was returned, for which completion of the batch that `columns` hold (`indices`:
-        those of the call), what was expected.
+        """The error as a sentence.
+
+        It names the completion if `columns` (of the batch) and `indices` (those in the call) are given.
         """
         place = ""
         if self.index is not None and columns is not None:
@@ -81,9 +81,7 @@ class PerSample:
 
 
 def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a user's function takes, by the names of its parameters;
-    raises BadReward for one we have not.
-    """
+    """The columns that a function's parameters name; raises BadReward for a parameter that is no column."""
     if isinstance(function, PerSample):
         return ("completions", "examples")
     try:
@@ -112,10 +110,10 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def to_numbers(values: Sequence[Any], count: int) -> list[float | None]:
-    """Rewards as floats.  None and NaN stay: they leave their sample out.
+    """The rewards as floats; None and NaN are kept, and leave their sample out.
 
-    Booleans, numpy and zero-dimensional values count as numbers.  Raises BadReward for all that is no number,
-    and for one that is infinite or would be in FP32, in which the trainer computes.
+    Booleans, numpy values and zero-dimensional arrays count as numbers.  Raises BadReward for anything else,
+    and for numbers that are infinite in FP32, in which the trainer computes.
     """
     if len(values) != count:
         raise BadReward(
@@ -137,7 +135,7 @@ def _to_number(value: Any, index: int) -> float | None:
         return None
     if not isinstance(value, Real | Decimal):
         raise BadReward(f"returned {type(value).__name__} {_short(value)}", A_NUMBER, index)
-    if isinstance(value, Decimal) and value.is_nan():  # a signalling one is no float
+    if isinstance(value, Decimal) and value.is_nan():  # float() refuses a signalling NaN
         return math.nan
     try:
         number = float(value)
@@ -151,7 +149,7 @@ def _to_number(value: Any, index: int) -> float | None:
 def call(
     function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], count: int
 ) -> list[float | None]:
-    """One call of a reward function; what it raises passes through, a broken contract raises BadReward."""
+    """Calls a reward function once.  Its exceptions pass through; a broken contract raises BadReward."""
     returned = function(**columns)
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
         raise BadReward(
@@ -161,7 +159,7 @@ def call(
 
 
 def describe(error: BaseException) -> str:
-    """Type, text and place of an exception, whatever its __str__ does."""
+    """Type, text and place of an exception, even if its __str__ raises."""
     try:
         text = str(error)
     except Exception:
@@ -185,7 +183,7 @@ def send_frame(connection: socket.socket, payload: bytes) -> None:
 
 
 def _receive_frame(connection: socket.socket) -> bytes | None:
-    """The next frame, or None where the other side is gone."""
+    """The next frame, or None if the other side has gone."""
     with connection.makefile("rb", buffering=0) as stream:
 
         def read(count: int) -> bytes | None:
@@ -202,9 +200,7 @@ def _receive_frame(connection: socket.socket) -> bytes | None:
 
 
 def _load(start: Mapping[str, Any]) -> Callable[..., Any]:
-    """The reward function: ``module:function`` by import, or a pickled verifier,
-    made ready by its ``prepare`` if it has one.
-    """
+    """The reward function: imported from ``module:function``, or a pickled verifier after its ``prepare``."""
     sys.path[:] = start["sys_path"]
     if start["pickled"] is not None:
         verifier = pickle.loads(start["pickled"])
@@ -228,7 +224,7 @@ def _outcome(
         return {"bad": error.args}
     except TimeoutError as error:
         return {"failed": "timeout", "message": describe(error)}
-    except BaseException as error:  # SystemExit too: a reward does not end its worker politely
+    except BaseException as error:  # SystemExit too: a reward must not end its worker
         errors = sys.modules.get("jetrl_jax.errors")
         if errors is not None and isinstance(error, errors.UserError):
             return {"bad": [str(error)]}
@@ -242,8 +238,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Loads the function, says so, then answers requests until the other side closes."""
-    faulthandler.enable()  # where it crashed, for the log
+    """Loads the function, reports that, then answers requests until the other side closes."""
+    faulthandler.enable()  # prints the place of a crash to the log
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     pid, parent = os.getpid(), os.getppid()
@@ -278,4 +274,4 @@ def main(descriptor: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with whatever children and threads a reward has left behind
+        os.killpg(os.getpid(), signal.SIGKILL)  # with any children and threads that a reward left behind

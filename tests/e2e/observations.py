@@ -31,7 +31,7 @@ from jetrl_jax.models import flash_attention
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.linear import activation, linear
 from jetrl_jax.precision.parameters import jit, named_params
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from jetrl_jax.record.metrics import read_metrics, without_clocks
 from jetrl_jax.record.run_directory import read_jsonl
 from jetrl_jax.rewards.functions import RewardFunctions

@@ -355,7 +355,7 @@ def test_processes_that_cannot_run_together_are_one_message(
     (absent,) = ended(world.start(tmp_path / "absent", by=lambda i: names, only=0, timeout_s=5))
     assert (
         absent.status == 4
-        and "not all processes were there within distributed.timeout_s = 5 s" in absent.errors
+        and "not all processes had joined within distributed.timeout_s = 5 s" in absent.errors
     )
     refused = run_here(
         "jetrl_jax.train",

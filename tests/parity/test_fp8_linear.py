@@ -22,7 +22,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.linear import activation, linear, product_implementation
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import ScaledArray, quantize
 from pallas_kernels.implementations import gpu_problem
 from tests.kernels.runnable import runnable

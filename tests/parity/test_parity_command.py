@@ -55,7 +55,9 @@ def test_nothing_to_score_is_an_error():
 
 @pytest.mark.parametrize("file", ["nowhere/parity.json", "."])
 def test_output_that_cannot_be_written_is_an_error_before_anything_runs(file, tmp_path):
-    with pytest.raises(UserError, match=r"parity: the output (stands in no directory|is a directory)"):
+    with pytest.raises(
+        UserError, match=r"parity: the output (is not in a writable directory|is a directory)"
+    ):
         parity.main(["--model", "anywhere", "--json", str(tmp_path / file)])
 
 

@@ -27,7 +27,7 @@ from jetrl_jax.precision.formats import Blocks, Format
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.precision.weights import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle

@@ -68,7 +68,7 @@ ENDS = [
     (
         FATAL.format(rpc="RPC: RegisterTask"),
         4,
-        "stopped: distributed: not all processes were there within distributed.timeout_s = 9 s.\n",
+        "stopped: distributed: not all processes had joined within distributed.timeout_s = 9 s.\n",
     ),
     (
         "native('a check failed'); os.abort()",

@@ -1,1 +1,1 @@
-"""What vLLM's own processes import, with torch: the plugin and everything that it registers."""
+"""Code for vLLM's own processes, which have torch: the plugin and everything that it registers."""

@@ -1,8 +1,7 @@
-"""The installed vLLM's quantisers and block-FP8 products as plain functions on numpy arrays, for
-`jetrl_jax.commands.check_engine`.
+"""The installed vLLM's quantisers and block-FP8 products as functions of numpy arrays, for `check-engine`.
 
-On CPU: this project's plugin (what a run takes) and vLLM's own quantiser. On CUDA: the CUDA quantiser with
-FP32 and with power-of-two scales, and the CUTLASS, DeepGEMM and Triton products.
+On CPU: this project's plugin (used by runs) and vLLM's own quantiser.  On CUDA: the CUDA quantiser with FP32
+and with power-of-two scales, and the CUTLASS, DeepGEMM and Triton products.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""vLLM's operations with reductions in float64, as the trainer's `numerics.exact` has them, on its CPU and
-its CUDA platform.
+"""vLLM's operations with reductions in float64, like the trainer's `numerics.exact`, on CPU and CUDA.
 
-vLLM's own kernels sum in other orders than the trainer and round in other places, and both change with the
-machine: its AVX2 library truncates RoPE to BF16 where its AVX-512 libraries round, oneDNN's BF16 sums differ
-by instruction set.  So an exact engine takes nothing that rounds from vLLM, oneDNN or torch.  These compute
-in float64 and round where `jetrl_jax.models.ops` rounds (`bridge.vllm.worker.exact_torch`); both sides get
-the same bits whatever the order of a sum:
+vLLM's own kernels sum in other orders than the trainer and round at other places, and both change with the
+machine.  Its AVX2 library truncates RoPE to BF16 where its AVX-512 libraries round, and oneDNN's BF16 sums
+differ by instruction set.  So an exact engine uses no rounding operation of vLLM, oneDNN or torch.  The
+operations here compute in float64 and round where `jetrl_jax.models.ops` rounds
+(`bridge.vllm.worker.exact_torch`), so that both sides get the same bits whatever the order of a sum:
 
-    attention over the paged cache     in the place of CPU_ATTN (`exact_cpu`) and of FLASH_ATTN (`exact_cuda`)
+    attention over the paged cache     replaces CPU_ATTN (`exact_cpu`) and FLASH_ATTN (`exact_cuda`)
     RMSNorm                            both rounding variants (`numerics.engine_variant`)
     RoPE                               the table with each scaling of `RopeScaling`, and the rotation
     SiLU times gate
-    linear layers that are not FP8     one rounding behind sum and bias
+    linear layers that are not FP8     one rounding after sum and bias
     logits and log-probabilities       FP32
 
-The block-FP8 products are `bridge.vllm.worker.fp8_kernel` on a CPU, on CUDA vLLM's own kernel of the
-promotion order, CUTLASS or Triton.  The exact operations serve eager engines whose `additional_config` has
-``jetrl`` with ``exact`` (its default); all others keep vLLM's.  Slow, for checks: float64, and temporaries
-that no CUDA graph holds.  On CUDA not run yet.
+Block-FP8 products use `bridge.vllm.worker.fp8_kernel` on a CPU, and on CUDA vLLM's kernel for the promotion
+order, CUTLASS or Triton.  The exact operations serve eager engines whose `additional_config` has ``jetrl``
+with ``exact`` (its default); all other engines keep vLLM's.  They are slow and meant for checks: they use
+float64, and temporaries that no CUDA graph holds.  Not run on CUDA yet.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ from bridge.vllm.worker.fp8_kernel import engine_settings
 from jetrl_jax.models.config import RopeScaling
 from jetrl_jax.models.ops import rope_frequencies
 
-NO_WINDOW = (-1, (-1, -1))  # how vLLM's CPU backend and its FlashAttention say so
+NO_WINDOW = (-1, (-1, -1))  # in vLLM's CPU backend and in its FlashAttention
 PLAIN_CACHE = ("auto", "bfloat16")
-HAS_HEAD_METHOD = hasattr(LogitsProcessor, "_apply_head")  # the head's product in a method of its own
-HEAD_DTYPE_HEEDED = "head_dtype" in inspect.getsource(LogitsProcessor)  # not so in vLLM 0.24 and 0.25
+HAS_HEAD_METHOD = hasattr(LogitsProcessor, "_apply_head")  # the head's product is a separate method
+HEAD_DTYPE_HEEDED = "head_dtype" in inspect.getsource(LogitsProcessor)  # false in vLLM 0.24 and 0.25
 
 
 def register_operations() -> None:
-    """Puts these operations in the place of vLLM's on its CPU and CUDA platforms, once; on others nothing."""
+    """Replaces vLLM's operations by these, once, on its CPU and CUDA platforms; does nothing on others."""
     if "RMSNorm" in op_registry_oot or not (current_platform.is_cpu() or current_platform.is_cuda()):
         return
     for base, operation in LAYERS.items():
         CustomOp.register_oot(operation, name=base.__name__)
-        operation.name = base.name  # by which `custom_ops` of a compiled engine turns it on or off
+        operation.name = base.name  # the name that `custom_ops` of a compiled engine uses
     for base, operation in STAND_INS.items():
         _stand_in(base, operation)
-    WEIGHT_LOADER_V2_SUPPORTED.append(ExactLinearMethod.__name__)  # vLLM asks by name how a layer loads
+    WEIGHT_LOADER_V2_SUPPORTED.append(ExactLinearMethod.__name__)  # vLLM chooses a layer's loader by name
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.vllm.worker.exact_cpu.ExactCpuBackend")
     else:
@@ -70,9 +69,7 @@ def register_operations() -> None:
 
 
 def _stand_in(base: type, operation: type) -> None:
-    """Makes an `operation` of each `base(...)` that an exact engine asks for:
-    for what vLLM lets no plugin replace by name.
-    """
+    """Makes `base(...)` an `operation` in exact engines, if a plugin cannot replace the class by name."""
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         return object.__new__(operation if cls is base and engine_settings().exact else cls)
@@ -81,10 +78,10 @@ def _stand_in(base: type, operation: type) -> None:
 
 
 def operations(model: torch.nn.Module, sampler: torch.nn.Module | None = None) -> dict[str, str]:
-    """What computes what in a model that vLLM has built, by class: attention, norm, rope, silu, linear,
-    logits, fp8_product.
+    """The classes that compute each operation of a model built by vLLM.
 
-    sampler: of the model's runner; its parts are the operation logprobs.
+    Operations are attention, norm, rope, silu, linear, logits, fp8_product and, from the runner's `sampler`,
+    logprobs.
     """
     found: dict[str, set[str]] = {}
 
@@ -116,9 +113,7 @@ def operations(model: torch.nn.Module, sampler: torch.nn.Module | None = None) -
 
 
 class ExactOperation(CustomOp):
-    """An operation of vLLM whose `compute` serves an exact engine, by whatever name the platform calls it;
-    else vLLM's.
-    """
+    """An operation of vLLM that calls `compute` in exact engines, on any platform, and vLLM's in others."""
 
     exact: bool
 
@@ -127,15 +122,15 @@ class ExactOperation(CustomOp):
         raise NotImplementedError
 
     def forward_native(self, *arguments: Any, **options: Any) -> Any:
-        """vLLM's name for plain torch."""
+        """vLLM's method for plain torch."""
         return (self.compute if self.exact else super().forward_native)(*arguments, **options)
 
     def forward_cpu(self, *arguments: Any, **options: Any) -> Any:
-        """vLLM's name on its CPU platform."""
+        """vLLM's method for its CPU platform."""
         return (self.compute if self.exact else super().forward_cpu)(*arguments, **options)
 
     def forward_cuda(self, *arguments: Any, **options: Any) -> Any:
-        """vLLM's name on its CUDA platform."""
+        """vLLM's method for its CUDA platform."""
         return (self.compute if self.exact else super().forward_cuda)(*arguments, **options)
 
 
@@ -148,7 +143,7 @@ class ExactRMSNorm(ExactOperation, RMSNorm):
         self.engine_variant = engine_settings().engine_variant
 
     def compute(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """The normed values, and with a residual also the new residual."""
+        """The normed values and, if a residual is given, the new residual."""
         normed, total = exact_torch.rms_norm(
             x, self.weight.data, self.variance_epsilon, self.engine_variant, residual
         )
@@ -156,17 +151,16 @@ class ExactRMSNorm(ExactOperation, RMSNorm):
 
 
 class ExactRotaryEmbedding(ExactOperation, RotaryEmbedding):
-    """RoPE with the trainer's frequencies, a table made in float64 of the FP32 angles, and one rounding
-    behind the rotation.
+    """RoPE with the trainer's frequencies, a float64 table of the FP32 angles, and one rounding at the end.
 
-    vLLM's frequencies, torch's FP32 powers, are a unit in the last place away in places: much, at far
+    Some of vLLM's frequencies (torch's FP32 powers) differ by a unit in the last place, which is much at far
     positions.
     """
 
     exact = False  # vLLM's constructor computes the table
 
     def scaling(self) -> tuple[RopeScaling | None, int]:
-        """How the frequencies are stretched, and how many positions the table has."""
+        """The scaling of the frequencies, and the number of positions in the table."""
         return None, self.max_position_embeddings
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
@@ -193,16 +187,16 @@ class ExactRotaryEmbedding(ExactOperation, RotaryEmbedding):
 
 
 class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotaryEmbedding):
-    """With every frequency divided by a factor."""
+    """RoPE with every frequency divided by a factor."""
 
     def scaling(self) -> tuple[RopeScaling | None, int]:
-        """Of one factor, as configs have it."""
+        """A linear scaling by one factor."""
         (factor,) = self.scaling_factors
         return RopeScaling("linear", factor), int(self.max_position_embeddings * factor)
 
 
 class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
-    """With the low frequencies stretched as Llama 3's."""
+    """RoPE with the low frequencies stretched like Llama 3's."""
 
     def scaling(self) -> tuple[RopeScaling | None, int]:
         """Llama 3's factor and wavelengths."""
@@ -211,10 +205,10 @@ class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
 
 
 class ExactYaRNScalingRotaryEmbedding(ExactRotaryEmbedding, YaRNScalingRotaryEmbedding):
-    """With YaRN's ramp and factor; its `max_position_embeddings` is the original length."""
+    """RoPE with YaRN's ramp and factor; its `max_position_embeddings` is the original length."""
 
     def scaling(self) -> tuple[RopeScaling | None, int]:
-        """YaRN's rule, whose factor vLLM has worked out."""
+        """YaRN's scaling, with the factor that vLLM has computed."""
         rule = RopeScaling(
             "yarn",
             self.scaling_factor,
@@ -235,20 +229,18 @@ class ExactSiluAndMul(ExactOperation, SiluAndMul):
         self.exact = engine_settings().exact
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Of gate and up side by side."""
+        """SiLU(gate) * up of x [..., 2 F], gate and up side by side."""
         return exact_torch.silu_multiply(x)
 
 
 class ExactLinearMethod(UnquantizedLinearMethod):
-    """A linear layer in BF16 by float64 products, its weight kept as it was loaded:
-    nothing is packed for a kernel.
-    """
+    """A BF16 linear layer with float64 products; its weight is not packed for a kernel after loading."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing to do."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to [..., N]: the bias joins the FP32 sums, which are rounded once."""
+        """x [..., K] to [..., N]; the bias is added to the FP32 sums, which are rounded once."""
         return exact_torch.linear(x, layer.weight, bias).to(x.dtype)
 
 
@@ -257,25 +249,23 @@ class ExactSampler(Sampler):
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
-        """Of logits [R, V], float32."""
+        """The log-probabilities of float32 logits [R, V]."""
         return exact_torch.log_softmax(logits)
 
 
 class ExactTopKTopPSampler(TopKTopPSampler):
-    """vLLM's draw, with the trainer's log-probabilities of what it is drawn from."""
+    """vLLM's sampling, with the trainer's log-probabilities of the distribution that it samples from."""
 
     def forward_native(
         self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        """(token ids, log-probabilities) of logits [R, V] after the temperature;
-        vLLM's name for plain torch.
-        """
+        """(token ids, log-probabilities) of logits [R, V] after the temperature."""
         return self._drawn(super().forward_native, logits, generators, k, p)
 
     def forward_cpu(
         self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        """As `forward_native`; vLLM's name on its CPU platform."""
+        """As `forward_native`; vLLM's method for its CPU platform."""
         return self._drawn(super().forward_cpu, logits, generators, k, p)
 
     def _drawn(
@@ -289,8 +279,9 @@ class ExactTopKTopPSampler(TopKTopPSampler):
 
 
 class ExactLogitsProcessor(LogitsProcessor):
-    """FP32 logits of float64 products.  Elsewhere vLLM's, but that 0.24 and 0.25,
-    deaf to a decoder's `head_dtype`, heed it.
+    """FP32 logits with float64 products in exact engines, and vLLM's logits in others.
+
+    vLLM 0.24 and 0.25 ignore a decoder's `head_dtype`; here it applies to them too.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -325,7 +316,7 @@ class ExactLogitsProcessor(LogitsProcessor):
 def _float32_head(
     hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """FP32 sums of products of 16-bit numbers; torch has a kernel for it on CUDA alone."""
+    """FP32 sums of products of 16-bit numbers, for which torch has a kernel only on CUDA."""
     if not hidden_states.is_cuda:
         return torch.nn.functional.linear(
             hidden_states.float(), weight.float(), None if bias is None else bias.float()
@@ -351,11 +342,12 @@ STAND_INS: dict[Any, Any] = {
 
 
 class ExactAttention(AttentionImpl):
-    """Softmax attention over the paged cache in float64, one rounding at the end; stands before vLLM's
-    implementation.
+    """Softmax attention over the paged cache in float64, with one rounding at the end.
+
+    A mix-in before vLLM's implementation, which serves engines that are not exact.
 
     Raises:
-      NotImplementedError: an exact engine whose attention is more than causal, or whose cache is not BF16.
+      NotImplementedError: an exact engine's attention is more than causal, or its cache is not BF16.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -369,7 +361,7 @@ class ExactAttention(AttentionImpl):
         )
         if self.exact and special:
             raise NotImplementedError(
-                "exact attention: sliding windows, soft caps, ALiBi and sinks are not there."
+                "exact attention: sliding windows, soft caps, ALiBi and sinks are not implemented."
             )
         if self.exact and self.kv_cache_dtype not in PLAIN_CACHE:
             raise NotImplementedError(
@@ -388,10 +380,8 @@ class ExactAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """vLLM's call: queries [T, N, H] of several requests, one after the other, against the cache;
-        fills `output`.
-        """
-        if not self.exact or attn_metadata is None:  # without metadata vLLM measures its memory
+        """vLLM's call: attention of the requests' queries [T, N, H] to the cache; fills `output`."""
+        if not self.exact or attn_metadata is None:  # vLLM calls without metadata to measure memory
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )

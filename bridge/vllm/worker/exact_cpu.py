@@ -1,4 +1,4 @@
-"""Exact attention on vLLM's CPU platform: its backend's metadata, our cache update and our attention."""
+"""Exact attention on vLLM's CPU platform: vLLM's metadata, this project's cache update and attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ExactCpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """What vLLM makes one of for each layer."""
+        """The class that vLLM instantiates for each layer."""
         return ExactCpuAttention
 
 
 class ExactCpuAttention(ExactAttention, CPUAttentionBackendImpl):
-    """Exact attention over a cache in plain order, which vLLM's own kernels for CPUs do not keep."""
+    """Exact attention over a cache in plain order; vLLM's own kernels for CPUs reorder it."""
 
     def do_kv_cache_update(
         self,

@@ -1,7 +1,6 @@
-"""Exact attention on vLLM's CUDA platform: FlashAttention's backend, metadata and cache update, our
-attention.  Not run yet.
+"""Exact attention on vLLM's CUDA platform, with FlashAttention's metadata and cache update.  Not run yet.
 
-vLLM's cache update copies BF16 as it is, in the layouts that `exact_torch.key_value_cache` knows.
+vLLM's cache update copies BF16 unchanged, in the layouts that `exact_torch.key_value_cache` knows.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ class ExactFlashBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        """What vLLM makes one of for each layer."""
+        """The class that vLLM instantiates for each layer."""
         return ExactFlashAttention
 
 
 class ExactFlashAttention(ExactAttention, FlashAttentionImpl):
-    """Exact attention where an engine asks for it, FlashAttention elsewhere."""
+    """Exact attention in exact engines, FlashAttention in others."""

@@ -1,10 +1,9 @@
-"""The trainer's `numerics.exact` operations on torch tensors of any device: reductions in float64, rounded
-where `jetrl_jax.models.ops` rounds.
+"""The trainer's `numerics.exact` operations for torch tensors on any device.
 
-float64 leaves some 29 bits beyond FP32, so whatever the order of a sum, the device or the batch, the rounded
-result is the same but for sums that lie within 1e-16 of a tie.  Free of vLLM, whose classes in
-`bridge.vllm.worker.exact` call these.
-Slow: for checks, and for CPUs.
+Reductions are in float64 and rounded where `jetrl_jax.models.ops` rounds.  float64 has some 29 bits more than
+FP32, so the rounded result does not depend on the order of a sum, the device or the batch, except for sums
+within 1e-16 of a tie.  This module does not import vLLM; the classes in `bridge.vllm.worker.exact` call it.
+It is slow, and meant for checks and for CPUs.
 
 Shapes: T tokens of all requests, R requests, N query heads, K key/value heads, H head width.
 """
@@ -15,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-ELEMENTS_AT_ONCE = 1 << 23  # of one float64 temporary
+ELEMENTS_AT_ONCE = 1 << 23  # largest size of a float64 temporary
 
 
 def rms_norm(
@@ -25,11 +24,10 @@ def rms_norm(
     engine_variant: str,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """RMSNorm of x (+ residual) [..., D] in x's dtype: (normed, the sum rounded), as `ops.rms_norm` and
-    `ops.add_rms_norm`.
+    """RMSNorm of x (+ residual) [..., D]; returns (normed, rounded sum) in x's dtype.
 
-    engine_variant: "native" (the unrounded sum is normed, one more rounding before the weight) or "cuda" (the
-      rounded sum, none).
+    As `ops.rms_norm` and `ops.add_rms_norm`.  engine_variant: "native" norms the unrounded sum, and rounds
+    once more before the weight; "cuda" norms the rounded sum, without that rounding.
     """
     add = () if residual is None else (residual,)
     return _in_parts(
@@ -50,10 +48,9 @@ def _rms_norm(
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F]; made
-    on the CPU.
+    """cos and sin side by side, float32 [positions, 2 F], of FP32 angles with frequencies float32 [F].
 
-    factor: YaRN's, which multiplies them in FP32.
+    The table is computed on the CPU.  factor: YaRN's factor, which multiplies it in FP32.
     """
     place = torch.arange(positions, dtype=torch.float32, device="cpu")
     angles = (place[:, None] * frequencies.cpu()[None]).double()
@@ -61,10 +58,10 @@ def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of x [T, N, H] with the halves as pairs, by cos and sin [T, H / 2] in x's dtype: FP32, one
-    rounding, as `ops.rope`.
+    """RoPE of x [T, N, H] with halves as pairs, cos and sin [T, H / 2] in x's dtype, as `ops.rope`.
 
-    The products of two BF16 numbers are exact in FP32, so a fused multiply-add changes nothing.
+    Computed in FP32 with one rounding.  Products of two BF16 numbers are exact in FP32, so a fused
+    multiply-add changes nothing.
     """
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -72,9 +69,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU(gate) * up of [..., 2 F] (gate, then up), rounded to its dtype after each of the two,
-    as `ops.silu_multiply`.
-    """
+    """SiLU(gate) * up of [..., 2 F] (gate, then up), each rounded, as `ops.silu_multiply`."""
     return _in_parts(_silu_multiply, gate_up)[0]
 
 
@@ -89,15 +84,17 @@ def _silu_multiply(gate_up: torch.Tensor) -> tuple[torch.Tensor]:
 def _in_parts(
     function: Callable[..., tuple[torch.Tensor, ...]], *arrays: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """`function` of equal shapes [T, ...], so many rows at a time that a float64 temporary stays small."""
+    """Applies `function` to arrays of equal shape [T, ...] in parts, to keep float64 temporaries small."""
     rows = max(1, ELEMENTS_AT_ONCE // arrays[0].shape[1:].numel())
     parts = [function(*part) for part in zip(*(array.split(rows) for array in arrays), strict=True)]
     return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] . weight[N, K]^T + bias [N] in FP32: products and sums in float64, rounded, then the bias;
-    as `models.dense.dense` of a trainer whose `Numerics.dense` is "float64"."""
+    """x [..., K] . weight[N, K]^T + bias [N] in FP32, as `models.dense.dense` with `dense` "float64".
+
+    Products and sums are in float64 and rounded to FP32; then the bias is added.
+    """
     wide = x.double()
     rows = weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))
     out = torch.cat([(wide @ part.double().t()).float() for part in rows], dim=-1)
@@ -105,9 +102,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of FP32 logits [R, V]: the normaliser in float64 and rounded,
-    as `vocabulary.token_logprobs`.
-    """
+    """Log-probabilities of FP32 logits [R, V] with a float64 normaliser, as `vocabulary.token_logprobs`."""
     return _in_parts(_log_softmax, logits.float())[0]
 
 
@@ -121,11 +116,11 @@ def _log_softmax(logits: torch.Tensor) -> tuple[torch.Tensor]:
 def key_value_cache(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, values) [blocks, block size, K, H], views of one layer's paged cache in plain order.
 
-    vLLM 0.24 and 0.25 keep [blocks, 2, block size, K, H], later versions and the CPU backend [blocks, K,
-    block size, 2 H].
+    vLLM 0.24 and 0.25 store [blocks, 2, block size, K, H]; later versions and the CPU backend store
+    [blocks, K, block size, 2 H].
 
     Raises:
-      NotImplementedError: another layout.
+      NotImplementedError: the cache has another layout.
     """
     if cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[-1] == head_size:
         keys, values = cache.unbind(1)
@@ -152,13 +147,13 @@ def paged_attention(
     """Causal attention of the last tokens of each request to all its tokens in a paged cache; fills `output`.
 
     Args:
-      query: [T, N, H], the requests' new tokens one after the other; keys, values: [blocks, block size, K,
-        H].
-      table: [R, ...], a request's blocks in order; entries past its length may hold anything.
-      starts: [R + 1], first row in `query` of each request; one without new tokens is left out.
-      lengths: [R], tokens of each request in the cache, the new ones included.
-      scale: of the queries, multiplied in FP32.
-      output: [T, N * H] or [T, N, H]; rows of no request are left alone.
+      query: [T, N, H], the new tokens of all requests, one request after the other.
+      keys, values: [blocks, block size, K, H].
+      table: [R, ...], the blocks of a request in order; entries past its length may hold anything.
+      starts: [R + 1], first row in `query` of each request; a request without new tokens is skipped.
+      lengths: [R], tokens of each request in the cache, including the new ones.
+      scale: multiplies the queries in FP32.
+      output: [T, N * H] or [T, N, H]; rows that belong to no request are not changed.
     """
     new = starts[1:] - starts[:-1]
     table, starts, new, lengths = (part[new > 0].long() for part in (table, starts[:-1], new, lengths))
@@ -198,7 +193,7 @@ def _attend(
     starts: torch.Tensor,  # [R], first token in `query`
     new: torch.Tensor,  # [R], tokens in `query`
     lengths: torch.Tensor,  # [R], tokens in the cache
-    offset: torch.Tensor,  # [Q], which of the new tokens
+    offset: torch.Tensor,  # [Q], indices of new tokens
     scale: float,
     output: torch.Tensor,  # [T, N * H], filled
 ) -> None:

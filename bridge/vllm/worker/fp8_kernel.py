@@ -1,15 +1,13 @@
-"""W8A8 block-FP8 linear layers on vLLM's CPU platform, bit for bit the product of
-`pallas_kernels.gemm.reference`.
+"""Block-FP8 (W8A8) linear layers for vLLM's CPU platform, bit for bit as `pallas_kernels.gemm.reference`.
 
     activations   per row and group of 128: s = max(amax, 1e-10) / 448, q = e4m3(clip(x / s, -448, 448))
                   (vLLM's CUDA op)
     product       per 128 of K: dot exact in float64 and rounded to FP32, promoted into an FP32 accumulator,
                   BF16 out
 
-vLLM 0.32 has block-FP8 kernels for CPUs with AMX alone.  This one is appended to vLLM's list, so a native
-kernel is taken where there is one.  Promotion order and scale format come with the engine's settings, under
-``jetrl`` in `VllmConfig.additional_config`; without them they are the defaults of the contract ("deepgemm",
-"float32").
+vLLM 0.32 has block-FP8 kernels only for CPUs with AMX.  This one is appended to vLLM's list, so that vLLM
+takes a native kernel if it has one.  Promotion order and scale format come with the engine's settings, under
+``jetrl`` in `VllmConfig.additional_config`; the defaults are the contract's ("deepgemm", "float32").
 """
 
 from __future__ import annotations
@@ -34,8 +32,9 @@ SCALE_FORMATS = ("float32", "power_of_two")
 
 
 def quantize_rows(x: torch.Tensor, scale_format: str = "float32") -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes float8_e4m3fn [M, K] and scales float32 [M, ceil(K / 128)] of activations [M, K];
-    the last group may be partial.
+    """Quantises activations [M, K], of which the last group of 128 may be partial.
+
+    Returns codes float8_e4m3fn [M, K] and scales float32 [M, ceil(K / 128)].
     """
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % BLOCK)).float().view(rows, -1, BLOCK)
@@ -56,10 +55,10 @@ def block_scaled_matmul(
     b_scale: torch.Tensor,
     promotion_order: str = "deepgemm",
 ) -> torch.Tensor:
-    """FP32 accumulator [M, N] of codes a [M, K] and b [N, K] with scales [M, K / 128] and [N / 128, K / 128],
-    K ascending.
+    """The product of codes a [M, K] and b [N, K], as the FP32 accumulator [M, N].
 
-    A row does not depend on the other rows: the dot of 128 products of codes is exact in float64.
+    Scales are [M, K / 128] and [N / 128, K / 128]; blocks of K are added in ascending order.  A row does not
+    depend on the other rows, since the dot of 128 products of codes is exact in float64.
     """
     b_rows = b_scale.repeat_interleave(BLOCK, dim=0)[: b.shape[0]]
     a64, b64 = a.double(), b.double()
@@ -75,10 +74,10 @@ def block_scaled_matmul(
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What an engine was given under ``jetrl``.
+    """The settings that an engine got under ``jetrl``.
 
-    exact: whether it takes the operations of `bridge.vllm.worker.exact`; engine_variant: their rounding
-      points in norms.
+    exact: whether it uses the operations of `bridge.vllm.worker.exact`; engine_variant: their rounding points
+      in norms.
     """
 
     promotion_order: str = PROMOTION_ORDERS[0]
@@ -102,11 +101,10 @@ class PluginSettings:
 
 
 def engine_settings() -> PluginSettings:
-    """The settings of the engine that is being built; without an engine, or one that was given none, vLLM's
-    own operations.
+    """The settings of the engine being built; without an engine or settings, those of vLLM's own operations.
 
     Raises:
-      ValueError: unknown values; exact operations without `enforce_eager`, which torch would fuse.
+      ValueError: unknown values, or exact operations without `enforce_eager`, which torch would fuse.
     """
     from vllm.config import get_current_vllm_config_or_none
 
@@ -131,12 +129,12 @@ class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         super().__init__(config)
         self.promotion_order = engine_settings().promotion_order
         self.scale_format = engine_settings().scale_format
-        # vLLM's own quantiser for CPU has another floor (1 / (448 * 512) on the scale) than its CUDA op.
+        # vLLM's quantiser for CPU has another floor (1 / (448 * 512) on the scale) than its CUDA op.
         self.quant_fp8 = self._quantize
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Whether vLLM may take it: on the CPU platform."""
+        """Whether vLLM may use the kernel: only on the CPU platform."""
         return (True, None) if current_platform.is_cpu() else (False, "is for CPUs.")
 
     def _quantize(
@@ -147,7 +145,7 @@ class ReferenceFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
-        """vLLM's call: codes and scales to [M, N] in the layer's dtype."""
+        """vLLM's call: the product [M, N] of codes and scales, in the layer's dtype."""
         return block_scaled_matmul(A, B, As, Bs, self.promotion_order).to(self.config.out_dtype)
 
 
@@ -160,12 +158,11 @@ def register_kernel() -> None:
 
 
 def _avoid_amx_attention() -> None:
-    """Attention by AVX-512 in engines that were given this project's settings; others keep vLLM's choice.
+    """Makes engines with this project's settings use AVX-512 attention; others keep vLLM's choice.
 
-    vLLM 0.32 takes its AMX attention on CPUs that have AMX.  That one rounds the probabilities to BF16, which
-    the model here does not mirror, and dies of an illegal instruction unless another AMX kernel ran before
-    and asked the operating
-    system for the tiles: with the FP8 kernel above none does.
+    On CPUs with AMX, vLLM 0.32 uses its AMX attention, which rounds the probabilities to BF16; the model here
+    does not.  It also dies of an illegal instruction unless another AMX kernel has requested the tiles from
+    the operating system before, which does not happen with the FP8 kernel above.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
 

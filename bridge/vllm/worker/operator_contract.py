@@ -1,8 +1,7 @@
-"""vLLM's operators as an engine with this project's settings builds and calls them, for
-`jetrl_jax.commands.check_engine`.
+"""vLLM's operators, built and called as in an engine with this project's settings, for `check-engine`.
 
-Each is vLLM's own class, made while such an engine's settings stand, and called as its model calls it: what
-answers is what would run here, by vLLM's choice of platform, CPU library and plugin.
+Each is vLLM's own class, made under the settings of such an engine and called as vLLM's model calls it.  So
+the result is that of the platform, CPU library and plugin that vLLM would choose on this machine.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, np.ndarray]:
-    """The outputs of one case, such as "rope llama3", by name."""
+    """The outputs by name of one case of the contract, such as "rope llama3"."""
     plugin.register()
     variant = parameters.get("engine_variant", "native")
     with set_current_vllm_config(_engine_config(variant)), torch.no_grad():
@@ -44,7 +43,7 @@ def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, n
 
 @functools.cache
 def _engine_config(engine_variant: str) -> VllmConfig:
-    """What stands while an exact engine of a BF16 model is built, as far as its operators ask."""
+    """The part of an exact engine's config (of a BF16 model) that its operators read."""
     config = VllmConfig(additional_config={"jetrl": {"exact": True, "engine_variant": engine_variant}})
     asked = {"dtype": torch.bfloat16, "enforce_eager": True, "head_dtype": torch.float32}
     config.model_config = SimpleNamespace(**asked, hf_config=SimpleNamespace(head_dtype="float32"))
@@ -84,7 +83,7 @@ def _rope(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tens
 
 
 def _attention(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
-    """All tokens but the last as a prefill, the last as a decode, through the paged cache."""
+    """Prefills all tokens except the last and decodes the last, through the paged cache."""
     backend = (
         AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.FLASH_ATTN
     ).get_class()
@@ -105,7 +104,7 @@ def _attention(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch
     places = torch.arange(tokens, device=q.device)
     if current_platform.is_cpu():
         implementation.do_kv_cache_update(None, k, v, cache, places)
-    else:  # a copy, by vLLM's kernel in a running engine
+    else:  # in a running engine, vLLM's kernel does this copy
         cache[places // BLOCK_SIZE, :, places % BLOCK_SIZE] = torch.cat((k, v), dim=-1)
         cache = cache.transpose(1, 2)
     attended = []
@@ -127,7 +126,7 @@ def _silu(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tens
 
 
 def _linear(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
-    """The method of a layer without quantisation; the layer itself would ask for vLLM's process groups."""
+    """Uses the method of an unquantised layer; the layer itself would need vLLM's process groups."""
     layer: Any = torch.nn.Module()
     method = UnquantizedLinearMethod()
     layer.weight = torch.nn.Parameter(arrays["weight"], requires_grad=False)
@@ -137,9 +136,7 @@ def _linear(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Te
 
 
 def _head(parameters: Mapping[str, Any], arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Log-probabilities as a prompt's tokens get them and as a sampled one gets them:
-    NaN where the two differ.
-    """
+    """Log-probabilities as computed for a prompt and for a sampled token; NaN where the two differ."""
     weight = arrays["weight"]
     head = SimpleNamespace(
         tp_size=1,

@@ -1,9 +1,9 @@
-"""What vLLM's model computes inside a forward: the output of every operator, by hooks on its torch modules.
+"""Records the output of every operator in a forward of vLLM's model, by hooks on its torch modules.
 
-Operators have the names of `jetrl_jax.diagnostics.operators`.  Where two modules make one operator's output
-(the norms of query and key heads), and where one makes a tuple, the parts stand side by side.  RoPE is one
-module for all layers, so a layer is told by how often its operator ran before.  Needs vLLM in this process
-and eager: compiled code calls no module.
+Operators have the names of `jetrl_jax.diagnostics.operators`.  If two modules make an operator's output (the
+norms of query and key heads), or a module returns a tuple, the parts are concatenated.  RoPE is one module
+for all layers, so its layer is found by counting its calls.  vLLM must run in this process and eagerly, since
+compiled code does not call modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.vllm.settings import EngineFailed
 from jetrl_jax.diagnostics.operators import FINAL
 
 Outputs = dict[tuple[int, str], np.ndarray]  # (layer, operator) -> float32 [T, width]
-# The last parts of a module's path in vLLM's Qwen2, Qwen3 and Llama, and the operator that it ends.
+# The end of a module's path in vLLM's Qwen2, Qwen3 and Llama -> the operator that the module completes.
 MODULES = {
     "input_layernorm": "input_norm",
     "self_attn.qkv_proj": "qkv",
@@ -39,9 +39,7 @@ MODULES = {
 
 @contextmanager
 def recorded(model: torch.nn.Module) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """While it is open, the list gets (operator, float32 [T, width])
-    of every module of `MODULES` that runs, in order.
-    """
+    """While open, appends (operator, float32 [T, width]) of each module of `MODULES` that runs, in order."""
     events: list[tuple[str, np.ndarray]] = []
 
     def hook(operator: str) -> Any:
@@ -60,10 +58,10 @@ def recorded(model: torch.nn.Module) -> Iterator[list[tuple[str, np.ndarray]]]:
 
 
 def by_layer(events: list[tuple[str, np.ndarray]], layers: int) -> Outputs:
-    """The events of one forward by layer and operator.
+    """The recorded events of one forward, by layer and operator.
 
     Raises:
-      EngineFailed: they are not those of one forward of `layers` layers.
+      EngineFailed: the events are not those of one forward of `layers` layers.
     """
     outputs: Outputs = {}
     runs: dict[str, int] = {}
@@ -80,10 +78,10 @@ def by_layer(events: list[tuple[str, np.ndarray]], layers: int) -> Outputs:
 
 
 def _flat(output: Any) -> np.ndarray:
-    """A module's output as float32 [T, width], copied: what follows may write into it.
+    """A module's output as float32 [T, width]; a copy, since later operators may write into it.
 
-    Of a linear layer's (output, bias) the bias is None; of a norm's (normed, residual) and RoPE's (q, k) both
-    are kept.
+    In a linear layer's (output, bias) the bias is None.  Of a norm's (normed, residual) and RoPE's (q, k),
+    both parts are kept.
     """
     parts = [part for part in (output if isinstance(output, tuple) else (output,)) if part is not None]
     return np.concatenate(

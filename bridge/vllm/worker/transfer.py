@@ -1,17 +1,16 @@
-"""vLLM weight transfer backend ``jetrl``: staged, verified against a manifest, then applied; never half
-applied.
+"""The weight transfer backend ``jetrl`` for vLLM; an update is verified whole before any of it is applied.
 
-    start_weight_update    forgets what an earlier, broken update staged
-    update_weights         stage and verify: every tensor of the manifest, its shape, dtype and hash
+    start_weight_update    forget the staged weights of an earlier, failed update
+    update_weights         stage and verify every tensor of the manifest: its shape, dtype and hash
     finish_weight_update   apply by vLLM's layerwise reload, into the storage that the model already has
 
-vLLM 0.24 does not tell a backend of the end: there `update_weights` applies what it has verified (started
-with `is_checkpoint_format=False`, lest vLLM takes the model apart before).  Until then the model is
-untouched, so whatever fails before leaves the old version whole.
+vLLM 0.24 does not notify a backend of the end, so there `update_weights` applies the verified weights itself
+(the update starts with `is_checkpoint_format=False`, so that vLLM does not take the model apart first).  The
+model is not touched before that, so an earlier failure leaves the old version whole.
 
-Weights come from a safetensors file (engine in another process) or from tensors that the trainer handed over
-in this process.  `jetrl_held_manifest` reads back what the model multiplies, fused layers taken apart, for
-the parity certificate.
+Weights come from a safetensors file (engine in another process) or from tensors that the trainer has passed
+in this process.  For the parity certificate, `jetrl_held_manifest` reads back the weights that the model
+multiplies, with fused layers taken apart.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BACKEND = "jetrl"
 SHOWN = 5
 APPLIES_ON_RECEIPT = not hasattr(WeightTransferEngine, "finish_weight_update")  # vLLM 0.24
 
-# all that is read of a model's config where vLLM does not give it to a backend (0.24)
+# stands in for the model's config, which vLLM 0.24 does not give to a backend; only its dtype is read
 BF16 = SimpleNamespace(dtype=torch.bfloat16)
 
 _handed_over: dict[str, tuple[Manifest, list[tuple[str, torch.Tensor]]]] = {}
@@ -48,15 +47,13 @@ _tickets = itertools.count()
 
 
 def register_backend() -> None:
-    """Makes the backend known to vLLM."""
+    """Registers the backend with vLLM."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, JetrlWeightTransfer)
 
 
 def hand_over(manifest: Manifest, tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Leaves tensors for the engine in this process; returns the `ticket` of the `update_info` that takes
-    them.
-    """
+    """Leaves tensors for the engine in this process; returns the `ticket` for its `update_info`."""
     ticket = str(next(_tickets))
     _handed_over[ticket] = (manifest, tensors)
     return ticket
@@ -64,21 +61,19 @@ def hand_over(manifest: Manifest, tensors: list[tuple[str, torch.Tensor]]) -> st
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing is agreed before the first update."""
+    """The initialisation of the backend, which needs no information."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where one policy version is: a file with its manifest beside it (``<path>.json``),
-    or a ticket of `hand_over`.
-    """
+    """Where a policy version is: a file with its manifest (``<path>.json``), or a ticket of `hand_over`."""
 
     path: str | None = None
     ticket: str | None = None
 
 
 class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The backend, in the worker."""
+    """The backend in vLLM's worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -99,7 +94,7 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Stages one version; `load_weights`, vLLM 0.24's own way to apply it, is not used.
 
         Raises:
-          ValueError: it is not what its manifest says; the model is as it was.
+          ValueError: the weights differ from their manifest; the model is unchanged.
         """
         if update_info.ticket is not None:
             manifest, tensors = _handed_over.pop(update_info.ticket)
@@ -116,7 +111,7 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "update_weights: the weights are not those of their manifest: "
                 f"{'; '.join(problems[:SHOWN])}{more}."
             )
-        # by layer, as vLLM's reload wants them
+        # ordered by layer, as vLLM's reload needs them
         order = {name: place for place, name in enumerate(manifest.entries)}
         self._staged = sorted(tensors, key=lambda pair: order[pair[0]])
         if APPLIES_ON_RECEIPT:
@@ -145,18 +140,16 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """What vLLM 0.24 and 0.25 demand of a backend;
-        here the trainer writes a file or hands tensors over.
-        """
+        """Required by vLLM 0.24 and 0.25, but unused: the trainer writes a file or passes tensors."""
         raise NotImplementedError("trainer_send_weights: weights of backend jetrl come by path or ticket.")
 
     def shutdown(self) -> None:
-        """Drops what is staged."""
+        """Drops staged weights."""
         self._staged = None
 
 
 class WorkerExtension:
-    """What vLLM's worker class gains: methods for `collective_rpc`."""
+    """Methods added to vLLM's worker class, for `collective_rpc`."""
 
     def jetrl_held_manifest(self, names: list[str], version: int) -> str:
         """The manifest, as JSON, of the checkpoint tensors `names` as the model holds them."""
@@ -164,12 +157,12 @@ class WorkerExtension:
             return manifest_of(held_tensors(self.get_model(), names), version).to_json()  # type: ignore[attr-defined]
 
     def jetrl_operations(self) -> dict[str, str]:
-        """What computes what in the model and its sampler, by class."""
+        """The classes that compute each operation of the model and its sampler."""
         return operations(self.get_model(), getattr(self.model_runner, "sampler", None))  # type: ignore[attr-defined]
 
 
 def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
-    """As `Manifest.of`, of torch tensors."""
+    """The manifest of torch tensors, as `Manifest.of`."""
     entries = {}
     for name, tensor in tensors:
         host = tensor.detach().cpu().contiguous()
@@ -180,9 +173,7 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Ma
 
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint tensors `names` as a vLLM model holds them after loading;
-    a name that it lacks is left out.
-    """
+    """The checkpoint tensors `names` as a vLLM model holds them; names that it lacks are left out."""
     modules = dict(model.named_modules())
     fused = {
         part: (whole, parts)
@@ -208,9 +199,7 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple
 
 
 def _held(layer: Any, attribute: str) -> torch.Tensor | None:
-    """A parameter of a layer; where vLLM packed the weight for its CPU kernel,
-    what the kernel makes of the identity.
-    """
+    """A parameter of a layer; a weight packed for vLLM's CPU kernel is read by multiplying the identity."""
     tensor = getattr(layer, attribute, None)
     if attribute == "weight" and tensor is not None and tensor.numel() == 0:
         identity = torch.eye(layer.input_size_per_partition, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""What a weight's value may be besides an array."""
+"""The value of an FP8 weight in training: an FP32 master together with its published codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels import ScaledArray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainableFp8Weight:
-    """A weight in training: the FP32 master that receives the gradient and the codes that are multiplied.
+    """An FP8 weight in training: the FP32 master receives the gradient, the codes are multiplied.
 
     master: float32 [N, K]; quantized: its published `ScaledArray` in 128x128 blocks.
     fp8_backward: whether DGrad and WGrad run in FP8 (else in BF16 on the dequantised operands).

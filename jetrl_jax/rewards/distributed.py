@@ -1,4 +1,4 @@
-"""Shares the scoring of a batch among processes: each scores its groups, the rewards are exchanged."""
+"""Scoring of a batch divided among processes: each scores its share of groups, then rewards are exchanged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def score(
     completion_ids: Sequence[Any],
     thought_opened: Sequence[bool],
 ) -> RewardResult:
-    """`rewards` of N completions, prompt-major in groups of `group`; every process gives the same and has the
-    whole result.
+    """The `rewards` of N completions, prompt-major in groups of `group`.
 
-    A group is scored whole by one process.
+    Every process passes the same arguments and gets the whole result.  One process scores a whole group.
 
     Raises:
       UserError, ValueError: as `RewardFunctions`.
