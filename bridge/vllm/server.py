@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from safetensors.numpy import save_file
 
 from bridge.hf.tensors import hf_tensors, to_host
 from bridge.vllm import server_process
-from bridge.vllm.client import CallFailed, Limit, ServerClient
+from bridge.vllm.client import Call, CallFailed, Client, Limit
 from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
     SLEEP_LEVEL,
@@ -51,6 +50,7 @@ from jetrl_jax.rollout.manifest import Manifest
 
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
+GENERATE = "/inference/v1/generate"
 AT_ONCE = 256  # requests to a server whose own limit is not known
 POLL_S = 0.2
 STOP_S = RESUME_S = 20.0
@@ -66,7 +66,8 @@ class ServerEngine(VllmEngine):
       command: what is started in place of vLLM's server (its flags are appended).
       log_directory: where an own server's output goes; None is a temporary place.
 
-    The first call raises UserError where httpx is not installed.
+    Raises:
+      UserError: httpx is not installed.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ServerEngine(VllmEngine):
         self.restarts_left = self.limits.restarts if isinstance(self.limits, VllmServerSection) else 0
         self.log_directory = log_directory
         self._vllm = ""
-        self._client: ServerClient | None = None
+        self._client = Client()
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = False
@@ -123,13 +124,10 @@ class ServerEngine(VllmEngine):
         self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
 
     def _held(self, names: list[str]) -> str:
-        body = {
-            "method": "jetrl_held_manifest",
-            "args": [names, self._version],
-            "timeout": self.limits.sync_timeout_s,
-        }
-        answer = self._with_restarts(lambda: self._post("/collective_rpc", body, self._sync_limit()))
-        return answer["results"][0]
+        method = "jetrl_held_manifest"
+        return self._with_restarts(
+            lambda: self._of_worker(method, names, self._version, limit=self._sync_limit())
+        )
 
     def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
         """Errors also for tokens of other weights."""
@@ -137,11 +135,8 @@ class ServerEngine(VllmEngine):
             (choice,) = answer["choices"]
             versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
             content = (choice.get("logprobs") or {}).get("content") or []
-            completion = (
-                choice["token_ids"],
-                [entry["logprob"] for entry in content],
-                choice.get("finish_reason"),
-            )
+            logprobs = [entry["logprob"] for entry in content]
+            completion = choice["token_ids"], logprobs, choice.get("finish_reason")
         if versions - {str(self._version)}:
             raise EngineFailed(
                 f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only."
@@ -158,9 +153,7 @@ class ServerEngine(VllmEngine):
     def _close(self) -> None:
         """Ends a server of ours, the connections, and removes what was written for it."""
         self._stop()
-        if self._client is not None:
-            self._client.close()
-        self._client = None
+        self._client.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         atexit.unregister(self.close)
 
@@ -180,25 +173,15 @@ class ServerEngine(VllmEngine):
                 self._after_failure(error)
 
     def _at_once(self, asked: Mapping[int, tuple[Sequence[int], dict[str, Any]]]) -> Answers:
-        """One call for each, so many at once as vLLM decodes;
-        calls under way when it ends early are not waited for.
-        """
+        """One call for each, so many at once as vLLM decodes."""
         limit = Limit.start("rollout.engine.request_timeout_s", self.limits.request_timeout_s)
-
-        def ask(ids: Sequence[int], fields: dict[str, Any]) -> Any:
+        calls = {}
+        for place, (ids, fields) in asked.items():
             body = {"token_ids": list(ids), "sampling_params": fields, "return_token_ids": True}
-            return self._post("/inference/v1/generate", body, limit)
-
-        self._connect()
-        pool = ThreadPoolExecutor(
-            max_workers=min(len(asked), self.settings.started.max_num_seqs if self.owned else AT_ONCE)
-        )
-        try:
-            places = {pool.submit(ask, *one): place for place, one in asked.items()}
-            for call in as_completed(places):
-                yield places[call], call.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            calls[place] = Call("POST", f"{self.url}{GENERATE}", body, limit)
+        most = self.settings.started.max_num_seqs if self.owned else AT_ONCE
+        with self._failing(GENERATE), contextlib.closing(self._client.at_once(calls, most)) as answers:
+            yield from answers
 
     def _push(self) -> None:
         """Brings the staged file into the server: verified before it is applied,
@@ -270,15 +253,21 @@ class ServerEngine(VllmEngine):
     def _post(self, route: str, body: dict[str, Any], limit: Limit) -> Any:
         return self._request("POST", route, limit, body)
 
-    def _connect(self) -> ServerClient:
-        if self._client is None:
-            self._client = ServerClient()
-        return self._client
+    def _of_worker(self, method: str, *arguments: Any, limit: Limit) -> Any:
+        """What a method of our worker (`worker.transfer`) returns."""
+        body = {"method": method, "args": arguments, "timeout": self.limits.sync_timeout_s}
+        return self._post("/collective_rpc", body, limit)["results"][0]
 
     def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
         """The JSON that a route answers; {} where it says nothing."""
+        with self._failing(route):
+            return self._client.call(Call(method, f"{self.url}{route}", body, limit))
+
+    @contextlib.contextmanager
+    def _failing(self, route: str) -> Iterator[None]:
+        """A call that failed is a failure of the engine, with the route's name and where to read on."""
         try:
-            return self._connect().call(method, f"{self.url}{route}", body, limit)
+            yield
         except CallFailed as error:
             raise EngineFailed(f"vLLM: {route.split('?')[0]}{error}{self._log_hint()}") from error
 
@@ -299,8 +288,7 @@ class ServerEngine(VllmEngine):
         limit = self._sync_limit()
         self._vllm = self._request("GET", "/version", limit).get("version", "?")
         check_version(self._vllm)
-        body = {"method": "jetrl_operations", "timeout": self.limits.sync_timeout_s}
-        self.operations = self._post("/collective_rpc", body, limit)["results"][0]
+        self.operations = self._of_worker("jetrl_operations", limit=limit)
         if self.owned:
             require_exact(self.operations, self.settings, bool(self.fp8_paths))
         self._ready = True
@@ -314,11 +302,8 @@ class ServerEngine(VllmEngine):
         on_cpu = jax.default_backend() == "cpu"
         flags = as_flags(self.settings.arguments(self._directory / "model", self.model, on_cpu))
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
-        variables = (
-            os.environ
-            | environment(on_cpu, self.settings.started.enforce_eager)
-            | {"VLLM_SERVER_DEV_MODE": "1"}
-        )
+        variables = os.environ | environment(on_cpu, self.settings.started.enforce_eager)
+        variables["VLLM_SERVER_DEV_MODE"] = "1"
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(

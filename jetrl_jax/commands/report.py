@@ -31,8 +31,9 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
         raise UserError(f"report: a run is named twice: got {', '.join(str(run) for run in runs)}")
     records = [read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
     target = user_path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / PAGE_FILE
+    page = render(records)
     try:
-        target.write_text(render(records), encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"report: the page cannot be written: got --out {target}: {error.strerror}"

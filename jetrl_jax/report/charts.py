@@ -13,14 +13,12 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import plotly.graph_objects as go
 
 from jetrl_jax.record.metrics import find_metric
-
-if TYPE_CHECKING:
-    from jetrl_jax.report.record import RunRecord
+from jetrl_jax.report.record import RunRecord
 
 # each legible on white and on black
 RUN_COLOURS = ("#2f7ed8", "#e0732d", "#2f9e63", "#b04fb5", "#c29a1b", "#d1495b", "#2aa0b3", "#8a8d93")
@@ -35,14 +33,6 @@ PHASES = {
 MAX_POINTS = 1500  # of a line
 SMOOTH_FROM_POINTS = 40
 LEFT_OUT = "What was left out"
-
-# Draws every chart of the page: what `_card` left beside its empty box.
-DRAW_CHARTS = """
-for (const box of document.querySelectorAll(".chart")) {
-  const figure = JSON.parse(box.nextElementSibling.textContent);
-  Plotly.newPlot(box, figure.data, figure.layout, {displayModeBar: false, responsive: true});
-}
-"""
 
 Points = list[tuple[float, float]]  # (step, value)
 
@@ -134,8 +124,22 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 )
 
 
-def chart_sections(records: Sequence[RunRecord]) -> list[str]:
-    """The sections of charts, as HTML; a metric that no run has, and a section without a chart,
+@dataclass(frozen=True)
+class Chart:
+    """A chart as the page shows it.
+
+    name: of its metric.  figure: plotly's JSON, which the page draws when its grid has its widths.
+    """
+
+    name: str
+    title: str
+    unit: str
+    description: str
+    figure: str
+
+
+def chart_sections(records: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
+    """The titles of sections with their charts; a metric that no run has, and a section without a chart,
     is left out.
     """
     sections = []
@@ -146,7 +150,7 @@ def chart_sections(records: Sequence[RunRecord]) -> list[str]:
         if title == "Time" and (phases := _phase_chart(records)):
             charts.insert(0, phases)
         if charts:
-            sections.append(f'<h2>{escape(title)}</h2>\n<div class="grid">{"".join(charts)}</div>')
+            sections.append((title, charts))
     return sections
 
 
@@ -171,11 +175,6 @@ def points_of(rows: Iterable[dict[str, float]], name: str) -> Points:
     ]
 
 
-def escape(text: str) -> str:
-    """``text`` as HTML shows it; also for names in charts, where plotly reads a few tags."""
-    return html.escape(str(text))
-
-
 def _declared_as(name: str, metric: str) -> bool:
     try:
         return find_metric(name).name == metric
@@ -183,11 +182,11 @@ def _declared_as(name: str, metric: str) -> bool:
         return False
 
 
-def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -> list[str]:
+def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -> list[Chart]:
     """The charts of a panel: one per metric that any run has;
     with ``skip_zero`` none for a metric that is always 0.
     """
-    charts: list[str] = []
+    charts: list[Chart] = []
     found = members(records, panel.metric)
     if panel.several and len(found) < 2:
         return charts
@@ -200,7 +199,7 @@ def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -
 
 def _line_chart(
     records: Sequence[RunRecord], series: Sequence[Points], panel: Panel, name: str, member: str
-) -> str:
+) -> Chart:
     metric = find_metric(name)
     log = panel.log and any(y > 0 for points in series for _, y in points)
     notes, traces = [], []
@@ -219,7 +218,7 @@ def _line_chart(
         **_layout(log=log, **extent, fraction=metric.unit == "fraction", from_zero=panel.from_zero)
     )
     description = metric.description + (f" — {'; '.join(notes)}" if notes else "")
-    return _card(panel.title.format(member), metric.unit, description, figure, name)
+    return Chart(name, panel.title.format(member), metric.unit, description, figure.to_json())
 
 
 def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatter]:
@@ -242,9 +241,10 @@ def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatt
 
 
 def _line(points: Points, name: str, line: dict[str, Any], **options: Any) -> go.Scatter:
+    """plotly reads a few tags in names, hence the escape."""
     points = _thin(points)
     return go.Scatter(
-        x=[x for x, _ in points], y=[y for _, y in points], name=escape(name), line=line, **options
+        x=[x for x, _ in points], y=[y for _, y in points], name=html.escape(name), line=line, **options
     )
 
 
@@ -271,11 +271,11 @@ def _moving_average(points: Points, window: int) -> Points:
     ]
 
 
-def _phase_chart(records: Sequence[RunRecord]) -> str:
+def _phase_chart(records: Sequence[RunRecord]) -> Chart | None:
     """Stacked bars: mean seconds of each phase, one bar a run; the first step (it compiles)
     is left out where there are more.
     """
-    names = [escape(record.name) for record in records]
+    names = [html.escape(record.name) for record in records]
     traces = []
     for phase, colour in PHASES.items():
         series = [[y for _, y in points_of(record.rows, f"time/{phase}_s")] for record in records]
@@ -292,7 +292,7 @@ def _phase_chart(records: Sequence[RunRecord]) -> str:
                 )
             )
     if not traces:
-        return ""
+        return None
     figure = go.Figure(traces)
     bars = {
         "barmode": "stack",
@@ -304,27 +304,8 @@ def _phase_chart(records: Sequence[RunRecord]) -> str:
         "margin": {"l": 56, "r": 12, "t": 40, "b": 40},
     }
     figure.update_layout(_layout() | bars)
-    return _card(
-        "Time per phase",
-        "s",
-        "mean over the steps; the first one, which compiles, is left out",
-        figure,
-        "phases",
-    )
-
-
-def _card(title: str, unit: str, description: str, figure: go.Figure, name: str) -> str:
-    """The chart under its title; the figure waits as JSON for `DRAW_CHARTS`, which runs when the page's grid
-    has its widths.
-
-    plotly writes ``<`` as an escape, so nothing in the JSON can end the script element.
-    """
-    heading = f"{escape(title)} <span>{escape(unit)}</span>" if unit != "1" else escape(title)
-    return (
-        f'<figure data-metric="{escape(name)}"><figcaption><h3>{heading}</h3><p '
-        f'class="soft">{escape(description)}</p></figcaption>'
-        f'<div class="chart"></div><script type="application/json">{figure.to_json()}</script></figure>\n'
-    )
+    description = "mean over the steps; the first one, which compiles, is left out"
+    return Chart("phases", "Time per phase", "s", description, figure.to_json())
 
 
 def _layout(

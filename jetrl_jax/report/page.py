@@ -1,8 +1,8 @@
 """The page of `jetrl_jax.commands.report`: a summary, what ran, charts, tables, samples; one string of HTML,
 in light and dark.
 
-One colour is one run through the whole page, named once at its top.  Nothing is fetched from outside: the
-chart library and the style are in the page.
+One colour is one run through the whole page, named once at its top.  Everything the page shows is made here
+and in `charts`; how it looks is in the template `page.html.j2`, which escapes what runs wrote.
 """
 
 from __future__ import annotations
@@ -11,69 +11,80 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import jinja2
 from plotly.offline import get_plotlyjs
 
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.run_directory import flatten
-from jetrl_jax.report.charts import (
-    DASHES,
-    DRAW_CHARTS,
-    RUN_COLOURS,
-    chart_sections,
-    escape,
-    members,
-    points_of,
-)
-from jetrl_jax.report.samples import DRAW_SAMPLES, sample_browsers
-
-if TYPE_CHECKING:
-    from jetrl_jax.report.record import RunRecord
+from jetrl_jax.report.charts import DASHES, RUN_COLOURS, chart_sections, members, points_of
+from jetrl_jax.report.record import RunRecord
 
 LAST_STEPS = 10  # the summary's mean reward is over so many steps
+MAX_STEPS = 60  # of a run whose samples the page holds, spread over all that have samples
+MAX_SAMPLES = 16  # of a step
+BORDERS = ("solid", "dashed", "dotted", "double")  # of the legend, as `DASHES` of the charts
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def render(records: Sequence[RunRecord]) -> str:
     """The page about ``records`` (at least one), as one HTML document without any reference to the
     outside.
     """
-    title = records[0].name if len(records) == 1 else f"{len(records)} runs"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">Written {time.strftime("%Y-%m-%d %H:%M")}. In a chart: drag to zoom, '
-        "double-click to return.</p>",
-        f'<p class="legend">{_legend(records)}</p>',
-        _summary(records),
-        _what_ran(records),
-        *chart_sections(records),
-        _precision(records),
-        _config(records),
-        sample_browsers(records),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta '
-        'name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} · training "
-        f"report</title>\n<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + f"\n<script>{DRAW_CHARTS}{DRAW_SAMPLES}</script>\n</body>\n</html>\n"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # and keys in the order of the file
+    return environment.get_template("page.html.j2").render(
+        title=records[0].name if len(records) == 1 else f"{len(records)} runs",
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        plotly=get_plotlyjs(),
+        several=len(records) > 1,
+        legend=[_legend(index, record.name) for index, record in enumerate(records)],
+        summary=_summary(records),
+        **_what_ran(records),
+        sections=chart_sections(records),
+        precision=_precision(records),
+        config=_config(records),
+        browsers=[(record.name, steps) for record in records if (steps := sample_steps(record.samples))],
     )
 
 
-def _legend(records: Sequence[RunRecord]) -> str:
-    def swatch(index: int) -> str:
-        style = ("solid", "dashed", "dotted", "double")[index // len(RUN_COLOURS) % len(DASHES)]
-        return f'<i style="border-top:3px {style} {RUN_COLOURS[index % len(RUN_COLOURS)]}"></i>'
-
-    return " ".join(
-        f'<span class="run">{swatch(index)}{escape(record.name)}</span>'
-        for index, record in enumerate(records)
-    )
+def _legend(index: int, name: str) -> dict[str, str]:
+    style = BORDERS[index // len(RUN_COLOURS) % len(DASHES)]
+    return {"name": name, "style": style, "colour": RUN_COLOURS[index % len(RUN_COLOURS)]}
 
 
-def _summary(records: Sequence[RunRecord]) -> str:
+def sample_steps(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The samples of each step, in order; of at most `MAX_STEPS` steps, evenly spread,
+    the first and the last among them.
+    """
+    by_step: dict[Any, list[dict[str, Any]]] = {}
+    for sample in samples:
+        if len(kept := by_step.setdefault(sample.get("step"), [])) < MAX_SAMPLES:
+            kept.append(sample)
+    steps = list(by_step.values())
+    if len(steps) <= MAX_STEPS:
+        return steps
+    return [steps[round(place * (len(steps) - 1) / (MAX_STEPS - 1))] for place in range(MAX_STEPS)]
+
+
+def _summary(records: Sequence[RunRecord]) -> Table:
     passes = sorted({int(member) for _, member in members(records, "eval/pass_at_*") if member.isdecimal()})
     headings = ["run", "precision", "steps", "accuracy", "greedy accuracy"]
     headings += [f"pass@{passes[-1]}"] if passes else []
@@ -93,7 +104,7 @@ def _summary(records: Sequence[RunRecord]) -> str:
         cells.append(_number(_median(_values(record, "time/step_s")), ".3g"))
         cells.append(_number(_median(_values(record, "rate/rollout_tokens_per_s")), ",.0f"))
         rows.append(cells)
-    return "<h2>Summary</h2>\n" + _table(headings, rows)
+    return Table(headings, rows)
 
 
 def _steps(record: RunRecord) -> str:
@@ -112,31 +123,21 @@ def _before_after(record: RunRecord, name: str) -> str:
     return f"{100 * values[0]:.1f} → {100 * values[-1]:.1f} % ({100 * (values[-1] - values[0]):+.1f})"
 
 
-def _precision(records: Sequence[RunRecord]) -> str:
+def _precision(records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """Each table of formats with the names of the runs that have it; None where no run has any."""
     tables: dict[str, list[str]] = {}
     for record in records:
         if record.precision.strip():
             tables.setdefault(record.precision.rstrip(), []).append(record.name)
-    if not tables:
-        return ""
-    parts = [
-        f'<p class="soft">{escape(", ".join(names))}</p><pre>{escape(text)}</pre>'
-        if len(records) > 1
-        else f"<pre>{escape(text)}</pre>"
-        for text, names in tables.items()
-    ]
-    short = sum(text.count("\n") for text in tables) < 40
-    return "<h2>Precision</h2>\n" + _details(
-        "Format of every matrix multiplication", "".join(parts), unfolded=short
-    )
+    return {"tables": tables, "short": sum(text.count("\n") for text in tables) < 40} if tables else None
 
 
-def _config(records: Sequence[RunRecord]) -> str:
+def _config(records: Sequence[RunRecord]) -> dict[str, Table] | None:
     """The fields in which the runs differ from one another,
-    then those in which they differ from the defaults.
+    and those in which they differ from the defaults.
     """
     if not any(record.config for record in records):
-        return ""
+        return None
     defaults = flatten(RunConfig().model_dump(mode="json"))
     fields = sorted({name for record in records for name in record.config})
     values = {name: [_value(record.config.get(name, "–")) for record in records] for name in fields}
@@ -151,18 +152,12 @@ def _config(records: Sequence[RunRecord]) -> str:
         for name in fields
         if {default := _value(defaults.get(name, "–"))} != set(values[name])
     ]
-    parts = ["<h2>Config</h2>"]
-    if len(records) > 1:
-        parts.append(_table(headings, between) if between else '<p class="soft">The configs are equal.</p>')
-    parts.append(
-        _details("Fields that differ from the defaults", _table(headings, changed)) if changed else ""
-    )
-    return "\n".join(parts)
+    return {"between": Table(headings, between), "changed": Table(headings, changed)}
 
 
-def _what_ran(records: Sequence[RunRecord]) -> str:
+def _what_ran(records: Sequence[RunRecord]) -> dict[str, Table | None]:
     """Presets, kernels, engine, versions and machine of each run's newest start:
-    first the rows in which the runs differ.
+    the rows in which the runs differ, and those that are the same in all.
     """
     columns = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for facts in columns for name in facts))
@@ -173,9 +168,10 @@ def _what_ran(records: Sequence[RunRecord]) -> str:
     ]
     differing = [row for row in rows if len(records) == 1 or len(set(row[1:])) > 1]
     same = [row[:2] for row in rows if row not in differing]
-    parts = [_table(["", *(record.name for record in records)], differing, kind="facts")] if differing else []
-    parts += [_details("The same in all runs", _table(["", "all runs"], same, kind="facts"))] if same else []
-    return "\n".join(["<h2>What ran</h2>", *parts]) if parts else ""
+    return {
+        "differing": Table(["", *(record.name for record in records)], differing) if differing else None,
+        "same": Table(["", "all runs"], same) if same else None,
+    }
 
 
 def _facts(record: RunRecord) -> dict[str, str]:
@@ -225,19 +221,6 @@ def _choices(value: Any) -> str:
     return "; ".join(f"{', '.join(served)} ({reason})" for reason, served in by_reason.items())
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        '<div class="scroll"><table '
-        f'class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def _details(summary: str, content: str, unfolded: bool = False) -> str:
-    return f"<details{' open' if unfolded else ''}><summary>{escape(summary)}</summary>{content}</details>"
-
-
 def _values(record: RunRecord, name: str) -> list[float]:
     return [value for _, value in points_of(record.rows, name)]
 
@@ -257,50 +240,6 @@ def _number(value: float, form: str) -> str:
 
 
 def _value(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else "null"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
-
-
-_STYLE = """
-:root { --ink: #1b1f24; --soft: #5b6470; --line: #d9dee4; --card: #ffffff; --page: #f4f6f8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #a3adb8; --line: #343c46; --card: #1b2027; --page: #12161b; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 24px; max-width: 1400px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { margin: 0; font-size: 24px; } h2 { margin: 36px 0 12px; font-size: 18px; } h3 { margin: 0; font-size: 15px; }
-h3 span { color: var(--soft); font-weight: 400; font-size: 13px; }
-.soft { margin: 0; color: var(--soft); font-size: 13px; }
-.legend { position: sticky; top: 0; z-index: 10; margin: 8px -24px 0; padding: 8px 24px; background: var(--page); }
-.chart { height: 240px; }
-.run { display: inline-flex; align-items: center; gap: 6px; margin-right: 14px; color: var(--ink); } .run i { width: 22px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); gap: 16px; }
-figure { margin: 0; padding: 14px 14px 6px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; min-width: 0; }
-figcaption { min-height: 66px; } figcaption .soft { line-height: 1.35; margin: 2px 0 6px; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 10px; text-align: left; vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--line); }
-tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
-.facts td { white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
-.facts td:first-child { white-space: nowrap; color: var(--soft); min-width: 0; }
-.bar { display: flex; align-items: center; gap: 8px; margin: 8px 0; } .bar .step { flex: 1; max-width: 420px; min-width: 60px; }
-.bar button { background: var(--card); color: var(--ink); border: 1px solid var(--line); border-radius: 6px; padding: 2px 8px; }
-.token { min-height: 20px; margin: 4px 0 8px; overflow-wrap: anywhere; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(320px, 100%), 1fr)); gap: 12px; }
-.card { padding: 10px 12px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; min-width: 0; }
-.card .head { display: flex; justify-content: space-between; margin: 0 0 6px; }
-.card pre { margin: 4px 0; padding: 6px 8px; max-height: 260px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-.card .prompt { background: none; color: var(--soft); } .card .soft { overflow-wrap: anywhere; }
-pre { overflow-x: auto; margin: 8px 0; padding: 12px; font-size: 12px; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-details { margin: 10px 0; } summary { cursor: pointer; margin-bottom: 8px; }
-.js-plotly-plot :is(.infolayer, .xaxislayer-above, .yaxislayer-above) text { fill: var(--soft) !important; }
-.js-plotly-plot .gridlayer path, .js-plotly-plot .zerolinelayer path { stroke: var(--line) !important; }
-.js-plotly-plot .hoverlayer text { fill: #1b1f24 !important; }
-"""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)

@@ -447,8 +447,6 @@ class HuggingFaceTokenizer:
                     f"file {str(self._path)!r}."
                 )
             raise missing_extra("HuggingFaceTokenizer: chat_template", "transformers", "hf")
-        if importlib.util.find_spec("jinja2") is None:
-            raise missing_extra("HuggingFaceTokenizer: chat_template", "jinja2", "hf")
         import jinja2
         from jinja2 import meta
 

@@ -242,7 +242,6 @@ def tokens(config: RunConfig) -> Any:
 def templated_tokens(config: RunConfig) -> Any:
     """As `tokens`, of a tokenizer that may have a chat template."""
     pytest.importorskip("transformers", reason="transformers is not installed: no chat template")
-    pytest.importorskip("jinja2", reason="jinja2 is not installed: no chat template")
     return tokens(config)
 
 

@@ -495,33 +495,31 @@ def test_a_servers_answers_come_as_they_arrive_and_only_the_rest_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first request's answer waits for the others' to be read;
-    then the server dies and is started anew.
+    then the server fails and is asked again.
     """
-    made = server()
-    engine, held = made.engine, threading.Event()
-    engine.load(made.published, 0)
-    stub = made.engine
+    held = threading.Event()
     asked: list[list[int]] = []
-    post = engine._post
+    with StubServer() as served:
+        engine = ServerEngine(CONFIG, [], engine_settings("vllm_external", url=served.url))
+        engine.load(policy("bf16").published, 0)
+        answer = served.engine.answer
 
-    def slow(route: str, body: dict[str, Any], limit: Any) -> Any:
-        if "generate" in route:
-            asked.append(body["token_ids"])
-            if body["token_ids"] == REQUESTS[0].prompt_ids and asked.count(body["token_ids"]) == 1:
-                held.wait(10)
-                raise EngineFailed("it died")
-        return post(route, body, limit)
+        def slow(url: str, body: dict[str, Any]) -> Any:
+            if "generate" in url:
+                asked.append(body["token_ids"])
+                if body["token_ids"] == REQUESTS[0].prompt_ids and asked.count(body["token_ids"]) == 1:
+                    held.wait(10)
+                    raise RuntimeError("it died")
+            return answer(url, body)
 
-    monkeypatch.setattr(engine, "_post", slow)
-    # as a server of ours that may be started anew
-    monkeypatch.setattr(stub, "_after_failure", lambda error: None)
-    engine.submit(REQUESTS, SAMPLING)
-    results = engine.results()
-    first = [next(results).request_id for _ in REQUESTS[1:]]
-    assert sorted(first) == sorted(request.id for request in REQUESTS[1:])
-    held.set()
-    assert [t.request_id for t in results] == [REQUESTS[0].id]
-    assert len(asked) == len(REQUESTS) + 1 and asked[-1] == REQUESTS[0].prompt_ids
-    engine.close()
-    for end in made.ends:
-        end()
+        monkeypatch.setattr(served.engine, "answer", slow)
+        # as a server of ours that may be started anew
+        monkeypatch.setattr(engine, "_after_failure", lambda error: None)
+        engine.submit(REQUESTS, SAMPLING)
+        results = engine.results()
+        first = [next(results).request_id for _ in REQUESTS[1:]]
+        assert sorted(first) == sorted(request.id for request in REQUESTS[1:])
+        held.set()
+        assert [t.request_id for t in results] == [REQUESTS[0].id]
+        assert len(asked) == len(REQUESTS) + 1 and asked[-1] == REQUESTS[0].prompt_ids
+        engine.close()

@@ -5,6 +5,7 @@ and requests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.vllm.client import Call, Client, Limit
 from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import EngineFailed, require_exact
 from jetrl_jax.config.load import load_config
@@ -320,7 +322,36 @@ def test_no_connection_outlives_its_call():
         engine.close()
 
 
+def test_the_calls_of_one_batch_go_to_several_servers_a_few_at_a_time(monkeypatch):
+    """Four calls to the first of two servers end after eight to the second one, which end after the four began."""
+    first_is_busy, second_is_done, under_way, most = threading.Event(), threading.Event(), set(), []
+    with StubServer() as first, StubServer() as second:
+
+        def answer(server: int, url: str, body: dict) -> dict:
+            under_way.add(body["place"])
+            most.append(len(under_way))
+            if under_way >= {0, 1, 2, 3}:
+                first_is_busy.set()
+            assert (first_is_busy if server else second_is_done).wait(10)
+            time.sleep(0.05 * server)  # others that come too early are here by then
+            under_way.remove(body["place"])
+            return {"server": server}
+
+        for number, stub in enumerate((first, second)):
+            monkeypatch.setattr(stub.engine, "answer", functools.partial(answer, number))
+        client, limit = Client(), Limit.start("of this test", 20.0)
+        urls = [first.url] * 4 + [second.url] * 8
+        calls = {place: Call("POST", url, {"place": place}, limit) for place, url in enumerate(urls)}
+        answers = client.at_once(calls, 5)
+        early = [next(answers) for _ in range(8)]
+        assert sorted(place for place, _ in early) == list(range(4, 12))
+        second_is_done.set()
+        assert dict([*early, *answers]) == {place: {"server": int(place > 3)} for place in calls}
+        assert max(most) == 5
+        client.close()
+
+
 def test_a_missing_client_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="spoken to by httpx, which is not installed"):
-        engine_with(url="http://127.0.0.1:9").held([])
+        engine_with(url="http://127.0.0.1:9")

@@ -112,7 +112,8 @@ def test_every_dependency_is_on_the_machine_or_packed() -> None:
         re.match(r"[A-Za-z0-9._-]+", one).group().lower()
         for one in tomllib.loads(PYPROJECT)["project"]["dependencies"]
     }
-    assert needed - set(there) - {pin.partition("==")[0] for pin in packed} == {"plotly"}  # for reports only
+    # what only reports need
+    assert needed - set(there) - {pin.partition("==")[0] for pin in packed} == {"plotly", "jinja2"}
     assert not set(gpu_pack.LACKING) & set(there)  # so that the dry run has them from the packed folder only
     with pytest.raises(ValueError, match="no version: got none for nonesuch"):
         gpu_pack.pins(["nonesuch"], "a==1\n")

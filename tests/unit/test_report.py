@@ -25,7 +25,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.record.metrics import MetricsWriter, find_metric
 from jetrl_jax.record.run_directory import RunDirectory
 from jetrl_jax.report.charts import MAX_POINTS, SECTIONS
-from jetrl_jax.report.samples import MAX_STEPS
+from jetrl_jax.report.page import MAX_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(

@@ -27,7 +27,6 @@ TOKENIZER = "jetrl_jax/text/tokenizer.py"
 OPTIONAL = {
     "torch",
     "transformers",
-    "jinja2",
     "vllm",
     "wandb",
     "datasets",
