@@ -17,8 +17,11 @@ on a measurement, so that a program chooses the same on every start.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -34,6 +37,22 @@ KERNEL_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
 """First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do
 not).
 """
+_elsewhere = contextvars.ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def hopper_elsewhere() -> Iterator[None]:
+    """Meanwhile programs are traced for a Hopper GPU that is not here: to compile them ahead of time."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def on_gpu() -> bool:
+    """Whether programs that are traced now are for a GPU.  Starts the backend, unless `hopper_elsewhere`."""
+    return _elsewhere.get() or jax.default_backend() in ("gpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +133,8 @@ def packages_problem(*packages: str) -> str | None:
 
 
 def _hopper_problem() -> str | None:
+    if _elsewhere.get():
+        return None
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda"):
         return f"the platform is {platform!r}, expected 'gpu'"

@@ -4,7 +4,8 @@ allocated.
 Prints what each phase of a step needs of a device's memory, the largest microbatch and the longest completion
 that fit, and the work and traffic of a step.  `--check` compiles the run's programs ahead of time on as many
 fake CPU devices, or with `--check-target` for a GPU that is not there, and prints XLA's own memory analysis
-beside the plan.
+beside the plan.  `--count` compiles them for one H100 that is not there, counts launches, bytes and FLOPs,
+and prints the times that these would take, beside those of the preset bf16: predictions, not times of runs.
 
 Exit status: 0 it fits, 2 bad input, 3 it does not fit.
 """
@@ -58,6 +59,9 @@ def main(argv: list[str]) -> int:
     if arguments.layers is not None:
         sizes = dataclasses.replace(sizes, num_layers=arguments.layers)
     console = Console(width=WIDTH, highlight=False)
+    if arguments.count:
+        _print_count(console, config, sizes, devices)
+        return 0
     if arguments.check or arguments.check_target:
         _print_check(console, config, sizes, devices, arguments.check_target)
         return 0
@@ -132,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
         type=user_path,
         metavar="FILE",
         help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin",
+    )
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="compile the programs for an H100 that is not there, count their launches and predict their "
+        "times, beside those of the preset bf16 (minutes; one device; needs jax's CUDA plugin)",
     )
     parser.add_argument(
         "--layers",
@@ -259,3 +269,75 @@ def _print_check(
             f"{plan.total / xla.total - 1:+.1%}",
         )
     console.print(table)
+
+
+def _print_count(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices) -> None:
+    from jetrl_jax.planning.count import PAPER, StepCount, combined
+
+    if devices.name != "H100":
+        raise UserError(
+            f"--count: not counted for: got --devices {devices.count}x{devices.name}, expected 1xH100."
+        )
+    rival = override_config(config, ["precision={preset: bf16}"])
+    counts: dict[str, StepCount] = {one.precision.preset: StepCount(one, sizes) for one in (config, rival)}
+    first = counts[config.precision.preset]
+    gradients = {preset: count.program("gradient") for preset, count in counts.items()}
+    tokens = config.microbatch_tokens // config.row_tokens * config.row_tokens
+    again = ", forward once more" if config.batch.remat == "layer" else ""
+    parts = {
+        f"a layer, forward and backward{again}, of {tokens} tokens in rows of {config.row_tokens}": {
+            preset: one.layer for preset, one in gradients.items()
+        },
+        "the gradient's program without its layers": {preset: one.rest for preset, one in gradients.items()},
+        f"a training step of these: {sizes.num_layers} layers, the rest, the gradient added to a sum": {
+            preset: combined(one.whole, counts[preset].program("add").whole)
+            for preset, one in gradients.items()
+        },
+    }
+    if first.slots:
+        decodes = {preset: count.program("decode") for preset, count in counts.items()}
+        where = f"{first.slots} sequences that see {first.context_tokens:.0f} tokens each"
+        parts[f"a layer in decode, {where}"] = {preset: one.layer for preset, one in decodes.items()}
+        parts[f"decoding a token in all {sizes.num_layers} layers"] = {
+            preset: one.whole for preset, one in decodes.items()
+        }
+    console.print("Predictions by counting compiled programs, at the rates of jetrl_jax/planning/rates.py.")
+    for title, found in parts.items():
+        _print_kinds(console, title, found)
+    table = Table(
+        "phase of a step", *(f"{preset} s" for preset in counts), "ratio", "in the paper", title="predictions"
+    )
+    phases = {preset: count.phases() for preset, count in counts.items()}
+    for name in first.phases():
+        seconds = [found[name] for found in phases.values()]
+        table.add_row(
+            name, *(f"{one:.2f}" for one in seconds), f"{seconds[-1] / seconds[0]:.2f}", f"{PAPER[name]}"
+        )
+    console.print(table)
+
+
+def _print_kinds(console: Console, title: str, counts: dict[str, Any]) -> None:
+    """Launches, bytes and predicted milliseconds of each kind, side by side."""
+    from jetrl_jax.planning.count import Amount, total
+
+    table = Table(title=title)
+    table.add_column("")
+    for preset in counts:
+        for what in ("launches", "GB", "TFLOP", "ms"):
+            table.add_column(f"{preset}\n{what}", justify="right")
+
+    def row(name: str, amounts: list[Amount]) -> None:
+        cells = [(one.launches, one.bytes / 1e9, one.flops / 1e12, one.seconds * 1e3) for one in amounts]
+        table.add_row(
+            name, *(text for a, b, c, d in cells for text in (f"{a:.0f}", f"{b:.2f}", f"{c:.2f}", f"{d:.3f}"))
+        )
+
+    for kind in sorted({kind for count in counts.values() for kind in count}):
+        amounts = [count.get(kind, Amount()) for count in counts.values()]
+        if any(round(one.launches) or one.seconds > 0 for one in amounts):
+            row(kind, amounts)
+    table.add_section()
+    totals = [total(count) for count in counts.values()]
+    row("all", totals)
+    console.print(table)
+    console.print(f"{' against '.join(reversed(counts))}: {totals[-1].seconds / totals[0].seconds:.2f}")

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.devices.layout import Layout
+from jetrl_jax.devices.layout import Layout, placed
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
@@ -69,9 +70,10 @@ class AbstractRun:
         self.plan = build_plan([path for path, _ in named_params(params)], config.precision)
         sharded = config.sharding.devices > 1
         self.layout = Layout(config.sharding, self.plan, self.model, devices) if sharded else None
+        self._device = None if sharded or devices is None else SingleDeviceSharding(devices[0])
         self.programs = build_programs(config, self.model, self.plan, self.layout)
-        self.state = self.programs.abstract(params)
-        self.frozen = self.programs.abstract_frozen(self.state)
+        self.state = self._placed(self.programs.abstract(params))
+        self.frozen = self._placed(self.programs.abstract_frozen(self.state))
         self.algorithm = resolve_algorithm(
             config.algorithm, config.rollout.max_completion_tokens, config.correction
         )
@@ -103,19 +105,21 @@ class AbstractRun:
         return TrainBatch(ids, ids, ids, mask, number, number, ids, number, **optional)
 
     def trace(self, program: str) -> Any:
-        """A traced program (`jax.stages.Traced`): gradient, logprobs, check, step, prefill or decode."""
+        """A traced program (`jax.stages.Traced`): gradient, add, logprobs, check, step, prefill or decode."""
         if program == "gradient":
             count: Any = jax.ShapeDtypeStruct((), jnp.float32)
             return self.programs.trace_gradient(
                 self.state, self.batch(), Denominators(count, count, count), self.algorithm
             )
+        if program == "add":
+            return self.programs.trace_add(self.state.params)
         if program == "logprobs":
             return self.programs.trace_logprobs(self.frozen, self.batch())
         if program in ("check", "step"):
             return self.programs.trace_update(self.state)[program == "step"]
         engine = self.engine
         assert engine is not None and program in ("prefill", "decode")
-        weights = list(engine.programs.published_spec.values())
+        weights = self._placed(list(engine.programs.published_spec.values()))
         if program == "prefill":
             rows = engine.shapes.prefill_rows
             tokens = jax.ShapeDtypeStruct((rows, engine.shapes.prompt_buckets[-1]), jnp.int32)
@@ -145,6 +149,10 @@ class AbstractRun:
         assert self.engine is not None
         shapes = self.engine.shapes
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
+
+    def _placed(self, tree: Any) -> Any:
+        """On the one device that was given, if one was: programs of these arrays are compiled for it."""
+        return tree if self._device is None else placed(self._device, tree)
 
     def _engine(self) -> JaxEngine:
         layout = (

@@ -1,9 +1,8 @@
 """Predicted work and traffic of one step on one device, and the seconds they would take at given rates.
 
 The prediction assumes that every sequence fills its row, that every completion has the greatest length, and
-that nothing overlaps.  The rates of FP8 and BF16 products are those of kernels measured one by one on an H100
-(8,192 and 16,384 tokens, Qwen3-8B's shapes); the XLA forms without such kernels reach 84 TFLOP/s.  FP32
-products and cuDNN's attention are taken at the data sheet's peaks.
+that nothing overlaps.  The rates are those of `rates`; XLA's forms of FP8 products, without Pallas kernels,
+reach 84 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -15,18 +14,8 @@ from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import collectives
+from jetrl_jax.planning.rates import RATES
 from jetrl_jax.precision.parameters import named_params
-
-MEASURED, SHEET = "kernel measured on an H100", "data sheet"
-RATES = {
-    "fprop": (1164e12, MEASURED),  # (1, 128) x (128, 128) in FP8
-    "wgrad": (900e12, MEASURED),  # (128, 1) x (128, 1)
-    "bf16": (688e12, MEASURED),
-    "fp32": (67e12, SHEET),
-    "flash": (989e12, SHEET),  # dense BF16, an upper bound: no attention kernel was measured
-    "memory": (3.0e12, MEASURED),  # bytes a second of a copy
-    "nvlink": (450e9, SHEET),  # bytes a second in one direction
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ def work(run: AbstractRun) -> list[Row]:
     # half of the square; the backward has five products, as it computes the scores again
     if run.model.numerics.choices.attention.name == PLANNED:
         attention = _row(
-            "attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "flash"
+            "attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "attention"
         )
     else:
         attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")

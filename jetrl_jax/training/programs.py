@@ -162,6 +162,10 @@ class PolicyPrograms:
             state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm
         )
 
+    def trace_add(self, grads: nnx.State) -> Any:
+        """`add` of two gradients traced; they may be abstract."""
+        return self._add.trace(grads, grads)
+
     def trace_logprobs(self, weights: nnx.State, batch: TrainBatch) -> Any:
         """`logprobs` traced; the arguments may be abstract."""
         return self._logprobs.trace(weights, batch.token_ids, batch.positions, batch.segment_ids)

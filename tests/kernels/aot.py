@@ -1,6 +1,6 @@
 """Compiling kernels for an H100 that is not there, and reading what ptxas said about them.
 
-The CUDA plugin of JAX compiles for a described GPU without a driver: `h100.txtpb` beside this file is the
+The CUDA plugin of JAX compiles for a described GPU without a driver: `jetrl_jax/planning/h100.txtpb` is the
 description. Mosaic GPU writes the assembler's report of each kernel into the directory that
 `MOSAIC_GPU_DUMP_TO` names.
 """
@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
-DESCRIPTION = Path(__file__).with_name("h100.txtpb")
+DESCRIPTION = Path(__file__).parents[2] / "jetrl_jax/planning/h100.txtpb"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,8 @@ PACKAGES = ("jetrl_jax", "pallas_kernels", "bridge")
 # These put the parts together, so they alone of jetrl_jax may import the bridge.
 KNOWS_BRIDGE = ("jetrl_jax/runs/", "jetrl_jax/commands/")
 INSIDE_VLLM = ("bridge/vllm/worker/", "bridge/vllm/in_process.py")  # these alone may import torch and vLLM
+# the one file that asks JAX's CUDA plugin for a handler, inside a function
+COUNT = "jetrl_jax/planning/count.py"
 # the one file of jetrl_jax that may load transformers, inside functions
 TOKENIZER = "jetrl_jax/text/tokenizer.py"
 OPTIONAL = {
@@ -115,6 +117,7 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
     if package == "jetrl_jax":
         lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton", "httpx"}
         lazy |= {"transformers"} if path == TOKENIZER else set()
+        lazy |= {"jax_cuda13_plugin"} if path == COUNT else set()
         return base | {"jetrl_jax", "pallas_kernels"} | (
             {"bridge"} if path.startswith(KNOWS_BRIDGE) else set()
         ), lazy

@@ -1,0 +1,231 @@
+"""The text of a compiled program, read: which kernels it launches, and the bytes that each of them moves.
+
+XLA prints an optimised program as computations, each a list of instructions.  An instruction of the entry
+computation, or of a loop's body, is a launch: a fusion, a copy, a product, or the custom call of a kernel.
+What only names memory (parameters, tuples, bitcasts) is none.  A launch reads its operands and writes its
+results once, but of an operand that a fusion only slices or gathers it reads those parts, and of one that it
+updates in place (`dynamic-update-slice`, `scatter`) it writes the update alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"}
+FREE |= {"partition-id", "replica-id", "add-dependency", "domain"}
+NAMES = {
+    "bitcast",
+    "reshape",
+    "get-tuple-element",
+    "copy",
+}  # inside a fusion: the same values, elsewhere or not
+PARTS = {"slice", "dynamic-slice", "gather"}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
+
+_HEAD = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations)=\{?%([\w.\-]+)")
+_TURNS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array's dtype, as XLA names it, and its axes."""
+
+    dtype: str
+    axes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.axes)
+
+    @property
+    def bytes(self) -> int:
+        """In memory; a token has none."""
+        bits = re.search(r"\d+", self.dtype)
+        width = {"pred": 8, "token": 0}.get(self.dtype) if bits is None else int(bits.group())
+        assert width is not None, self.dtype
+        return self.size * width // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line: its results, operation, operands by name, and the rest of the line."""
+
+    name: str
+    results: tuple[Shape, ...]
+    operation: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    @property
+    def called(self) -> str | None:
+        """The computation that it runs."""
+        found = _CALLED.search(self.rest)
+        return found[1] if found else None
+
+    @property
+    def target(self) -> str | None:
+        """The kernel that a custom call names."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else None
+
+    @property
+    def source(self) -> str:
+        """The path of functions in the traced program."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def bytes(self) -> int:
+        """Of the results."""
+        return sum(shape.bytes for shape in self.results)
+
+    def axes(self, name: str) -> tuple[int, ...]:
+        """A list of axes among the attributes, such as `lhs_contracting_dims`."""
+        found = re.search(rf"{name}=\{{([\d,]*)\}}", self.rest)
+        return tuple(map(int, found[1].split(","))) if found and found[1] else ()
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's launch: the instruction, how often it runs, the bytes that one run moves.
+
+    operands: shapes of what it is given.
+    dots: (dtype of the operands, FLOPs) of each product that XLA forms in it.
+    """
+
+    instruction: Instruction
+    times: int
+    bytes: int
+    operands: tuple[Shape, ...]
+    dots: tuple[tuple[str, float], ...]
+
+
+class Program:
+    """An optimised program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()`.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        entry = ""
+        inside: Computation = {}
+        for line in text.splitlines():
+            if head := _HEAD.match(line):
+                inside = self.computations.setdefault(head[1], {})
+                entry = head[1] if line.startswith("ENTRY ") else entry
+            elif found := _LINE.match(line):
+                inside[found[2]] = _instruction(found[2], found[3], root=found[1] is not None)
+        if not entry:
+            raise ValueError("Program: no entry computation: expected the text of a compiled program.")
+        self.entry = self.computations[entry]
+
+    def launches(self) -> Iterator[Launch]:
+        """Of the whole program; a loop whose number of turns XLA does not know counts as one turn."""
+        yield from self._launches(self.entry, 1)
+
+    def _launches(self, computation: Computation, times: int) -> Iterator[Launch]:
+        for instruction in computation.values():
+            operation, called = instruction.operation, instruction.called
+            if operation in FREE or operation.endswith(("-done", "-update")):
+                continue
+            if operation in ("while", "call", "conditional", "async-start"):
+                assert called is not None, instruction
+                turns = _TURNS.search(instruction.rest)
+                yield from self._launches(
+                    self.computations[called], times * int(turns[1]) if turns else times
+                )
+                continue
+            inner = self.computations[called] if called and operation.startswith("fusion") else None
+            given = [computation[name] for name in instruction.operands]
+            operands = tuple(shape for one in given for shape in one.results)
+            moved = sum(shape.bytes for shape in operands) + _written(instruction, computation)
+            if inner is not None:
+                moved = _moved(inner, operands)
+            yield Launch(
+                instruction, times, moved, operands, tuple(_dots(inner or {}, instruction, computation))
+            )
+
+
+def _instruction(name: str, text: str, *, root: bool) -> Instruction:
+    """From what follows the equals sign."""
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    opening = text.index("(", end)
+    closing = _closing(text, opening)
+    results = tuple(Shape(dtype, _numbers(axes)) for dtype, axes in _SHAPE.findall(text[:end]))
+    operation = text[end:opening].strip()
+    operands = tuple(_NAME.findall(text[opening:closing]))
+    inside = text[opening:closing] if operation == "parameter" else ""
+    return Instruction(name, results, operation, operands, inside + text[closing + 1 :], root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    raise ValueError(f"Program: a parenthesis does not close: got {text!r}.")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _moved(fusion: Computation, operands: tuple[Shape, ...]) -> int:
+    """Bytes that a fusion reads and writes."""
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for instruction in fusion.values():
+        for name in set(instruction.operands):
+            users[name].append(instruction)
+
+    def read(name: str) -> int:
+        """Of a value at most, by those who use it."""
+        total = 0
+        for user in users[name]:
+            first = user.operands[0] == name
+            if user.operation in NAMES:
+                total += read(user.name)
+            elif user.operation in PARTS and first:
+                total += user.bytes
+            elif not (user.operation in UPDATES and first):
+                total += fusion[name].bytes
+        return min(total, fusion[name].bytes)
+
+    given = [one for one in fusion.values() if one.operation == "parameter"]
+    (root,) = (one for one in fusion.values() if one.root)
+    results = [fusion[name] for name in root.operands] if root.operation == "tuple" else [root]
+    return sum(read(one.name) for one in given) + sum(_written(one, fusion) for one in results)
+
+
+def _written(instruction: Instruction, computation: Computation) -> int:
+    """Bytes that a value is written with."""
+    while instruction.operation in NAMES and computation[instruction.operands[0]].operation in UPDATES:
+        instruction = computation[instruction.operands[0]]
+    place = UPDATES.get(instruction.operation)
+    return instruction.bytes if place is None else computation[instruction.operands[place]].bytes
+
+
+def _dots(fusion: Computation, alone: Instruction, computation: Computation) -> Iterator[tuple[str, float]]:
+    """(dtype of the operands, FLOPs) of the products in a fusion, or of an instruction that is one."""
+    found = [(one, fusion) for one in fusion.values()] or [(alone, computation)]
+    for one, scope in found:
+        if one.operation == "dot":
+            left = scope[one.operands[0]].results[0]
+            depth = math.prod(left.axes[axis] for axis in one.axes("lhs_contracting_dims"))
+            yield left.dtype, 2.0 * one.results[0].size * depth
