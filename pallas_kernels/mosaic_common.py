@@ -47,15 +47,16 @@ def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Cal
 def tile(rows: int, columns: int, dtype: Any, leading: tuple[int, ...] = ()) -> Any:
     """A shared memory buffer [*leading, rows, columns] in the layout that TMA and wgmma share.
 
-    `columns` of `dtype` must fill 32, 64 or 128 bytes; `rows` must be a multiple of 8.
+    `columns` of `dtype` must fill 32 or 64 bytes or a multiple of 128; `rows` must be a multiple of 8.
     """
-    width = columns * jnp.dtype(dtype).itemsize
-    if width not in (32, 64, SWIZZLE_BYTES) or rows % 8:
+    size = jnp.dtype(dtype).itemsize
+    width = min(columns * size, SWIZZLE_BYTES)
+    if width not in (32, 64, SWIZZLE_BYTES) or columns * size % width or rows % 8:
         raise ValueError(
-            f"tile: wrong size: got rows={rows}, {width} bytes a row, expected a multiple of 8 and 32, "
-            "64 or 128."
+            f"tile: wrong size: got rows={rows}, {columns * size} bytes a row, expected a multiple of 8 "
+            "and 32, 64 or a multiple of 128."
         )
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width))
+    transforms = (plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
     return plgpu.SMEM((*leading, rows, columns), dtype, transforms=transforms)
 
 

@@ -1,0 +1,67 @@
+"""Attention compiled for an H100 that is not there: nothing spilled, no wgmma that waits for another, one order of sums."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels import aot
+
+pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+
+SIZES = {
+    "qwen3_8b": (128, 32, 8, "bfloat16"),
+    "qwen2_500m": (64, 14, 2, "bfloat16"),
+    "fp16": (128, 8, 8, "float16"),
+}
+"""(head_dim, query heads, key/value heads, dtype)"""
+
+
+@functools.cache
+def reports(name: str) -> tuple[aot.KernelReport, aot.KernelReport]:
+    """Of whole sequences and of a cache."""
+    from pallas_kernels.attention import mosaic
+
+    width, heads, kv_heads, dtype = SIZES[name]
+    q, kv, cache = (1, 4096, heads, width), (1, 4096, kv_heads, width), (64, kv_heads, 2048, width)
+    whole = [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, kv, kv)] + [
+        jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    ]
+    token = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 1, heads, width), cache, cache)]
+    token.append(jax.ShapeDtypeStruct((64, 1), jnp.int32))
+    (training,) = aot.compile_for_h100(lambda *arrays: mosaic.causal_attention(*arrays)[0], *whole)
+    (decode,) = aot.compile_for_h100(lambda *arrays: mosaic.cached_attention(*arrays), *token)
+    return training, decode
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_kernels_compile_cleanly(name: str) -> None:
+    for report in reports(name):
+        assert report.clean, report.text
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_training_and_decode_are_one_sequence_of_operations(name: str) -> None:
+    """Of FP32 arithmetic, in the order of the text, and of tensor-core products; training also takes two logarithms."""
+    operation = r"\b(?:(?:mul|add|sub|fma|max|div|ex2|lg2|neg)(?:\.\w+)*\.f32|cvt(?:\.\w+)*\.f32|wgmma\.mma_async\S*)(?=\s)"
+    training, decode = (re.findall(operation, report.ptx) for report in reports(name))
+    logarithm = next(index for index, one in enumerate(training) if one.startswith("lg2"))
+    assert [one.partition(".")[0] for one in training[logarithm : logarithm + 4]] == [
+        "lg2",
+        "lg2",
+        "add",
+        "add",
+    ]
+    assert training[:logarithm] + training[logarithm + 4 :] == decode
+    width, group = (
+        SIZES[name][0],
+        2 * 64,
+    )  # sums of a thread: 64 scores, and half a row's width of outputs, twice
+    fused = [one for one in decode if one.startswith("fma")]
+    assert (
+        len(fused) == group + width + 4
+    )  # weights, outputs and the two rows' totals: in the loop and in the last block

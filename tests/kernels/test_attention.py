@@ -1,0 +1,221 @@
+"""Batch-invariant attention: one body for every implementation, against float64 and, bit for bit, against itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import cached_attention, causal_attention, segment_blocks
+from pallas_kernels.implementations import interpreter_problem
+from tests.kernels.runnable import runnable
+from tests.oracles import attention_oracle, tolerances
+
+EVERY = runnable("xla", "mosaic_interpret", "mosaic_gpu")
+LENGTHS = ((130, 40), (1, 128, 140))  # of the segments of two rows
+TOKENS = 408
+RUBBISH = 100.0
+ROUNDOFF = {"bfloat16": tolerances.U_BF16, "float16": tolerances.U_FP16}
+
+
+@pytest.fixture(autouse=True)
+def _operations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, XLA would join operations of a kernel in one program and leave them apart in another."""
+    if interpreter_problem() is None:
+        from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
+
+        run = JaxprInterpreter._interpret_arithmetic_primitive
+        monkeypatch.setattr(
+            JaxprInterpreter,
+            "_interpret_arithmetic_primitive",
+            lambda self, eqn, values: jax.lax.optimization_barrier(run(self, eqn, values)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Packed rows: q, k, v, the segments' (row, first token, length), and the ids [B, T]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segments: tuple[tuple[int, int, int], ...]
+    ids: np.ndarray
+
+    def tokens(self) -> list[tuple[int, int, int]]:
+        """(row, first token of the segment, position) of every token."""
+        return [(row, start, place) for row, start, size in self.segments for place in range(size)]
+
+
+@functools.cache
+def packed(width: int = 64, heads: int = 2, kv_heads: int = 1, dtype: str = "bfloat16") -> Packed:
+    """Segments that begin at multiples of 128, with rubbish for padding."""
+    rng = np.random.default_rng(width + heads)
+    segments, ids = [], np.zeros((len(LENGTHS), TOKENS), np.int32)
+    for row, sizes in enumerate(LENGTHS):
+        start = 0
+        for number, size in enumerate(sizes):
+            segments.append((row, start, size))
+            ids[row, start : start + size] = number + 1
+            start += -(-size // 128) * 128
+    q, k, v = (rng.normal(size=(*ids.shape, h, width)) * 1.5 for h in (heads, kv_heads, kv_heads))
+    for x in (q, k, v):
+        x[ids == 0] = RUBBISH
+    return Packed(*(jnp.asarray(x, dtype) for x in (q, k, v)), tuple(segments), ids)
+
+
+def whole(given: Packed, implementation: str) -> np.ndarray:
+    """Attention of the packed rows as float64."""
+    first = segment_blocks(jnp.asarray(given.ids))
+    out = causal_attention(given.q, given.k, given.v, first, implementation=implementation)
+    return np.asarray(out, np.float64)
+
+
+@functools.cache
+def trained(implementation: str) -> np.ndarray:
+    """Of `packed()`."""
+    return whole(packed(), implementation)
+
+
+def decoded(
+    given: Packed, tokens: list[tuple[int, int, int]], length: int, implementation: str
+) -> np.ndarray:
+    """Attention [tokens, N, H] of tokens of `Packed.tokens`, each against a cache with rubbish behind it."""
+    q, k, v = (np.asarray(x, np.float64) for x in (given.q, given.k, given.v))
+    keys, values = (np.full((len(tokens), k.shape[2], length, k.shape[3]), RUBBISH) for _ in range(2))
+    for index, (row, start, place) in enumerate(tokens):
+        for cache, x in ((keys, k), (values, v)):
+            cache[index, :, : place + 1] = np.moveaxis(x[row, start : start + place + 1], 0, 1)
+    queries = np.stack([q[row, start + place] for row, start, place in tokens])[:, None]
+    positions = jnp.asarray([place for _, _, place in tokens], jnp.int32)[:, None]
+    arrays = (jnp.asarray(x, given.q.dtype) for x in (queries, keys, values))
+    return np.asarray(cached_attention(*arrays, positions, implementation=implementation), np.float64)[:, 0]
+
+
+def assert_same_bits(tokens: list[tuple[int, int, int]], length: int, implementation: str) -> None:
+    """In a cache of this length as in `trained`."""
+    places = tuple(np.array([(row, start + place) for row, start, place in tokens]).T)
+    wrong = decoded(packed(), tokens, length, implementation) != trained(implementation)[places]
+    assert not wrong.any(), [token for token, one in zip(tokens, wrong, strict=True) if one.any()]
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "dtype"), [(64, 2, 1, "bfloat16"), (128, 3, 3, "float16")]
+)
+def test_packed_rows_match_float64(
+    width: int, heads: int, kv_heads: int, dtype: str, implementation: str
+) -> None:
+    given = packed(width, heads, kv_heads, dtype)
+    same, place = given.ids[:, :, None] == given.ids[:, None, :], np.arange(TOKENS)
+    visible = same & (place <= place[:, None]) & (given.ids[:, :, None] > 0)
+    visible |= np.eye(TOKENS, dtype=bool)  # of padding
+    arrays = [np.asarray(x, np.float64) for x in (given.q, given.k, given.v)]
+    exact = attention_oracle.attention(*arrays, visible, np.zeros_like(arrays[0]))
+    used = given.ids > 0
+    seen = np.abs(np.where(used[..., None, None], arrays[0], 0)).max()  # padding's scores are no token's
+    spread = float(width**0.5 * seen * np.abs(arrays[1][used]).max())
+    relative = tolerances.attention(140, width, min(exact.spread, spread), ROUNDOFF[dtype])
+    bound = tolerances.output_rounding(exact.values[0], relative * exact.magnitudes[0], ROUNDOFF[dtype])
+    out = whole(given, implementation)
+    assert np.isfinite(out).all()  # at padding, too
+    assert (np.abs(out - exact.values[0]) <= bound)[used].all()
+    typical = np.linalg.norm((out - exact.values[0])[used]) / np.linalg.norm(exact.values[0][used])
+    assert typical <= ROUNDOFF[dtype], typical
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_decode_has_the_bits_of_training(implementation: str) -> None:
+    """Ragged segments, rubbish behind the cache, a query head of its own place in the tile."""
+    edges = [token for token in packed().tokens() if token[2] in (0, 63, 64, 127, 128, 129)]
+    assert_same_bits(edges, 144, implementation)
+
+
+@pytest.mark.newest
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", EVERY)
+def test_decode_has_the_bits_of_training_at_every_position(implementation: str) -> None:
+    assert_same_bits(packed().tokens(), 256, implementation)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_a_row_depends_on_its_own_keys_only(implementation: str) -> None:
+    """Other tokens behind it and beside it, another batch, another length of the row and of the cache: the same bits."""
+    given, out = packed(), trained(implementation)
+    arrays = given.q, given.k, given.v
+    alone = causal_attention(*(x[1:, 128:256] for x in arrays), implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(alone, np.float64)[0], out[1, 128:256])
+    later = [jnp.where(np.arange(130)[None, :, None, None] >= 100, -x[:1, :130], x[:1, :130]) for x in arrays]
+    changed = np.asarray(causal_attention(*later, implementation=implementation), np.float64)[0]
+    np.testing.assert_array_equal(changed[:100], out[0, :100])
+    assert (changed[100:] != out[0, 100:130]).any()
+    token = (0, 0, 129)
+    longer = decoded(given, [(1, 0, 0), token], 264, implementation)
+    np.testing.assert_array_equal(decoded(given, [token], 136, implementation)[0], longer[1])
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_several_new_tokens_of_a_row_are_those_tokens_one_by_one(implementation: str) -> None:
+    given = packed()
+    keys, values = (jnp.moveaxis(x[:1, :136], 1, 2) for x in (given.k, given.v))
+    positions = jnp.asarray([[126, 127, 128]], jnp.int32)
+    out = cached_attention(given.q[:1, 126:129], keys, values, positions, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(out, np.float64)[0], trained(implementation)[0, 126:129])
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_a_segment_that_begins_within_a_block_is_nan_and_the_others_are_not(implementation: str) -> None:
+    given = packed()
+    ids = given.ids.copy()
+    ids[0, 200:210] = 7  # behind the second segment, within its block
+    out = whole(dataclasses.replace(given, ids=ids), implementation)
+    wrong = np.zeros(out.shape[:2], bool)
+    wrong[0, 128:256] = True
+    assert np.isnan(out[wrong]).all()
+    np.testing.assert_array_equal(out[~wrong], trained(implementation)[~wrong])
+
+
+def test_segment_blocks_of_aligned_and_other_segments() -> None:
+    def blocks(*runs: tuple[int, int]) -> list[int]:
+        ids = np.concatenate([np.full(count, segment, np.int32) for segment, count in runs])
+        return np.asarray(segment_blocks(jnp.asarray(ids)[None]))[0].tolist()
+
+    assert blocks((1, 300), (0, 84), (2, 128), (3, 1), (0, 200)) == [0, 0, 0, 3, 4, 5]
+    assert blocks((0, 256), (4, 100)) == [0, 1, 2]
+    wrong = 3
+    assert blocks((1, 100), (2, 200)) == [wrong, wrong, wrong]
+    assert blocks((0, 5), (1, 251), (2, 128)) == [wrong, wrong, 2]
+    assert blocks((1, 100), (0, 28), (1, 128), (0, 1)) == [0, wrong, 2]  # a gap
+    assert blocks((1, 10), (0, 1), (1, 200), (0, 100)) == [wrong, 0, 2]
+
+
+def test_wrong_operands_are_refused_with_everything_that_is_wrong() -> None:
+    q, k = jnp.zeros((2, 8, 4, 64), jnp.bfloat16), jnp.zeros((2, 8, 2, 64), jnp.bfloat16)
+    message = (
+        "causal_attention: shapes do not fit: got v.shape=(2, 9, 2, 64), expected [2, 8, 2, 64]; wrong dtypes: "
+        "got {'q': 'bfloat16', 'k': 'bfloat16', 'v': 'float32'}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_attention(q, k, jnp.zeros((2, 9, 2, 64), jnp.float32))
+    with pytest.raises(ValueError, match=r"heads do not fit: got N=4, expected a multiple of K=3"):
+        causal_attention(q, k[:, :, [0, 0, 1]], k[:, :, [0, 0, 1]])
+    with pytest.raises(
+        ValueError, match=r"wrong blocks: got first_blocks int32\[2, 2\], expected int32 \[2, 1\]"
+    ):
+        causal_attention(q, k, k, jnp.zeros((2, 2), jnp.int32))
+    with pytest.raises(
+        ValueError,
+        match=r"unknown name: .*; wrong positions: got positions int32\[2, 1\], expected int32 \[2, 8\]",
+    ):
+        cached_attention(
+            q, *[jnp.moveaxis(k, 1, 2)] * 2, jnp.zeros((2, 1), jnp.int32), implementation="triton"
+        )
+    with pytest.raises(
+        NotImplementedError, match=r"causal_attention: cannot run: .*head_dim is 32, expected one of"
+    ):
+        causal_attention(q[..., :32], k[..., :32], k[..., :32], implementation="mosaic_gpu")
