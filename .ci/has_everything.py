@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis", "jax-cuda13-plugin")
+FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis", "beartype", "jax-cuda13-plugin")
 
 
 def missing() -> list[str]:

@@ -31,6 +31,7 @@ GPU_MACHINE += ["transformers", "pytest", "pytest-xdist", "hypothesis"]
 CUDA = [".[cuda]", "setuptools", "-c", ".ci/constraints-py312.txt"]
 # Packed for such a machine (tests/benchmarks/gpu_pack.py), so not to be had from anywhere else.
 PACKED = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "tensorboardx"}
+PACKED |= {"jaxtyping", "wadler-lindig", "beartype"}
 # They do not load beside a CPU build of torch; what vLLM does on a CPU depends on whether there is a Triton.
 LEFT_OUT = {"jetrl-jax", "torchvision", "torchaudio", "torchcodec"} | (
     {"triton"} if sys.version_info < (3, 12) else set()

@@ -28,8 +28,8 @@ What stays in BF16 or FP16 has a product, too, whose bits do not depend on the r
 `dense_matmul`.
 
 Everything rounds in one defined way (`formats`), so that a trainer, a rollout engine and an exported
-checkpoint can hold the same bits. This package imports jax and numpy only and knows nothing of models or of
-reinforcement learning.
+checkpoint can hold the same bits. This package imports jax, jaxtyping and numpy only and knows nothing of
+models or of reinforcement learning.
 """
 
 from pallas_kernels.dense import dense_matmul

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Float64, Shaped
 
 E4M3 = jnp.float8_e4m3fn
 """Storage type of the codes."""
@@ -60,13 +61,13 @@ _MIN_NORMAL_BITS = int(np.float32(E4M3_MIN_SUBNORMAL * 8).view(np.uint32))
 _SUBNORMAL_SHIFT = E4M3_MIN_SUBNORMAL * 2.0**23
 
 
-def to_float64(x: jax.Array) -> jax.Array:
+def to_float64(x: Shaped[Array, "*S"]) -> Float64[Array, "*S"]:
     """`x` as float64, whatever the global x64 flag. Inside jit only as an intermediate."""
     with jax.enable_x64(True):
         return lax.convert_element_type(x, jnp.float64)
 
 
-def round_to_float32(x: jax.Array) -> jax.Array:
+def round_to_float32(x: Float64[Array, "*S"]) -> Float32[Array, "*S"]:
     """Rounds float64 to FP32, to nearest even, so that XLA cannot drop the rounding.
 
     A plain convert may be deleted where the result is widened again (`xla_allow_excess_precision`, on by
@@ -80,7 +81,7 @@ def round_to_float32(x: jax.Array) -> jax.Array:
         return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float64), jnp.float32)
 
 
-def round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:
+def round_output(accumulator: Float32[Array, "*S"], out_dtype: Any) -> Float[Array, "*S"]:
     """FP32 to `out_dtype`. `reduce_precision` forbids XLA to drop a rounding to BF16 that is widened again.
 
     A precaution: jax 0.10.2 and 0.12.0 on CPU keep this one without it, but drop others of the same form.
@@ -90,14 +91,14 @@ def round_output(accumulator: jax.Array, out_dtype: Any) -> jax.Array:
     return accumulator.astype(out_dtype)
 
 
-def add_finished(accumulator: jax.Array, product: jax.Array) -> jax.Array:
-    """accumulator + product, both float32: one addition to the product as it was rounded,
+def add_finished(accumulator: Float32[Array, "*S"], product: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
+    """accumulator + product: one addition to the product as it was rounded,
     which XLA cannot make a multiply-add.
     """
     return accumulator + round_to_float32(to_float64(product))
 
 
-def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
+def divide(a: jax.Array | float, b: jax.Array | float) -> Float32[Array, ...]:
     """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a
     reciprocal.
 
@@ -105,7 +106,7 @@ def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
       a: dividend, any float type exact in FP32.
       b: divisor, the same.
     Returns:
-      float32 quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero.
+      The quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero.
       Division by zero, infinities and NaN follow IEEE. Not meant to be differentiated.
     """
     a = jnp.asarray(a, jnp.float32)
@@ -114,14 +115,14 @@ def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
         return round_to_float32(to_float64(a) / to_float64(b))
 
 
-def compute_scale(amax: jax.Array, scale_format: str = "float32") -> jax.Array:
+def compute_scale(amax: Float[Array, "*S"], scale_format: str = "float32") -> Float32[Array, "*S"]:
     """FP32 scale of blocks with the largest magnitude `amax`.
 
     Args:
-      amax: float array of any shape, non-negative, non-finite where the block holds a non-finite value.
+      amax: non-negative, non-finite where the block holds a non-finite value.
       scale_format: "float32" or "power_of_two" (rounded up before any value is divided by it).
     Returns:
-      float32 array like `amax`, positive where `amax` is finite, non-finite where it is not.
+      Positive where `amax` is finite, non-finite where it is not.
     Raises:
       ValueError: unknown `scale_format`.
     """
@@ -135,14 +136,14 @@ def compute_scale(amax: jax.Array, scale_format: str = "float32") -> jax.Array:
     )
 
 
-def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
+def encode(x: Float[Array, "*S"], scale: Float32[Array, "*#S"]) -> Float8e4m3fn[Array, "*S"]:
     """Codes of `x` under `scale`: cast(clip(x / scale, -448, 448)), round to nearest even.
 
     Args:
-      x: float array (float32, bfloat16 or float16).
-      scale: float32, broadcasts to the shape of `x`; positive, from `compute_scale`.
+      x: float32, bfloat16 or float16.
+      scale: positive, from `compute_scale`.
     Returns:
-      float8_e4m3fn array shaped like `x`. `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity /
+      `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity /
       infinity, stays NaN. A quotient outside -448 .. 448 is clipped, and the code does not show it:
       encode(inf, 1.0) is 448. `compute_scale` of the values' own amax excludes that: no finite value is then
       clipped by more than a rounding, and an infinite one has an infinite scale, which `nonfinite_blocks`
@@ -154,7 +155,7 @@ def encode(x: jax.Array, scale: jax.Array) -> jax.Array:
     return round_to_e4m3(jnp.clip(quotient, -E4M3_MAX, E4M3_MAX))
 
 
-def round_to_e4m3(x: jax.Array) -> jax.Array:
+def round_to_e4m3(x: Float32[Array, "*S"]) -> Float8e4m3fn[Array, "*S"]:
     """FP32 to float8_e4m3fn, round to nearest even, for |x| <= 448; any other value, NaN among them, becomes
     NaN.
 

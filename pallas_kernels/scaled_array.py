@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
 from pallas_kernels.formats import BLOCK, E4M3
 
@@ -52,7 +53,9 @@ class ScaledArray:
     block_shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def create(cls, qvalue: jax.Array, scale: jax.Array, block_shape: tuple[int, int]) -> ScaledArray:
+    def create(
+        cls, qvalue: Float8e4m3fn[Array, "R C"], scale: Float32[Array, "I J"], block_shape: tuple[int, int]
+    ) -> ScaledArray:
         """A checked ScaledArray. Raises ValueError as `check` does."""
         return cls(qvalue, scale, (int(block_shape[0]), int(block_shape[1]))).check()
 
@@ -60,6 +63,11 @@ class ScaledArray:
     def shape(self) -> tuple[int, ...]:
         """Logical shape (R, C)."""
         return tuple(self.qvalue.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the codes. With `shape` it lets signatures name axes: `Float8e4m3fn[ScaledArray, "R C"]`."""
+        return self.qvalue.dtype
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +97,8 @@ class ScaledArray:
             raise ValueError("ScaledArray: " + "; ".join(problems) + ".")
         return self
 
-    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """Values [R, C] in `dtype`: the product code * scale rounded to FP32, then to `dtype`."""
+    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "R C"]:
+        """Values in `dtype`: the product code * scale rounded to FP32, then to `dtype`."""
         return _dequantize(self.qvalue, self.scale, self.block_shape, jnp.dtype(dtype))
 
     def transpose(self) -> ScaledArray:
@@ -106,8 +114,10 @@ def _dequantize(qvalue: jax.Array, scale: jax.Array, block_shape: tuple[int, int
     return (qvalue.astype(jnp.float32) * expand_scale(scale, qvalue.shape, block_shape)).astype(dtype)
 
 
-def expand_scale(scale: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, int]) -> jax.Array:
-    """Scales [ceil(R / r), ceil(C / c)] repeated to one per value, `shape` [R, C]."""
+def expand_scale(
+    scale: Float32[Array, "I J"], shape: tuple[int, ...], block_shape: tuple[int, int]
+) -> Float32[Array, "R C"]:
+    """Scales [ceil(R / r), ceil(C / c)] repeated to one per value, `shape` (R, C)."""
     for axis, edge in enumerate(block_shape):
         if edge > 1:
             scale = jnp.repeat(scale, edge, axis=axis)

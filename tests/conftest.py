@@ -1,5 +1,5 @@
-"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, a reason for every
-skip, and a limit of time.
+"""What holds for every test: the CPU unless told otherwise, no network, strict JAX types, the axes in
+signatures, a reason for every skip, and a limit of time.
 
 Compiled programs are kept over sessions in `.cache/jax-tests`, by the versions and the processor that they
 were made for. A test's cost is the processor time of its process and of those that it started and waited for:
@@ -81,6 +81,8 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 
 import jax  # noqa: E402 (after the environment is set)
 import pytest  # noqa: E402
+
+import tests.shapes  # noqa: E402, F401 (before the packages)
 
 # A silent promotion of bfloat16 or of a rank is how precision and shapes go wrong unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

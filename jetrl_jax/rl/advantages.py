@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float64, Shaped
 from numpy.typing import ArrayLike, NDArray
 
 STD_EPSILON = 1e-6
 AdvantageFunction = Callable[[Any, Any], NDArray[np.float64]]
 
 
-def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
     """(r − mean) / (std + 1e-6) within each group, std with n − 1.
 
     Args:
@@ -30,8 +31,7 @@ def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
         mask: bool [P, G], true for samples that count; None counts all.
 
     Returns:
-        float64 [P, G].  Adding a constant to a group's rewards changes nothing; scaling them only through the
-        epsilon.
+        Adding a constant to a group's rewards changes nothing; scaling them only through the epsilon.
 
     Raises:
         ValueError: not two-dimensional, fewer than two samples in a group, shapes that differ, a non-finite
@@ -44,7 +44,7 @@ def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
     return _only_informative(centred / (std + STD_EPSILON), values, counted)
 
 
-def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
     """r − mean within each group: no division by std, so that easy and hard groups keep their weight.
 
     Arguments, result and errors as in `grpo`.
@@ -53,7 +53,7 @@ def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.flo
     return _only_informative(_centred(values, counted), values, counted)
 
 
-def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
     """r_i − mean of the other counted rewards of its group: n/(n − 1) times `dr_grpo`.
 
     Arguments, result and errors as in `grpo`.
@@ -64,7 +64,7 @@ def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float6
     return _only_informative(np.where(counted, values - baseline, 0.0), values, counted)
 
 
-def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float64]:
+def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
     """(r − mean) / (std + 1e-6) over all counted samples of the batch, std with n − 1: groups play no part.
 
     A batch whose counted rewards are all equal has advantage 0, and a sample alone in its group keeps its
@@ -77,7 +77,7 @@ def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[n
     return grpo(values.reshape(1, -1), counted.reshape(1, -1)).reshape(values.shape)
 
 
-def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> NDArray[Any]:
+def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> Shaped[np.ndarray, "P G"]:
     """Values [N] of groups one after the other as [P, G], shorter groups filled up.
 
     Raises:
@@ -96,7 +96,7 @@ def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> NDArray[Any
 
 def of_groups(
     advantage: AdvantageFunction, rewards: ArrayLike, counted: ArrayLike, sizes: Sequence[int]
-) -> NDArray[np.float64]:
+) -> Float64[np.ndarray, " N"]:
     """One of the functions above on groups of any sizes.
 
     Args:
@@ -104,15 +104,12 @@ def of_groups(
         rewards: [N], groups one after the other.
         counted: bool [N].
         sizes: completions of each group, at least two in the largest.
-
-    Returns:
-        float64 [N].
     """
     given = in_rows(np.ones(np.shape(rewards), bool), sizes, False)
     return advantage(in_rows(rewards, sizes, 0.0), in_rows(np.asarray(counted, bool), sizes, False))[given]
 
 
-def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.bool_]:
+def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> Bool[np.ndarray, " P"]:
     """Which groups dynamic sampling keeps: at least two counted samples whose rewards are not all equal.
 
     DAPO judges the task's reward, before the overlong penalty is added.
@@ -120,9 +117,6 @@ def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDA
     Args:
         rewards: [P, G], finite wherever ``mask`` is true.
         mask: bool [P, G]; None counts all.
-
-    Returns:
-        bool [P].
     """
     values, counted = _checked("informative_groups", rewards, mask)
     return _informative(values, counted)
@@ -130,7 +124,7 @@ def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> NDA
 
 def overlong_penalty(
     completion_tokens: ArrayLike, max_tokens: int, buffer_tokens: int
-) -> NDArray[np.float64]:
+) -> Float64[np.ndarray, ...]:
     """Soft penalty of DAPO for long completions, added to the reward: min(−(len − (L − buf)) / buf, 0), at
     least −1.
 
@@ -141,7 +135,7 @@ def overlong_penalty(
           switches it off.
 
     Returns:
-        float64 of the same shape, in [−1, 0].
+        Of the same shape, in [−1, 0].
 
     Raises:
         ValueError: a buffer that is negative or longer than ``max_tokens``.
@@ -186,7 +180,7 @@ def _checked(
     return np.where(counted, values, 0.0), counted
 
 
-def as_mask(function: str, name: str, mask: ArrayLike) -> NDArray[np.bool_]:
+def as_mask(function: str, name: str, mask: ArrayLike) -> Bool[np.ndarray, ...]:
     """A mask as bool.  Raises ValueError for values that are neither true nor false, such as NaN,
     which numpy takes for true.
     """

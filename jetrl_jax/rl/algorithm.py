@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Array, Float, Float64, Int64
 
 from jetrl_jax.config.learning import (
     Aggregation,
@@ -97,9 +97,9 @@ class ResolvedAlgorithm:
         return self.kl_coef > 0
 
     def shape_rewards(
-        self, rewards: NDArray[np.float64], completion_tokens: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Rewards with the overlong penalty added, same shape; a masked (NaN) reward stays NaN."""
+        self, rewards: Float64[np.ndarray, "*S"], completion_tokens: Int64[np.ndarray, "*S"]
+    ) -> Float64[np.ndarray, "*S"]:
+        """Rewards with the overlong penalty added; a masked (NaN) reward stays NaN."""
         return rewards + advantages.overlong_penalty(
             completion_tokens, self.max_completion_tokens, self.overlong_buffer_tokens
         )
@@ -158,26 +158,26 @@ def resolve_algorithm(
 
 
 def policy_objective(
-    logprobs: jax.Array,
+    logprobs: Float[Array, "R T"],
     batch: TrainBatch,
     denominators: Denominators,
     algorithm: ResolvedAlgorithm,
     *,
-    entropy: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    entropy: Float[Array, "R T"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The share of one microbatch in the loss: aggregate(correction · policy_loss + kl_coef · kl_penalty).
 
     Args:
-        logprobs: [R, T] of the batch's tokens under the policy now, aligned with targets.
+        logprobs: of the batch's tokens under the policy now, aligned with targets.
         batch: its ``old_logprobs`` of None means on-policy.
         denominators: counts of the whole batch of this optimiser step (`batching.count_denominators`).
         algorithm: resolved; static under ``jit``.
-        entropy: [R, T], aligned with targets, for the statistics only.
+        entropy: aligned with targets, for the statistics only.
 
     Returns:
-        A scalar, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the reference,
-        where there is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of microbatches
-        add up.
+        The share, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the
+        reference, where there is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of
+        microbatches add up.
 
     Raises:
         ValueError: a KL term without ``batch.ref_logprobs``.

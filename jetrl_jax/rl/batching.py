@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool
 from numpy.typing import ArrayLike, NDArray
 
 from jetrl_jax.rl.advantages import as_mask
@@ -84,7 +85,7 @@ class TrainBatch:
 
 def sample_masks(
     rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
     """Which samples count in their group, and which are trained.
 
     Args:
@@ -93,7 +94,7 @@ def sample_masks(
         mask_truncated: whether completions that end by "length" are left out of the loss.
 
     Returns:
-        (counted, trained), bool [N] each: a NaN reward is in neither; a truncated completion counts in its
+        (counted, trained): a NaN reward is in neither; a truncated completion counts in its
         group's mean and std either way.
     """
     counted = ~np.isnan(np.asarray(rewards, np.float64))

@@ -29,6 +29,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jetrl_jax.config.learning import Aggregation
 from jetrl_jax.rl import LOG_RATIO_LIMIT
@@ -64,35 +65,34 @@ class Sequences:
     """Which sequence each token of packed rows belongs to.
 
     Attributes:
-        segment_ids: int32 [R, T], 0 to T, unique within a row.
-        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence.
+        segment_ids: 0 to T, unique within a row.
+        inverse_length: 1 / number of trained tokens of the token's sequence.
     """
 
-    segment_ids: jax.Array
-    inverse_length: jax.Array
+    segment_ids: Int32[Array, "R T"]
+    inverse_length: Float[Array, "R T"]
 
 
 def policy_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array | None,
-    advantages: jax.Array,
-    loss_mask: jax.Array,
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"] | None,
+    advantages: Float[Array, "R T"],
+    loss_mask: Shaped[Array, "R T"],
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
     sequences: Sequences | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float[Array, "R T"], dict[str, Float[Array, ""]]]:
     """Clipped importance-ratio loss of each token.
 
     At a ratio exactly on a bound the token counts as not clipped and keeps its gradient.
 
     Args:
-        logprobs: [R, T] of the policy now; the only argument that receives a gradient.
-        old_logprobs: [R, T] of the policy that the ratio compares with; None takes ``logprobs`` itself
+        logprobs: of the policy now; the only argument that receives a gradient.
+        old_logprobs: of the policy that the ratio compares with; None takes ``logprobs`` itself
             without gradient (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
-        advantages: [R, T].
-        loss_mask: bool or 0/1 [R, T].
+        loss_mask: bool or 0/1.
         clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
         clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
@@ -100,7 +100,7 @@ def policy_loss(
             log ratio), with the gradient of s·π/sg(π) (the paper's GSPO-token); None: each token has its own.
 
     Returns:
-        The loss [R, T], 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the
+        The loss, 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the
         masked tokens:
 
         tokens                  count of trained tokens
@@ -141,14 +141,14 @@ def policy_loss(
 
 
 def cispo_loss(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array | None,
-    advantages: jax.Array,
-    loss_mask: jax.Array,
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"] | None,
+    advantages: Float[Array, "R T"],
+    loss_mask: Shaped[Array, "R T"],
     *,
     clip_low: float,
     clip_high: float,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float[Array, "R T"], dict[str, Float[Array, ""]]]:
     """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs; every token keeps a
     gradient.
 
@@ -197,8 +197,10 @@ def _statistics(
     return stats
 
 
-def sequence_mean(values: jax.Array, loss_mask: jax.Array, sequences: Sequences) -> jax.Array:
-    """Each token's value replaced by the mean over the trained tokens of its sequence; [R, T],
+def sequence_mean(
+    values: Float[Array, "R T"], loss_mask: Shaped[Array, "R T"], sequences: Sequences
+) -> Float[Array, "R T"]:
+    """Each token's value replaced by the mean over the trained tokens of its sequence,
     0 in a sequence without any.
     """
     rows, tokens = values.shape
@@ -209,8 +211,12 @@ def sequence_mean(values: jax.Array, loss_mask: jax.Array, sequences: Sequences)
 
 
 def kl_penalty(
-    logprobs: jax.Array, ref_logprobs: jax.Array, loss_mask: jax.Array, *, estimator: KLEstimator
-) -> jax.Array:
+    logprobs: Float[Array, "*S"],
+    ref_logprobs: Float[Array, "*S"],
+    loss_mask: Shaped[Array, "*S"],
+    *,
+    estimator: KLEstimator,
+) -> Float[Array, "*S"]:
     """Estimate of KL(policy ‖ reference) at each token, from tokens that the policy sampled.
 
     The value and the gradient are two things.  All three have the KL as their mean (k2 approximately, k3 with
@@ -225,13 +231,13 @@ def kl_penalty(
     In k3, d is clamped to ±20 before exp and the value to ±10; beyond either the gradient is zero.
 
     Args:
-        logprobs: [R, T], receives the gradient.
-        ref_logprobs: [R, T] of the frozen reference.
-        loss_mask: bool or 0/1 [R, T].
+        logprobs: receives the gradient.
+        ref_logprobs: of the frozen reference.
+        loss_mask: bool or 0/1.
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        [R, T], 0 where masked.
+        0 where masked.
 
     Raises:
         ValueError: another estimator.
@@ -251,14 +257,14 @@ def kl_penalty(
 
 
 def aggregate(
-    token_values: jax.Array,
-    loss_mask: jax.Array,
-    inverse_length: jax.Array,
+    token_values: Float[Array, "R T"],
+    loss_mask: Shaped[Array, "R T"],
+    inverse_length: Float[Array, "R T"],
     *,
     aggregation: Aggregation,
     denominators: Denominators,
-    exposure: jax.Array | None = None,
-) -> jax.Array:
+    exposure: Float[Array, "R T"] | None = None,
+) -> Float[Array, ""]:
     """The share of these tokens in the loss of the global batch: shares of microbatches add up to the whole.
 
         token_mean      Σ_t v_t / N_tokens                 every token weighs the same
@@ -266,17 +272,16 @@ def aggregate(
         constant        Σ_t v_t / (B · max_tokens)         no length enters
 
     Args:
-        token_values: [R, T].
-        loss_mask: bool or 0/1 [R, T].
-        inverse_length: [R, T], 1 / number of trained tokens of the token's sequence; read by
+        loss_mask: bool or 0/1.
+        inverse_length: 1 / number of trained tokens of the token's sequence; read by
           ``sequence_mean`` only.
         aggregation: one of the names above.
-        exposure: [R, T], how often the token's sequence counts; None is once.
+        exposure: how often the token's sequence counts; None is once.
         denominators: counts of the global batch, exposures included.  A count of zero (nothing to train) acts
             as one: the loss is 0, not NaN.
 
     Returns:
-        A scalar in float32 (float64 of float64).
+        In float32 (float64 of float64).
 
     Raises:
         ValueError: another aggregation.
@@ -301,13 +306,13 @@ def aggregate(
     return jnp.sum(values) / jnp.maximum(jnp.asarray(denominator, values.dtype), 1.0)
 
 
-def masked_sum(values: jax.Array, loss_mask: jax.Array) -> jax.Array:
-    """Σ of ``values`` [R, T] over the tokens where ``loss_mask`` is true; masked values may be non-finite."""
+def masked_sum(values: Float[Array, "*S"], loss_mask: Shaped[Array, "*S"]) -> Float[Array, ""]:
+    """Σ of ``values`` over the tokens where ``loss_mask`` is true; masked values may be non-finite."""
     return jnp.sum(masked(values, jnp.asarray(loss_mask).astype(bool)))
 
 
-def masked(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """``values`` in float32 (float64 stays), 0 where ``mask`` (same shape, bool or 0/1) is false;
+def masked(values: Shaped[Array, "*S"], mask: Shaped[Array, "*S"]) -> Float[Array, "*S"]:
+    """``values`` in float32 (float64 stays), 0 where ``mask`` (bool or 0/1) is false;
     the gradient there is exactly 0.
     """
     values, mask = jnp.asarray(values), jnp.asarray(mask).astype(bool)

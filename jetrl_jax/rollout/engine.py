@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import MAX_SEED, Request, SamplingParams, Trajectory, is_whole
@@ -225,8 +226,8 @@ class RolloutEngine(abc.ABC):
             done = {trajectory.request_id: trajectory for trajectory in results}
         return [done[request.id] for request in requests]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probabilities float32 [length] of each sequence's tokens given those before, at temperature 1;
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32[np.ndarray, " length"]]:
+        """Log-probabilities of each sequence's tokens given those before, at temperature 1;
         entry 0 is 0.
 
         Raises:

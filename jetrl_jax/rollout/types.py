@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int32
 from numpy.typing import ArrayLike
 
 from jetrl_jax.config.types import TEMPERATURES
@@ -114,9 +115,9 @@ class Turn:
 class Trajectory:
     """A prompt and what followed, as the policy saw it; the policy is trained on the sampled tokens only.
 
-    token_ids: int32 [T]: the prompt, then every turn, stop tokens included.
-    sampled: bool [T], true where the policy wrote the token.
-    logprobs: float32 [T], log p(token | what stands before it) over the full vocabulary at the sampling
+    token_ids: the prompt, then every turn, stop tokens included.
+    sampled: true where the policy wrote the token.
+    logprobs: log p(token | what stands before it) over the full vocabulary at the sampling
         temperature (at temperature 1 when greedy); 0 where nothing was sampled.
     turns: who wrote which tokens, in order, without a gap.
     versions: (start, stop, policy version) of the weights that sampled the tokens between, in order.
@@ -126,9 +127,9 @@ class Trajectory:
     """
 
     request_id: int
-    token_ids: np.ndarray
-    sampled: np.ndarray
-    logprobs: np.ndarray
+    token_ids: Int32[np.ndarray, " T"]
+    sampled: Bool[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
     turns: tuple[Turn, ...]
     versions: tuple[tuple[int, int, int], ...]
 
@@ -215,18 +216,18 @@ class Trajectory:
         )
 
     @property
-    def prompt_ids(self) -> np.ndarray:
-        """int32: the first turn."""
+    def prompt_ids(self) -> Int32[np.ndarray, " prompt"]:
+        """The first turn."""
         return self.token_ids[: self.turns[0].stop]
 
     @property
-    def completion_ids(self) -> np.ndarray:
-        """int32: all that follows the prompt, whoever wrote it."""
+    def completion_ids(self) -> Int32[np.ndarray, " completion"]:
+        """All that follows the prompt, whoever wrote it."""
         return self.token_ids[self.turns[0].stop :]
 
     @property
-    def sampled_logprobs(self) -> np.ndarray:
-        """float32 [sampled tokens]."""
+    def sampled_logprobs(self) -> Float32[np.ndarray, " sampled"]:
+        """Those of the tokens that the policy wrote."""
         return self.logprobs[self.sampled]
 
     @property

@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.dense import reference
 from pallas_kernels.implementations import resolve, unknown_name
@@ -37,17 +38,21 @@ OUT_DTYPES = (jnp.float32, *OPERAND_DTYPES)
 
 
 def dense_matmul(
-    x: jax.Array, w: jax.Array, *, out_dtype: Any = jnp.float32, implementation: str = "xla"
-) -> jax.Array:
+    x: Float[Array, "M K"],
+    w: Float[Array, "N K"],
+    *,
+    out_dtype: Any = jnp.float32,
+    implementation: str = "xla",
+) -> Float[Array, "M N"]:
     """x Wᵀ.
 
     Args:
-      x: bfloat16 or float16 [M, K].
-      w: [N, K] of x's dtype.
+      x: bfloat16 or float16.
+      w: of x's dtype.
       out_dtype: float32, bfloat16 or float16, rounded once from the FP32 sum.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [M, N] in `out_dtype`. Against float64 within the roundings of FP32 sums, and rows and columns the same
+      Against float64 within the roundings of FP32 sums, and rows and columns the same
       bits whatever stands beside them, `xla_fast` apart (tests/kernels/test_dense.py).
     Raises:
       ValueError: shapes, dtypes or names do not fit; the message carries both shapes.

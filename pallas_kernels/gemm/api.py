@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
 from pallas_kernels.formats import BLOCK, add_finished
 from pallas_kernels.gemm import reference, vllm_triton
@@ -44,28 +45,26 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float16)
 
 
 def matmul(
-    a: ScaledArray,
-    b: ScaledArray,
+    a: Float8e4m3fn[ScaledArray, "M K"],
+    b: Float8e4m3fn[ScaledArray, "N K"],
     *,
     out_dtype: Any = jnp.bfloat16,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
-    accumulator: jax.Array | None = None,
-) -> jax.Array:
+    accumulator: Float32[Array, "M N"] | None = None,
+) -> Float[Array, "M N"]:
     """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of
     128 along it.
 
     Args:
-      a: [M, K], block shape (1, 128).
-      b: [N, K], block shape (128, 128) or (1, 128).
+      a: block shape (1, 128).
+      b: block shape (128, 128) or (1, 128).
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
       implementation: one of `IMPLEMENTATIONS`.
-      accumulator: float32 [M, N], to which the product is added; `out_dtype` must be float32 then. None:
-        nothing is added.
+      accumulator: the product is added to it; `out_dtype` must be float32 then.
     Returns:
-      [M, N] in `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py
-      (tests/kernels/test_gemm.py).
+      In `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
     Raises:
       ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
       NotImplementedError: a kernel asked for by name cannot run here; the message says why.
@@ -84,23 +83,21 @@ def matmul(
 
 
 def fprop(
-    x: ScaledArray,
-    w: ScaledArray,
+    x: Float8e4m3fn[ScaledArray, "M K"],
+    w: Float8e4m3fn[ScaledArray, "N K"],
     *,
     out_dtype: Any = jnp.bfloat16,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
-) -> jax.Array:
+) -> Float[Array, "M N"]:
     """y = x Wᵀ.
 
     Args:
-      x: [M, K], block shape (1, 128).
-      w: [N, K], block shape (128, 128).
+      x: block shape (1, 128).
+      w: block shape (128, 128).
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
       implementation: one of `IMPLEMENTATIONS`.
-    Returns:
-      [M, N] in `out_dtype`.
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """
@@ -118,21 +115,19 @@ def fprop(
 
 
 def dgrad(
-    dy: ScaledArray,
-    w: ScaledArray,
+    dy: Float8e4m3fn[ScaledArray, "M N"],
+    w: Float8e4m3fn[ScaledArray, "N K"],
     *,
     out_dtype: Any = jnp.bfloat16,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
-) -> jax.Array:
+) -> Float[Array, "M K"]:
     """dx = dy W, with the codes that `fprop` used, transposed.
 
     Args:
-      dy: [M, N], block shape (1, 128).
-      w: [N, K], block shape (128, 128).
+      dy: block shape (1, 128).
+      w: block shape (128, 128).
       out_dtype, promotion_order, implementation: as in `fprop`.
-    Returns:
-      [M, K] in `out_dtype`.
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """
@@ -150,24 +145,21 @@ def dgrad(
 
 
 def wgrad(
-    dy: ScaledArray,
-    x: ScaledArray,
+    dy: Float8e4m3fn[ScaledArray, "M N"],
+    x: Float8e4m3fn[ScaledArray, "M K"],
     *,
     out_dtype: Any = jnp.float32,
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
-    accumulator: jax.Array | None = None,
-) -> jax.Array:
+    accumulator: Float32[Array, "N K"] | None = None,
+) -> Float[Array, "N K"]:
     """dW = dyᵀ x, contracted over tokens in blocks of 128 (the last one may be partial).
 
     Args:
-      dy: [M, N], block shape (128, 1).
-      x: [M, K], block shape (128, 1) or (128, 128).
+      dy: block shape (128, 1).
+      x: block shape (128, 1) or (128, 128).
       out_dtype, promotion_order, implementation: as in `fprop`; gradients of masters are float32.
-      accumulator: float32 [N, K], to which the product is added; `out_dtype` must be float32 then. None:
-        nothing is added.
-    Returns:
-      [N, K] in `out_dtype`.
+      accumulator: as in `matmul`.
     Raises:
       ValueError, NotImplementedError: as `matmul`.
     """

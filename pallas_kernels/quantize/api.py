@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn, Int32
 
 from pallas_kernels.formats import BLOCK, SCALE_FORMATS
 from pallas_kernels.implementations import Choice, resolve, unknown_name
@@ -35,19 +36,22 @@ ROW, SQUARE, COLUMN = (1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)
 
 
 def quantize(
-    x: jax.Array, block_shape: tuple[int, int], *, scale_format: str = "float32", implementation: str = "xla"
-) -> ScaledArray:
-    """Quantises `x` [R, C] in blocks of `block_shape`; edge blocks may be partial.
+    x: Float[Array, "R C"],
+    block_shape: tuple[int, int],
+    *,
+    scale_format: str = "float32",
+    implementation: str = "xla",
+) -> Float8e4m3fn[ScaledArray, "R C"]:
+    """Quantises `x` in blocks of `block_shape`; edge blocks may be partial.
 
     Args:
-      x: float32, bfloat16 or float16 [R, C], neither dimension zero.
+      x: float32, bfloat16 or float16, neither dimension zero.
       block_shape: (1, 128) activations and output gradients, (128, 128) weights, (128, 1) WGrad operands.
       scale_format: "float32" or "power_of_two".
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      ScaledArray: codes float8_e4m3fn [R, C], scales float32 [ceil(R / r), ceil(C / c)]. A block of zeros has
-      codes 0 and a positive scale. A block with a NaN or an infinity has a non-finite scale (count:
-      `nonfinite_blocks`) and poisons every product that reads it. Bit-exact against
+      A block of zeros has codes 0 and a positive scale. A block with a NaN or an infinity has a non-finite
+      scale (count: `nonfinite_blocks`) and poisons every product that reads it. Bit-exact against
       tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py, tests/kernels/test_quantize_kernels.py);
       the sign of a NaN code is not defined.
     Raises:
@@ -68,21 +72,20 @@ def quantize(
 
 
 def quantize_dual(
-    x: jax.Array,
+    x: Float[Array, "R C"],
     token_block_shape: tuple[int, int] = COLUMN,
     *,
     scale_format: str = "float32",
     implementation: str = "xla",
-) -> tuple[ScaledArray, ScaledArray]:
-    """`x` [R, C] quantised for FProp or DGrad and for WGrad from one read.
+) -> tuple[Float8e4m3fn[ScaledArray, "R C"], Float8e4m3fn[ScaledArray, "R C"]]:
+    """`x` quantised for FProp or DGrad and for WGrad from one read.
 
     Args:
-      x: float32, bfloat16 or float16 [R, C], neither dimension zero.
+      x: float32, bfloat16 or float16, neither dimension zero.
       token_block_shape: blocks of the second array, (128, 1) along tokens or (128, 128).
       scale_format, implementation: as in `quantize`.
     Returns:
-      Two ScaledArrays of shape [R, C]: the bits of quantize(x, (1, 128)) and of quantize(x,
-        token_block_shape).
+      The bits of quantize(x, (1, 128)) and of quantize(x, token_block_shape).
     Raises:
       ValueError, NotImplementedError: as `quantize`.
     """
@@ -103,15 +106,15 @@ def quantize_dual(
 
 
 def quantize_weight(
-    w: jax.Array, *, scale_format: str = "float32", implementation: str = "xla"
-) -> tuple[ScaledArray, ScaledArray]:
-    """A weight `w` [N, K] in (128, 128) blocks, and the same codes transposed in memory for DGrad.
+    w: Float[Array, "N K"], *, scale_format: str = "float32", implementation: str = "xla"
+) -> tuple[Float8e4m3fn[ScaledArray, "N K"], Float8e4m3fn[ScaledArray, "K N"]]:
+    """A weight `w` in (128, 128) blocks, and the same codes transposed in memory for DGrad.
 
     Args:
-      w: float32, bfloat16 or float16 [N, K], neither dimension zero.
+      w: float32, bfloat16 or float16, neither dimension zero.
       scale_format, implementation: as in `quantize`.
     Returns:
-      quantize(w, (128, 128)) and its exact transpose: codes [K, N], scales [ceil(K / 128), ceil(N / 128)].
+      quantize(w, (128, 128)) and its exact transpose.
     Raises:
       ValueError, NotImplementedError: as `quantize`.
     """
@@ -125,9 +128,9 @@ def quantize_weight(
 
 
 def requantize(
-    array: ScaledArray, *, scale_format: str = "float32", implementation: str = "xla"
-) -> ScaledArray:
-    """The values of an `array` [R, C] in blocks of (1, 128), quantised again in blocks of (128, 1) along
+    array: Float8e4m3fn[ScaledArray, "R C"], *, scale_format: str = "float32", implementation: str = "xla"
+) -> Float8e4m3fn[ScaledArray, "R C"]:
+    """The values of an `array` in blocks of (1, 128), quantised again in blocks of (128, 1) along
     tokens.
 
     Args:
@@ -167,8 +170,8 @@ def choose(x: jax.Array, implementation: str = "auto") -> Choice:
     return _choose("choose", x, implementation)
 
 
-def nonfinite_blocks(array: ScaledArray) -> jax.Array:
-    """Number of blocks (int32 scalar) whose scale is not finite, i.e. that held a NaN or an infinity."""
+def nonfinite_blocks(array: ScaledArray) -> Int32[Array, ""]:
+    """Number of blocks whose scale is not finite, i.e. that held a NaN or an infinity."""
     return jnp.sum(~jnp.isfinite(array.scale), dtype=jnp.int32)
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn
 
 from pallas_kernels.formats import SCALE_FORMATS, to_float64
 from pallas_kernels.implementations import resolve, unknown_name
@@ -47,22 +48,22 @@ KERNEL_WIDTHS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 8192)
 
 
 def silu_multiply_quantize(
-    gate: jax.Array,
-    up: jax.Array,
+    gate: BFloat16[Array, "M F"],
+    up: BFloat16[Array, "M F"],
     *,
     token_block_shape: tuple[int, int] | None = None,
     scale_format: str = "float32",
     implementation: str = "xla",
-) -> tuple[ScaledArray, ScaledArray | None]:
+) -> tuple[Float8e4m3fn[ScaledArray, "M F"], Float8e4m3fn[ScaledArray, "M F"] | None]:
     """SiLU(gate) * up, rounded to BF16 after each of the two, then quantised.
 
     Args:
-      gate, up: bfloat16 [M, F], neither dimension zero.
+      gate, up: neither dimension zero.
       token_block_shape: blocks of a second array for WGrad, (128, 1) or (128, 128); None: no second array.
       scale_format: "float32" or "power_of_two".
       implementation: as in `quantize`; the kernel wants F to be a multiple of 128.
     Returns:
-      ScaledArray [M, F] in blocks (1, 128), and the second one or None. Bit for bit the two operations in
+      The array in blocks (1, 128), and the second one or None. Bit for bit the two operations in
       turn, but for values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
     Raises:
       ValueError: shapes, dtypes or names do not fit.
@@ -97,27 +98,27 @@ def silu_multiply_quantize(
 
 
 def rms_norm_quantize(
-    x: jax.Array,
-    weight: jax.Array,
-    residual: jax.Array | None = None,
+    x: BFloat16[Array, "M D"],
+    weight: Float[Array, " D"],
+    residual: BFloat16[Array, "M D"] | None = None,
     *,
     eps: float,
     engine_variant: str = "native",
     scale_format: str = "float32",
     implementation: str = "xla",
-) -> tuple[ScaledArray, jax.Array]:
+) -> tuple[Float8e4m3fn[ScaledArray, "M D"], BFloat16[Array, "M D"]]:
     """RMSNorm of x, or of x + residual, rounded where the engine rounds, then quantised.
 
     Args:
-      x: bfloat16 [M, D], neither dimension zero.
-      weight: float32 or bfloat16 [D]; rounded to BF16.
-      residual: bfloat16 [M, D] or None.
+      x: neither dimension zero.
+      weight: float32 or bfloat16; rounded to BF16.
+      residual: added to x first.
       eps: added to the mean of squares.
       engine_variant: "native" or "cuda", see the module.
       scale_format: "float32" or "power_of_two".
       implementation: as in `quantize`; the kernel takes D of `KERNEL_WIDTHS`.
     Returns:
-      (ScaledArray [M, D] in blocks (1, 128), new residual bfloat16 [M, D]: bf16(x + residual), or x itself).
+      (the array in blocks (1, 128), the new residual: bf16(x + residual), or x itself).
       Bit for bit the operations in turn (tests/kernels/test_fused.py; the module says how far a sum's order
       can show).
     Raises:

@@ -13,9 +13,9 @@ input, so a kernel agrees with the definition (`fused`) bit for bit without shar
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32
 
 SILU_NEAR_MIDPOINTS = {-(2.0**-8): -(2.0**-9), 2.0**-7: 2.0**-8, 5.9375: 5.90625, -3.046875: -0.138671875}
 """SiLU, rounded to FP32 and then to BF16, of the gates for which FP32 arithmetic could round to the other
@@ -23,7 +23,7 @@ side.
 """
 
 
-def round_to_bfloat16(x: jax.Array) -> jax.Array:
+def round_to_bfloat16(x: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
     """float32 rounded to BF16 values, to nearest even, as float32; through the bits,
     so that no compiler keeps more.
     """
@@ -31,7 +31,7 @@ def round_to_bfloat16(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def silu(gate: jax.Array) -> jax.Array:
+def silu(gate: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
     """bf16(gate / (1 + exp(-gate))) of float32 `gate` that holds BF16 values."""
     decay = jnp.exp(-jnp.abs(gate))
     numerator = jnp.where(gate >= jnp.float32(0), jnp.ones_like(decay), decay)
@@ -41,6 +41,6 @@ def silu(gate: jax.Array) -> jax.Array:
     return result
 
 
-def silu_multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
+def silu_multiply(gate: Float32[Array, "*S"], up: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
     """bf16(bf16(SiLU(gate)) * up) of float32 arrays that hold BF16 values."""
     return round_to_bfloat16(silu(gate) * up)

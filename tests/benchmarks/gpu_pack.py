@@ -37,8 +37,9 @@ from tests.benchmarks.gpu_stages import CALLS
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / ".ci" / "constraints-py312.txt"
 LACKING = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "tensorboardx")
-"""What the machine lacks of the project's dependencies, those of dependencies too.  plotly and jinja2,
-for reports only, stay away.
+LACKING += ("jaxtyping", "wadler-lindig", "beartype")
+"""What the machine lacks of the project's dependencies and its tests', those of dependencies too.
+plotly and jinja2, for reports only, stay away.
 """
 JAX_TRITON = "jax-triton==0.3.1"  # the last that triton 3.6 takes
 PLATFORMS = (

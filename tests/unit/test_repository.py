@@ -113,7 +113,7 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
     base = base_imports()
     if package == "pallas_kernels":
         lazy = {"jax_triton", "triton"} if "triton" in name else set()
-        return {"jax", "numpy", "ml_dtypes", "pallas_kernels"}, lazy
+        return {"jax", "jaxtyping", "numpy", "ml_dtypes", "pallas_kernels"}, lazy
     if package == "jetrl_jax":
         lazy = OPTIONAL - {"torch", "transformers", "vllm", "jax_triton", "triton", "httpx"}
         lazy |= {"transformers"} if path == TOKENIZER else set()

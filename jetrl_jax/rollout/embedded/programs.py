@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jetrl_jax.devices.layout import WHOLE, Layout, placed
 from jetrl_jax.models import tensor_parallel
@@ -41,17 +42,17 @@ class SlotState:
     """Sequences in flight, one per slot.
 
     cache: of each layer.
-    keys: uint32 [B, 2], the requests' random keys.
-    token: int32 [B], sampled last and not yet in the cache.
-    position: int32 [B], where it goes (0 in an idle slot, so that it writes inside its own row).
-    remaining: int32 [B], tokens still to sample; 0 is idle.
+    keys: the requests' random keys.
+    token: sampled last and not yet in the cache.
+    position: where it goes (0 in an idle slot, so that it writes inside its own row).
+    remaining: tokens still to sample; 0 is idle.
     """
 
     cache: list[KVCache]
-    keys: jax.Array
-    token: jax.Array
-    position: jax.Array
-    remaining: jax.Array
+    keys: UInt32[Array, "B 2"]
+    token: Int32[Array, " B"]
+    position: Int32[Array, " B"]
+    remaining: Int32[Array, " B"]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,13 +63,11 @@ class SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts ready to be inserted: cache rows [R, K, T, H] per layer, float32 logits [R, V],
-    int32 lengths [R].
-    """
+    """Prompts ready to be inserted, with cache rows [R, K, T, H] of each layer."""
 
     cache: list[KVCache]
-    logits: jax.Array
-    lengths: jax.Array
+    logits: Float32[Array, "R V"]
+    lengths: Int32[Array, " R"]
 
 
 CACHE_SPEC = PartitionSpec(None, TENSOR)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jetrl_jax.models import vocabulary
 from jetrl_jax.precision.numerics import Numerics
@@ -32,17 +33,17 @@ KEY_IMPLEMENTATION = "threefry2x32"
 class Controls:
     """What a call of `generate` fixes, as device values, so that changing it compiles nothing.
 
-    temperature: float32; greedy: bool; seed: uint32, of the call; is_stop: bool [V].
+    seed: of the call.
     """
 
-    temperature: jax.Array
-    greedy: jax.Array
-    seed: jax.Array
-    is_stop: jax.Array
+    temperature: Float32[Array, ""]
+    greedy: Bool[Array, ""]
+    seed: UInt32[Array, ""]
+    is_stop: Bool[Array, " V"]
 
 
-def request_keys(call_seed: jax.Array, request_seeds: jax.Array) -> jax.Array:
-    """Key data uint32 [B, 2] of requests with these seeds (uint32 [B]) in a call with `call_seed`."""
+def request_keys(call_seed: UInt32[Array, ""], request_seeds: UInt32[Array, " B"]) -> UInt32[Array, "B 2"]:
+    """Key data of requests with these seeds in a call with `call_seed`."""
     key = jax.random.key(call_seed, impl=KEY_IMPLEMENTATION)
     return jax.vmap(lambda seed: jax.random.key_data(jax.random.fold_in(key, seed)))(request_seeds)
 
@@ -53,18 +54,22 @@ def _uniform_bits(key_data: jax.Array, position: jax.Array, count: int) -> jax.A
 
 
 def sample(
-    logits: jax.Array, keys: jax.Array, positions: jax.Array, controls: Controls, numerics: Numerics
-) -> tuple[jax.Array, jax.Array]:
+    logits: Float32[Array, "B V"],
+    keys: UInt32[Array, "B 2"],
+    positions: Int32[Array, " B"],
+    controls: Controls,
+    numerics: Numerics,
+) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
     """Draws one token per row.
 
     Args:
-      logits: float32 [B, V], not yet divided by the temperature.
-      keys: uint32 [B, 2] of `request_keys`.
-      positions: int32 [B], absolute positions of the tokens to draw.
+      logits: not yet divided by the temperature.
+      keys: of `request_keys`.
+      positions: absolute positions of the tokens to draw.
       controls: temperature (1 when greedy) and whether to take the argmax.
 
     Returns:
-      (token ids int32 [B], float32 log-probabilities [B]).  A row with a NaN gives the last id and NaN.
+      (token ids, log-probabilities).  A row with a NaN gives the last id and NaN.
     """
     scaled = vocabulary.scale_logits(logits, controls.temperature, exact=numerics.exact)
     bits = jax.vmap(_uniform_bits, in_axes=(0, 0, None))(keys, positions, logits.shape[-1])
