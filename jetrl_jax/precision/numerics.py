@@ -24,6 +24,7 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # of each setting of `Num
     "kernels": IMPLEMENTATIONS,
     "attention": ("auto", "xla", "cudnn", "planned"),  # planned: `jetrl_jax.models.flash_attention.PLANNED`
     "dense": ("auto", "float64"),
+    "head_gradient": ("auto", "fp32", "bf16x3", "bf16x2", "bf16"),
     "stored_dtype": (None, *VALUES, "float64"),
 }
 
@@ -37,6 +38,8 @@ class Choices:
       made for.
     forward, backward: the FP8 products.
     dense: the products that are not FP8, forward.
+    dense_backward: these products of the backward, but the head's.
+    head_backward: the head's, from FP32 logits.
     attention: of whole sequences, and of one token of each row against a cache.
     extension: attention of several tokens of each row against a cache.
     cache: the dtype that keys and values are stored in.
@@ -51,6 +54,8 @@ class Choices:
     forward: Choice
     backward: Choice
     dense: Choice
+    dense_backward: Choice
+    head_backward: Choice
     attention: Choice
     extension: Choice
     cache: Choice
@@ -78,6 +83,8 @@ class Choices:
                 for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")
             },
             "dense_products": found["dense"],
+            "dense_gradients": found["dense_backward"],
+            "head_gradient": found["head_backward"],
             "attention": found["attention"],
             "attention_of_extensions": found["extension"],
             "kv_cache": found["cache"],
@@ -99,6 +106,7 @@ class Numerics:
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
     dense: products that are not FP8 of an exact run: "auto", or "float64" as an exact vLLM forms them; see
       `jetrl_jax.models.dense`.
+    head_gradient: parts of the gradient of logits; see `jetrl_jax.models.dense.head_backward_implementation`.
     stored_dtype: dtype of a key/value cache; None is what suits the backend (`jetrl_jax.models.cache`).
     resolved: the implementations; None until `jetrl_jax.models.choices.resolve`, which a `Decoder` calls
         where it is built, and again where `dataclasses.replace` changed a setting.
@@ -116,6 +124,7 @@ class Numerics:
     kernels: str = "auto"
     attention: str = "auto"
     dense: str = "auto"
+    head_gradient: str = "auto"
     stored_dtype: str | None = None
     resolved: Choices | None = None
 
