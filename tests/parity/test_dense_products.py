@@ -194,6 +194,21 @@ def test_the_heads_gradients_match_float64(parts: str, error: float) -> None:
         assert error == 0 or found is dx or np.any(np.abs(found - exact) > error * magnitude / 64)
 
 
+@pytest.mark.parametrize(("parts", "error"), [("fp32", 0.0), ("bf16x3", 0.0), ("bf16x2", 2.0**-15)])
+def test_parts_of_a_gradient_add_up_to_it(parts: str, error: float) -> None:
+    """Against the unit matrix: every significand's pattern, exponents of 2^-90 to 2^90, both signs."""
+    rng = np.random.default_rng(2)
+    size = 64
+    bits = rng.integers(1 << 23, size=(size, size)) | rng.integers(37, 217, size=(size, size)) << 23
+    dy = (bits | rng.integers(2, size=(size, size)) << 31).astype(np.uint32).view(np.float32)
+    unit, numerics = jnp.eye(size, dtype=jnp.float32), resolved(head_gradient=parts)
+    dx, dw = jax.vjp(lambda x, w: dense(x, w, jnp.dtype("float32"), numerics), unit, unit)[1](jnp.asarray(dy))
+    for found, expected in ((dx, dy), (dw, dy.T)):
+        missing = np.abs(np.asarray(found, np.float64) - expected)
+        assert np.all(missing <= error * np.abs(expected.astype(np.float64)))
+        assert np.any(missing) == (error > 0)
+
+
 @pytest.mark.parametrize(
     ("preset", "form"),
     [
