@@ -32,4 +32,5 @@ def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm:
         kernels=numerics.kernels,
         attention=numerics.attention,
         dense="float64" if numerics.exact and vllm else "auto",
+        head_gradient=numerics.head_gradient,
     )

@@ -132,6 +132,13 @@ class NumericsSection(Section):
         "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
     )
 
+    head_gradient: Literal["auto", "fp32", "bf16x3", "bf16x2", "bf16"] = Field(
+        "auto",
+        description="How the head multiplies the FP32 gradient of its logits: in FP32, or in three, two or "
+        "one BF16 parts on tensor cores, which are all of it, or miss at most 2^-15 or 2^-8 of a value. "
+        "auto: bf16x3 on a GPU in flows whose values are BF16, else fp32.",
+    )
+
     def _rules(self) -> Iterator[Rule]:
         for name, inexact, what, other in (
             (

@@ -84,6 +84,13 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
         "auto or xla, or another preset than fp32",
         involves=preset,
     )
+    yield Rule(
+        config.precision.preset not in ("fp32", "fp16") or config.numerics.head_gradient in ("auto", "fp32"),
+        "numerics.head_gradient",
+        "parts are BF16, and so must the head's operands be",
+        "auto or fp32, or another preset than fp32 and fp16",
+        involves=preset,
+    )
 
 
 def _engine(config: RunConfig) -> Iterator[Rule]:

@@ -13,7 +13,11 @@ import dataclasses
 from jetrl_jax.models import fp8_producers
 from jetrl_jax.models.cache import cache_implementation
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.models.dense import dense_implementation
+from jetrl_jax.models.dense import (
+    dense_backward_implementation,
+    dense_implementation,
+    head_backward_implementation,
+)
 from jetrl_jax.models.flash_attention import attention_implementation, extension_implementation
 from jetrl_jax.models.linear import product_implementation, quantizer_implementation
 from jetrl_jax.precision.numerics import Choices, Numerics
@@ -52,7 +56,9 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         sizes=made_for,
         forward=forward,
         backward=product_implementation(numerics, forward=False),
-        dense=dense_implementation(numerics),
+        dense=dense_implementation(numerics, elsewhere=elsewhere),
+        dense_backward=dense_backward_implementation(numerics, elsewhere=elsewhere),
+        head_backward=head_backward_implementation(numerics, elsewhere=elsewhere),
         attention=attention,
         extension=extension_implementation(attention),
         cache=cache_implementation(numerics, elsewhere=elsewhere),

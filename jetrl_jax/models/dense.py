@@ -12,9 +12,15 @@ With `numerics.exact` the bits of a token do not depend on the tokens beside it,
     vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums
                        is shared with them
 
-cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward
-is XLA's product
-everywhere: nobody computes a gradient twice.
+cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands; without
+`exact` it is taken there, and rounds its sums itself (`xla_direct`).
+
+The backward is XLA's product everywhere: a gradient is computed once.  The head's logits are FP32, and so is
+their gradient dy.  FP32 products run on a GPU's CUDA cores, some fourteen times slower than BF16 ones on its
+tensor cores, so dy is split there (`head_backward_implementation`):
+
+    dy = p1 + p2 + p3: its first 8 significant bits, the next 8 and the last 8, each a BF16 number
+    dx = p1 W + p2 W + p3 W,   dW = p1^T x + p2^T x + p3^T x,   W and x in BF16: products exact, sums FP32
 """
 
 from __future__ import annotations
@@ -25,20 +31,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.errors import UserError
 from jetrl_jax.models.ops import along_last, round_parameter, round_to
 from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.dense import dense_matmul
-from pallas_kernels.implementations import Choice, resolve
+from pallas_kernels.implementations import Choice, on_gpu, resolve
 
+HEAD_PARTS = {"bf16": 1, "bf16x2": 2, "bf16x3": 3}
+KEPT_BITS = (0xFFFF0000, 0xFFFFFF00)  # of an FP32 number: its first 8, and 16, significant ones
 MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
 
 
-def dense_implementation(numerics: Numerics) -> Choice:
-    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, and why.
-    Starts the JAX backend.
+def dense_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
+    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, or a form of
+    XLA's product, and why; elsewhere: an inexact one, on a GPU that is not here.  Starts the JAX backend.
     """
     if not numerics.exact:
-        return Choice("xla_fast", "numerics.exact is false: XLA's own product")
+        return _product_of_xla(numerics, "numerics.exact is false", elsewhere=elsewhere)
     if numerics.compute_dtype == "float32":
         return Choice(
             "xla_fast", "operands are float32, which no kernel takes: XLA's own product, nowhere cut to TF32"
@@ -54,6 +63,42 @@ def dense_implementation(numerics: Numerics) -> Choice:
     return found
 
 
+def dense_backward_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
+    """What forms the products of `dense`'s backward but the head's, and why; elsewhere: on a GPU not here."""
+    return _product_of_xla(numerics, "a gradient is computed once", elsewhere=elsewhere)
+
+
+def head_backward_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
+    """In how many BF16 parts the gradient of FP32 logits is multiplied, "fp32" for none, and why.
+
+    "auto": three on a GPU, which are all of it.  Two, the last one rounded, miss at most 2**-15 of a value,
+    one, which is common, 2**-8 (tests/parity/test_dense_products.py).
+
+    Raises:
+      UserError: parts of operands that are not BF16.
+    """
+    asked, narrow = numerics.head_gradient, numerics.compute_dtype == "bfloat16"
+    if asked != "auto":
+        if asked in HEAD_PARTS and not narrow:
+            raise UserError(
+                f"numerics.head_gradient: cannot run: got {asked!r} with operands in "
+                f"{numerics.compute_dtype}, expected auto or fp32: parts are BF16, and so must they be."
+            )
+        return Choice(asked, "asked for by name")
+    if not narrow:
+        return Choice("fp32", f"auto: operands are {numerics.compute_dtype}, not bfloat16")
+    if elsewhere or on_gpu():
+        return Choice("bf16x3", "auto: a GPU, whose tensor cores take BF16, and three parts are all of FP32")
+    return Choice("fp32", "auto: not a GPU")
+
+
+def _product_of_xla(numerics: Numerics, reason: str, *, elsewhere: bool = False) -> Choice:
+    """XLA's own product, which on a GPU rounds as it leaves."""
+    if numerics.compute_dtype != "float32" and (elsewhere or on_gpu()):
+        return Choice("xla_direct", f"{reason}: XLA's own product, whose sums a GPU rounds itself")
+    return Choice("xla_fast", f"{reason}: XLA's own product")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dense(
     x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None
@@ -65,16 +110,16 @@ def dense(
     x's dtype.
     """
     implementation = numerics.choices.dense.name
+    kind = out_dtype if bias is None else jnp.float32
     if implementation == "xla_fast":
         out = _product(x, weight, numerics)
+    elif implementation == "xla_direct":
+        out = _dot(_operand(x, numerics), _operand(weight, numerics), 1, 1, kind)
     else:
-        kind = out_dtype if bias is None else jnp.float32
-        out = dense_matmul(
-            _operand(x, numerics),
-            round_to(weight, numerics.dtype),
-            out_dtype=kind,
-            implementation=implementation,
+        matrix = (
+            _operand(weight, numerics) if implementation == "mosaic_gpu" else round_to(weight, numerics.dtype)
         )
+        out = dense_matmul(_operand(x, numerics), matrix, out_dtype=kind, implementation=implementation)
     if bias is not None:
         out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
     return out if out.dtype == out_dtype else round_to(out, out_dtype)
@@ -96,11 +141,18 @@ def _dense_forward(
 
 def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
     x, weight, bias = saved
-    if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
+    parts = HEAD_PARTS.get(numerics.choices.head_backward.name)
+    if dy.dtype == jnp.float32 and parts:
+        dx, dw = _head_gradients(dy, _operand(x, numerics), _operand(weight, numerics), parts)
+    elif dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
         dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
         dw = _dot(dy, x.astype(jnp.float32), 0, 0)
+    elif numerics.choices.dense_backward.name == "xla_direct":
+        dx = _dot(dy, _operand(weight, numerics), 1, 0, x.dtype)
+        dw = _dot(dy, _operand(x, numerics), 0, 0)
     else:
-        dx, dw = _dot(dy, round_to(weight, numerics.dtype), 1, 0), _dot(dy, _operand(x, numerics), 0, 0)
+        dx = _dot(dy, round_to(weight, numerics.dtype), 1, 0)
+        dw = _dot(dy, _operand(x, numerics), 0, 0)
     db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
     return round_to(dx, x.dtype), dw.astype(weight.dtype), db
 
@@ -108,14 +160,32 @@ def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Arra
 dense.defvjp(_dense_forward, _dense_backward)
 
 
+def _head_gradients(
+    dy: jax.Array, x: jax.Array, weight: jax.Array, parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """(dy W, dy^T x) in FP32, of dy float32 [M, N] in so many BF16 parts: one product each of all parts.
+
+    The parts of a row lie side by side, each a function of dy and its number: XLA makes them in one pass.
+    """
+    last = jnp.asarray((*KEPT_BITS[: parts - 1], 0xFFFFFFFF), jnp.uint32)
+    before = jnp.asarray((0, *KEPT_BITS[: parts - 1]), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(dy, jnp.uint32)[:, None]
+    upper, lower = (
+        jax.lax.bitcast_convert_type(bits & kept[None, :, None], jnp.float32) for kept in (last, before)
+    )
+    rows = round_to(upper - lower, jnp.bfloat16).reshape(-1, dy.shape[1])
+    dx = _dot(rows, weight, 1, 0).reshape(-1, parts, x.shape[1]).sum(1)
+    return dx, _dot(rows, jnp.repeat(x, parts, axis=0), 0, 0)
+
+
 def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Activations in `numerics.dtype`, which their values have already (see `tensor_parallel.enter`)."""
+    """Values in `numerics.dtype`, which activations have already (see `tensor_parallel.enter`)."""
     return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
 
 
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, out_dtype: Any = jnp.float32) -> jax.Array:
+    """Contraction of one axis of each operand, summed in FP32; FP32 operands are never cut to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=out_dtype
     )

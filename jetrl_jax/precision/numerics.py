@@ -22,6 +22,7 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # setting of `Numerics` -
     "kernels": IMPLEMENTATIONS,
     "attention": ("auto", "xla", "cudnn", "planned"),  # planned: `jetrl_jax.models.flash_attention.PLANNED`
     "dense": ("auto", "float64"),
+    "head_gradient": ("auto", "fp32", "bf16x3", "bf16x2", "bf16"),
     "stored_dtype": (None, *VALUES, "float64"),
 }
 
@@ -36,6 +37,8 @@ class Choices:
       were made for.
     forward, backward: the FP8 products.
     dense: the products of the forward that are not FP8.
+    dense_backward: these products in the backward, except those of the head.
+    head_backward: the head's, from FP32 logits.
     attention: attention over whole sequences, and of one token of each row against a cache.
     extension: attention of several tokens of each row against a cache.
     cache: the dtype in which keys and values are stored.
@@ -50,6 +53,8 @@ class Choices:
     forward: Choice
     backward: Choice
     dense: Choice
+    dense_backward: Choice
+    head_backward: Choice
     attention: Choice
     extension: Choice
     cache: Choice
@@ -77,6 +82,8 @@ class Choices:
                 for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")
             },
             "dense_products": found["dense"],
+            "dense_gradients": found["dense_backward"],
+            "head_gradient": found["head_backward"],
             "attention": found["attention"],
             "attention_of_extensions": found["extension"],
             "kv_cache": found["cache"],
@@ -98,6 +105,7 @@ class Numerics:
     attention: implementation of attention; see `jetrl_jax.models.flash_attention.attention_implementation`.
     dense: products of an exact run that are not FP8: "auto", or "float64", in which an exact vLLM computes
       them; see `jetrl_jax.models.dense`.
+    head_gradient: parts of the gradient of logits; see `jetrl_jax.models.dense.head_backward_implementation`.
     stored_dtype: dtype of the key/value cache; None chooses by backend (`jetrl_jax.models.cache`).
     resolved: the implementations; None until a `Decoder` is built, which calls
         `jetrl_jax.models.choices.resolve`, and again after `dataclasses.replace` changes a setting.
@@ -115,6 +123,7 @@ class Numerics:
     kernels: str = "auto"
     attention: str = "auto"
     dense: str = "auto"
+    head_gradient: str = "auto"
     stored_dtype: str | None = None
     resolved: Choices | None = None
 

@@ -167,6 +167,11 @@ def attention(config: RunConfig) -> Any:
         return build_policy(config).model.numerics.choices.attention.name
 
 
+def head_gradient(config: RunConfig) -> Any:
+    """In how many parts the head's gradient is multiplied."""
+    return build_policy(config).model.numerics.choices.head_backward.name
+
+
 def losses(config: RunConfig) -> Any:
     """The loss share of each microbatch of a step."""
     return step(config).losses
