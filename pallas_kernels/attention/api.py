@@ -140,7 +140,11 @@ def _forward(name: str, q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: 
 
 
 def _backward(name: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    return (*reference.causal_gradients(*saved[:4], cotangent), None)
+    if name == "xla":
+        return (*reference.causal_gradients(*saved, cotangent), None)
+    from pallas_kernels.attention import mosaic_backward
+
+    return (*mosaic_backward.causal_gradients(*saved, cotangent, name == "mosaic_interpret"), None)
 
 
 _causal_attention.defvjp(_forward, _backward)

@@ -19,6 +19,7 @@ SIZES = {
     "fp16": (128, 8, 8, "float16"),
 }
 """(head_dim, query heads, key/value heads, dtype)"""
+NAMES = ["qwen3_8b", "qwen2_500m", pytest.param("fp16", marks=[pytest.mark.long, pytest.mark.newest])]
 
 
 @functools.cache
@@ -38,13 +39,13 @@ def reports(name: str) -> tuple[aot.KernelReport, aot.KernelReport]:
     return training, decode
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels_compile_cleanly(name: str) -> None:
     for report in reports(name):
         assert report.clean, report.text
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", NAMES)
 def test_training_and_decode_are_one_sequence_of_operations(name: str) -> None:
     """Of FP32 arithmetic, in the order of the text, and of tensor-core products; training also takes two logarithms."""
     operation = r"\b(?:(?:mul|add|sub|fma|max|div|ex2|lg2|neg)(?:\.\w+)*\.f32|cvt(?:\.\w+)*\.f32|wgmma\.mma_async\S*)(?=\s)"
@@ -65,3 +66,22 @@ def test_training_and_decode_are_one_sequence_of_operations(name: str) -> None:
     assert (
         len(fused) == group + width + 4
     )  # weights, outputs and the two rows' totals: in the loop and in the last block
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_kernels_compile_cleanly(name: str) -> None:
+    """In a program that keeps nothing else of the forward than its result and one number of a row."""
+    from pallas_kernels.attention import mosaic_backward
+
+    width, heads, kv_heads, dtype = SIZES[name]
+    q, kv = (jax.ShapeDtypeStruct((1, 4000, count, width), dtype) for count in (heads, kv_heads))
+    blocks, sums = (
+        jax.ShapeDtypeStruct((1, 32), jnp.int32),
+        jax.ShapeDtypeStruct((1, heads, 4000), jnp.float32),
+    )
+    kernels = aot.compile_for_h100(
+        lambda *arrays: mosaic_backward.causal_gradients(*arrays), q, kv, kv, blocks, q, sums, q
+    )
+    assert len(kernels) == 2
+    for report in kernels:
+        assert report.clean, report.text
