@@ -3,18 +3,17 @@ flow.
 
     y = round(sum over k of x[m, k] w[n, k]  + b[n])    products exact, sums FP32, rounded once
 
-With `numerics.exact` the bits of a token do not depend on the tokens beside it, by what
-`dense_implementation` says:
+With `numerics.exact` the bits of a token do not depend on the tokens beside it.  `dense_implementation`
+chooses how:
 
     CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
     Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
-    any other device   a float64 product rounded to FP32: slow, and independent of shapes but for ties
-    vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums
-                       is shared with them
+    any other device   a float64 product rounded to FP32: slow, and independent of shapes except for ties
+    vLLM samples       that float64 product on every device, as in vLLM's exact layers, whose order of sums
+                       differs
 
-cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands.  The backward
-is XLA's product
-everywhere: nobody computes a gradient twice.
+cuBLAS, which computes XLA's product on a GPU, sums in another order for few rows than for thousands.  The
+backward is always XLA's product, since a gradient need not be computed again with the same bits.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.dense import dense_matmul
 from pallas_kernels.implementations import Choice, resolve
 
-MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
+MIN_ROWS = 8  # below three rows XLA's CPU backend uses another (GEMV) kernel with another order of sums
 
 
 def dense_implementation(numerics: Numerics) -> Choice:
-    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, and why.
-    Starts the JAX backend.
-    """
+    """The implementation of `dense`'s forward, known to `pallas_kernels.dense`; starts the JAX backend."""
     if not numerics.exact:
         return Choice("xla_fast", "numerics.exact is false: XLA's own product")
     if numerics.compute_dtype == "float32":
@@ -58,11 +55,10 @@ def dense_implementation(numerics: Numerics) -> Choice:
 def dense(
     x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None
 ) -> jax.Array:
-    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to
-    `out_dtype`.
+    """x [M, K] . weight[N, K]^T + bias [N], in FP32 sums with one rounding to `out_dtype`.
 
-    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has
-    x's dtype.
+    Operands are in `numerics.dtype`.  The gradients of weight and bias are FP32 (their masters' dtype) and
+    not rounded in between; that of x has x's dtype.
     """
     implementation = numerics.choices.dense.name
     if implementation == "xla_fast":
@@ -96,7 +92,7 @@ def _dense_forward(
 
 def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
     x, weight, bias = saved
-    if dy.dtype == jnp.float32:  # the head: its logits are FP32 and so is its backward
+    if dy.dtype == jnp.float32:  # the head, whose logits and backward are in FP32
         dx = _dot(dy, round_to(weight, numerics.dtype).astype(jnp.float32), 1, 0)
         dw = _dot(dy, x.astype(jnp.float32), 0, 0)
     else:
@@ -109,12 +105,12 @@ dense.defvjp(_dense_forward, _dense_backward)
 
 
 def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Activations in `numerics.dtype`, which their values have already (see `tensor_parallel.enter`)."""
+    """Activations in `numerics.dtype`; their values are already rounded to it (`tensor_parallel.enter`)."""
     return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contraction of one axis of each operand, FP32 result; FP32 operands are never cut to TF32."""
+    """Contraction of one axis of each operand, in FP32; FP32 operands are never truncated to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
