@@ -1,1 +1,1 @@
-"""Hugging Face checkpoint directories: names, tensors, reading and writing; no torch."""
+"""Hugging Face checkpoint directories, read and written without torch."""

@@ -1,16 +1,15 @@
-"""A model's architecture from and to Hugging Face's ``config.json``, without transformers.
+"""Converts a model's architecture from and to Hugging Face's ``config.json``, without transformers.
 
-`from_hf` reads both spellings of the rotary embedding (``rope_theta`` + ``rope_scaling``, written by
-transformers 4, and ``rope_parameters``, written by transformers 5) and `to_hf` writes both, so that either
-version reads the result.
+`from_hf` reads both spellings of the rotary embedding: ``rope_theta`` + ``rope_scaling``, written by
+transformers 4, and ``rope_parameters``, written by transformers 5.  `to_hf` writes both, so that either
+version can read the result.
 
-A value that ``config.json`` does not state is an error, never a default: transformers' own defaults differ
-between classes and versions, and a silently wrong ``rope_theta`` or ``rms_norm_eps`` yields a model that only
-looks healthy. Two things are fixed by the architecture and so are no values: Qwen2 always has biases on
-q, k, v and never on o; a Qwen2 or Llama file without ``head_dim`` means ``hidden_size /
-num_attention_heads``.
+A value missing from ``config.json`` is an error and never gets a default.  transformers' own defaults differ
+between classes and versions, and a silently wrong ``rope_theta`` or ``rms_norm_eps`` gives a model that only
+looks right.  Two values follow from the architecture instead: Qwen2 always has biases on q, k, v and never on
+o, and in a Qwen2 or Llama file a missing ``head_dim`` means ``hidden_size / num_attention_heads``.
 
-Refused, by the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
+Refused, with the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
 rotary types other than default, linear, llama3 and yarn, quantised checkpoints, custom code, attention
 dropout.
 """
@@ -32,8 +31,7 @@ from jetrl_jax.models.config import (
     is_positive_number,
 )
 
-# Keys that change the mathematics and are not implemented: each must be absent, null or one of the values
-# given.
+# Keys that change the mathematics and are not implemented; each must be absent, null or one of these values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
@@ -56,10 +54,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Read the dictionary of a ``config.json`` (transformers 4 or 5 spelling).
+    """The architecture in the dictionary of a ``config.json`` (transformers 4 or 5 spelling).
 
-    Raises UserError with one line for every missing key, every value of a wrong type and every key whose
-    value asks for something this decoder does not have.
+    Raises UserError with one line for every missing key, every value of a wrong type, and every value that
+    needs a feature which this decoder lacks.
     """
     architecture = config.get("model_type")
     if architecture not in list(ARCHITECTURES):
@@ -96,8 +94,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def to_hf(model: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """The dictionary of a ``config.json`` that transformers 4 and 5 (and vLLM) read as this model.
 
-    ``dtype`` names the stored floating type ("bfloat16", "float32" …) under both of its keys, or leaves
-    them out. ``from_hf(to_hf(c)) == c`` for every valid ``c``.
+    ``dtype`` is the stored floating type ("bfloat16", "float32" …), written under both of its keys; None
+    leaves them out.  ``from_hf(to_hf(c)) == c`` for every valid ``c``.
     """
     rope = rope_to_hf(model.rope_scaling) if model.rope_scaling is not None else None
     result: dict[str, Any] = {
@@ -150,9 +148,7 @@ def rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _float(value: Any) -> Any:
-    """JSON writes 10000.0 as 10000 now and then; anything that is no good number is left for the rules to
-    name.
-    """
+    """A number as float, since JSON may write 10000.0 as 10000; the rules report invalid values."""
     return float(value) if is_positive_number(value) else value
 
 
@@ -215,7 +211,7 @@ def _attention_bias(config: Mapping[str, Any], problems: list[str]) -> Any:
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[Any, RopeScaling | None]:
-    """rope_theta and the scaling, from either spelling; two spellings that disagree are a problem."""
+    """rope_theta and the scaling, from either spelling; a disagreement of the two is a problem."""
     thetas = [config["rope_theta"]] if config.get("rope_theta") is not None else []
     scalings: list[RopeScaling | None] = []
     for key in ("rope_parameters", "rope_scaling"):
@@ -238,7 +234,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[Any, RopeScal
 
 
 def _rope_dictionary(key: str, value: Mapping[str, Any], problems: list[str]) -> list[RopeScaling | None]:
-    """[RopeScaling], [None] for the plain embedding, or nothing where a problem was noted."""
+    """[RopeScaling], [None] for the plain embedding, or [] if a problem was added."""
     kinds = {
         value[name]
         for name in ("rope_type", "type")

@@ -1,10 +1,9 @@
 """The bijection between this project's parameter paths and Hugging Face's tensor names, with every shape.
 
 A parameter path is the '.'-joined path of an ``nnx.Param`` in the decoder, ``layers.0.mlp.up_proj.weight``.
-The decoder keeps Hugging Face's own names and its ``[out, in]`` layout, so one invertible operation suffices,
-a rename:
+The decoder keeps Hugging Face's own names and its ``[out, in]`` layout, so an invertible rename suffices:
 
-    hf_name = "model." + path        for every path but lm_head.weight, which keeps its name
+    hf_name = "model." + path        for every path except lm_head.weight, which keeps its name
 
 No tensor is transposed, split or merged. A tied model has no ``lm_head.weight`` on either side.
 """
@@ -23,12 +22,12 @@ _HEAD = f"{anatomy.HEAD}.weight"
 
 
 def to_hf_name(path: str) -> str:
-    """Hugging Face's tensor name of a parameter path."""
+    """The Hugging Face tensor name of a parameter path."""
     return path if path == _HEAD else _PREFIX + path
 
 
 def from_hf_name(hf_name: str) -> str | None:
-    """The parameter path of a Hugging Face tensor name; None where the name is outside the map's image."""
+    """The parameter path of a Hugging Face tensor name; None if no parameter has this name."""
     if hf_name == _HEAD:
         return hf_name
     path = hf_name.removeprefix(_PREFIX)
@@ -52,18 +51,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def name_map(config: ModelConfig) -> dict[str, str]:
-    """{parameter path: Hugging Face name} of the whole model, a bijection;
-    order as in ``parameter_shapes``.
-    """
+    """{parameter path: Hugging Face name} of the whole model, in the order of ``parameter_shapes``."""
     return {path: to_hf_name(path) for path in parameter_shapes(config)}
 
 
 def mismatches(config: ModelConfig, found: Mapping[str, Shape], *, hf_names: bool) -> list[str]:
-    """One line for every tensor of ``found`` (name -> shape) that the model lacks, wants elsewhere or wants
-    in another shape.
+    """One line for each difference between ``found`` (name -> shape) and the model's tensors.
 
-    ``hf_names`` says which side's names ``found`` has. An empty list means that ``found`` is exactly the
-    model.
+    ``hf_names``: whether ``found`` has Hugging Face's names (else parameter paths).  An empty list means that
+    ``found`` is exactly the model.
     """
     expected = {
         to_hf_name(path) if hf_names else path: shape for path, shape in parameter_shapes(config).items()

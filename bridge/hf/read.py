@@ -1,16 +1,15 @@
-"""Read a Hugging Face checkpoint directory into float32 master weights, one tensor at a time, without torch.
+"""Reads a Hugging Face checkpoint directory into float32 master weights, one tensor at a time, without torch.
 
     config.json · [generation_config.json] · model.safetensors | model.safetensors.index.json + its shards
 
-BF16, FP16 and FP32 tensors become float32 exactly. A block-FP8 weight (``X.weight`` E4M3 with
+BF16, FP16 and FP32 tensors become float32 exactly.  A block-FP8 weight (``X.weight`` E4M3 with
 ``X.weight_scale_inv``, the form of Qwen3-8B-FP8) becomes its product with its scales, rounded once to
-float32, or stays codes and scales (`Checkpoint.quantized`). The end-of-sequence ids are those of
-``generation_config.json`` where it states them, as in transformers and vLLM, else those of ``config.json``.
+float32, or stays codes and scales (`Checkpoint.quantized`).  The end-of-sequence ids are those of
+``generation_config.json`` if it has them, as in transformers and vLLM, else those of ``config.json``.
 
-Nothing is guessed and nothing is skipped in silence: every missing, unmapped, wrong-shaped, wrongly typed or
-non-finite tensor stands in one error. Two things that old checkpoints carry are accepted because they hold no
-information: ``rotary_emb.inv_freq`` buffers, and a stored head of a tied model that equals the embedding bit
-  for bit.
+One error lists every missing, unmapped, wrong-shaped, wrongly typed or non-finite tensor; nothing is guessed
+or silently skipped.  Two leftovers of old checkpoints are accepted because they contain no information:
+``rotary_emb.inv_freq`` buffers, and a stored head of a tied model that equals the embedding bit for bit.
 """
 
 from __future__ import annotations
@@ -49,18 +48,16 @@ _FIELDS_THAT_MAY_DIFFER = ("max_position_embeddings", "eos_token_ids", "bos_toke
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory whose names, shapes and dtypes were found good; no tensor is read yet."""
+    """A checkpoint directory with valid names, shapes and dtypes; no tensor is read yet."""
 
     directory: Path
     config: ModelConfig
     tensors: dict[str, StoredTensor]  # by parameter path
-    # by parameter path, of the block-FP8 weights
+    # by parameter path, for block-FP8 weights
     scales: dict[str, StoredTensor] = field(default_factory=dict)
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(parameter path, float32 array) one by one. Raises UserError after the last one,
-        naming every non-finite tensor.
-        """
+        """Yields (parameter path, float32 array); raises UserError at the end if any is not finite."""
         non_finite = []
         for path, stored in self.tensors.items():
             array = stored.read().astype(np.float32)
@@ -76,9 +73,9 @@ class Checkpoint:
             )
 
     def quantized(self, path: str) -> ScaledArray:
-        """The codes and scales of a block-FP8 weight as they are stored.
+        """The stored codes and scales of a block-FP8 weight.
 
-        Raises KeyError where ``path`` is no such weight, UserError on a code that is NaN or a scale that is
+        Raises KeyError if ``path`` is not such a weight, UserError for a code that is NaN or a scale that is
         not positive and finite.
         """
         codes, scale = self.tensors[path].read(), self._scale(path)
@@ -99,10 +96,10 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Check a checkpoint directory without reading its weights.
+    """Checks a checkpoint directory without reading its weights.
 
-    Raises UserError on a damaged file, on an architecture this project does not have, and, all in one
-    message, on every tensor that does not fit the model.
+    Raises UserError for a damaged file, for an unsupported architecture, and for tensors that do not fit the
+    model, all in one message.
     """
     root = user_path(directory)
     if not root.is_dir():
@@ -154,7 +151,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 def _dtype_problem(
     name: str, tensor: StoredTensor, scale: StoredTensor | None, quantized: bool
 ) -> str | None:
-    """What is wrong with a tensor's dtype or with its scales."""
+    """The problem with a tensor's dtype or its scales, or None."""
     if tensor.dtype != "F8_E4M3":
         if scale is not None:
             return f"wrong dtype {name}: got {tensor.dtype} with scales, expected F8_E4M3"
@@ -182,15 +179,13 @@ def _dtype_problem(
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """One scale for each element of a weight of this shape."""
+    """The scale of each element of a weight of this shape."""
     rows, columns = (np.arange(size) // block for size, block in zip(shape, FP8_BLOCKS.weight, strict=True))
     return scale[rows[:, None], columns[None, :]]
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """``config.json`` of a directory, with the end-of-sequence ids of ``generation_config.json`` where
-    that states them.
-    """
+    """The architecture in a directory's ``config.json``, with the EOS ids of ``generation_config.json``."""
     return _read_config(user_path(directory))[0]
 
 
@@ -209,7 +204,7 @@ def _read_config(root: Path) -> tuple[ModelConfig, bool]:
     quantization = values.pop("quantization_config", None)
     if quantization is not None:
         stated = quantization if isinstance(quantization, dict) else {}
-        # Qwen's own files state no fmt: there is only one.
+        # Qwen's own files have no fmt, since there is only one.
         wrong = [
             f"{key}={stated.get(key)!r}, expected {value!r}"
             for key, value in _FP8.items()
@@ -236,12 +231,11 @@ def load_checkpoint(directory: str | Path) -> tuple[ModelConfig, dict[str, np.nd
 
 
 def read_into(decoder: nnx.Module, directory: str | Path) -> ModelConfig:
-    """Fill a decoder's float32 parameters in place from a checkpoint directory, each on the devices it lies
-    on.
+    """Fills a decoder's float32 parameters in place from a checkpoint directory, each on its own devices.
 
-    One tensor is in host memory at a time. Returns the checkpoint's configuration. Raises UserError where the
-    directory is damaged or describes another model than ``decoder.config`` (no parameter has changed then),
-    and where weights are non-finite (the decoder holds them then).
+    Only one tensor is in host memory at a time.  Returns the checkpoint's configuration.  Raises UserError if
+    the directory is damaged or describes another model than ``decoder.config`` (no parameter has changed
+    then), or if weights are non-finite (the decoder then contains them).
     """
     checkpoint = open_checkpoint(directory)
     config: ModelConfig = decoder.config  # type: ignore[attr-defined]

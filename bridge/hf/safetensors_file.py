@@ -1,7 +1,7 @@
-"""The tensors of a safetensors file, one at a time, as numpy without torch.
+"""Reads the tensors of a safetensors file, one at a time, as numpy arrays without torch.
 
-The library checks a file's header in full before it gives a tensor.  Its numpy reader knows bfloat16 but not
-float8 (0.8), so FP8 codes are read here, from the place that the checked header names.
+The library checks a file's whole header before it gives a tensor.  Its numpy reader (0.8) knows bfloat16 but
+not float8, so FP8 codes are read here, at the place given by the checked header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jetrl_jax.errors import UserError
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: its file, safetensors dtype name and shape."""
+    """A tensor in a file: the file, the safetensors name of the dtype, and the shape."""
 
     name: str
     file: Path
@@ -31,17 +31,16 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        """The tensor in its stored dtype, a fresh array of ``shape``.
+        """Reads the tensor into a new array of ``shape``, in its stored dtype.
 
-        Raises UserError for a file that was damaged since its header was read, and for a dtype that numpy
-        lacks.
+        Raises UserError if the file was damaged after its header was read, or if numpy lacks the dtype.
         """
         with _opened(self.file) as tensors:
             if self.dtype == "F8_E4M3":
                 return self._read_codes()
             try:
                 return tensors.get_tensor(self.name)
-            except AttributeError as error:  # of the module numpy
+            except AttributeError as error:  # numpy has no such dtype
                 raise UserError(
                     f"StoredTensor.read: dtype that is not read: got {self.dtype} of {self.name} in "
                     f"{self.file}, expected F8_E4M3, BF16 or one of numpy's"
@@ -70,7 +69,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """The library's view of a file, read and not mapped: a mapped one that shrinks would end the process."""
+    """The library's view of a file, which is not mapped, as a mapped file that shrinks ends the process."""
     try:
         with safe_open(file, "numpy", backend="pread") as tensors:
             yield tensors
@@ -84,7 +83,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object, refusing duplicate keys at any depth. Raises UserError naming ``what``."""
+    """Parses a JSON object without duplicate keys at any depth; raises UserError naming ``what``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

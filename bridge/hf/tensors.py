@@ -1,11 +1,11 @@
-"""A published policy version as the tensors of a Hugging Face checkpoint: the one definition of this mapping.
+"""The mapping of a published policy version to the tensors of a Hugging Face checkpoint.
 
     FP8 weight         ->  X.weight float8_e4m3fn [N, K]
                            X.weight_scale_inv float32 [ceil(N/128), ceil(K/128)]
     any other tensor   ->  X in bfloat16
 
-Codes and scales are the trainer's own, never requantised.  Checkpoint export, weight sync and manifests use
-this order and these names.
+Codes and scales are the trainer's own and are not quantised again.  Checkpoint export, weight sync and
+manifests all use this order and these names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pallas_kernels import ScaledArray
 
 
 def hf_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str, Any]]:
-    """(name, array) pairs of `PrecisionPlan.publish`'s result, in the order of `parameter_shapes`;
-    arrays stay on their devices.
+    """(name, array) pairs of published weights, in the order of `parameter_shapes`.
+
+    published: the result of `PrecisionPlan.publish`; the arrays stay on their devices.
     """
     values = dict(named_params(published))
     for path in parameter_shapes(config):
@@ -46,11 +47,10 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[str, Any] | None:
-    """`quantization_config` of a model whose weights `fp8_paths` (parameter paths) are block FP8; None where
-    there are none.
+    """The `quantization_config` of a model whose weights `fp8_paths` are block FP8; None without any.
 
     Raises:
-      UserError: layers that vLLM fuses differ in format, or a part of them does not end on a block's edge.
+      UserError: layers that vLLM fuses differ in format, or one of them does not end at a block's edge.
     """
     fp8 = set(fp8_paths)
     if not fp8:
@@ -58,7 +58,7 @@ def quantization_config(model: ModelConfig, fp8_paths: Iterable[str]) -> dict[st
     left_out: list[str] = []
     problems: list[str] = []
     for layer in range(model.num_layers):
-        # its parts share one format, and each but the last ends on a block's edge
+        # the parts of a fused layer share one format, and each except the last ends at a block's edge
         for group in anatomy.fused_groups():
             paths = [f"layers.{layer}.{matrix.path}" for matrix in group]
             inside = [f"{path}.weight" in fp8 for path in paths]

@@ -1,13 +1,12 @@
-"""Write a policy as a Hugging Face checkpoint directory, whole or not at all: masters rounded, or FP8 codes
-as published.
+"""Writes a policy as a Hugging Face checkpoint directory, with rounded masters or published FP8 codes.
 
     config.json · generation_config.json · model.safetensors (or shards and their index) · the tokenizer's
     files
 
-The files are written to a hidden sibling directory, flushed, read back and compared bit by bit, and only then
-renamed to their place, so that a kill at any moment leaves either no directory or a complete one. One process
-writes a given directory. ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and vLLM read the
-result.
+The files are written to a hidden sibling directory, flushed, read back and compared bit by bit.  Only then
+are they renamed to their place, so that a kill at any moment leaves either no directory or a complete one.
+Only one process may write a directory.  ``transformers.AutoModelForCausalLM.from_pretrained`` (4 and 5) and
+vLLM can read the result.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.parameters import named_params
 from pallas_kernels import ScaledArray
 
-Tensor = tuple[str, Any, np.dtype]  # Hugging Face name, array (numpy or JAX), dtype that it is stored in
+Tensor = tuple[str, Any, np.dtype]  # Hugging Face name, array (numpy or JAX), stored dtype
 
 DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-# What a checkpoint directory may hold to be replaced: what is written here, and tokenizer files.
+# A checkpoint directory may be replaced if it contains only these files and tokenizer files.
 _OWN_FILES = (
     "config.json",
     "generation_config.json",
@@ -56,16 +55,14 @@ _OWN_FILES = (
 
 
 class SavableTokenizer(Protocol):
-    """What a tokenizer must do here: write the files that transformers' AutoTokenizer reads."""
+    """A tokenizer that can write the files which transformers' AutoTokenizer reads."""
 
     def save(self, directory: str | Path) -> Any:
-        """Write the tokenizer's files into an existing directory."""
+        """Writes the tokenizer's files into an existing directory."""
 
 
 def decoder_parameters(decoder: nnx.Module) -> dict[str, Any]:
-    """{parameter path: array} of a decoder, as ``save_checkpoint`` takes it;
-    the arrays stay on their devices.
-    """
+    """{parameter path: array} of a decoder, for ``save_checkpoint``; the arrays stay on their devices."""
     return {path: variable.get_value() for path, variable in parameters_by_path(decoder).items()}
 
 
@@ -79,16 +76,15 @@ def save_checkpoint(
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
 ) -> Path:
-    """Write ``params`` ({parameter path: array, numpy or JAX}) with the model's configuration; returns the
-    directory.
+    """Writes ``params`` ({parameter path: numpy or JAX array}) as a checkpoint; returns the directory.
 
-    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32). One file where all
-    fits into ``max_shard_bytes``, else shards of at most that (a larger tensor gets a shard of its own).
-    ``overwrite`` replaces an earlier checkpoint whole; a directory with anything but a checkpoint's files is
+    Weights are rounded once, to nearest even, to ``dtype`` (bfloat16, float16 or float32).  They go into one
+    file if all fit into ``max_shard_bytes``, else into shards of at most that size (a larger tensor gets its
+    own shard).  ``overwrite`` replaces an earlier checkpoint as a whole; a directory with any other files is
     never replaced.
 
-    Raises ValueError, listing all, where ``params`` are not exactly the model's or are non-finite in
-    ``dtype``; UserError where the place is taken; RuntimeError where the files read back differently.
+    Raises ValueError, listing all, if ``params`` are not exactly the model's or are non-finite in ``dtype``;
+    UserError if the place is taken; RuntimeError if the files read back differently.
     """
     if dtype not in DTYPES:
         raise ValueError(
@@ -121,12 +117,11 @@ def save_published(
     max_shard_bytes: int | float = 5e9,
     overwrite: bool = False,
 ) -> Path:
-    """Write published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint, as vLLM, SGLang and
-    transformers read it.
+    """Writes published weights (`PrecisionPlan.publish`) as a block-FP8 checkpoint.
 
-    Codes and scales are the trainer's own bytes (`bridge.hf.tensors`); every other tensor is BF16. Arguments,
-    files and errors as in `save_checkpoint`; UserError besides where nothing is FP8 or vLLM could not hold
-    the model's layers.
+    vLLM, SGLang and transformers can read it.  Codes and scales are the trainer's own bytes
+    (`bridge.hf.tensors`); every other tensor is BF16.  Arguments, files and errors as in `save_checkpoint`;
+    also raises UserError if nothing is FP8, or if vLLM could not load the model's layers.
     """
     fp8 = [path for path, value in named_params(published) if isinstance(value, ScaledArray)]
     quantization = quantization_config(model_config, fp8)
@@ -175,7 +170,7 @@ def _save(
 
 
 def _cast(array: Any, dtype: np.dtype) -> np.ndarray:
-    """A contiguous host copy in ``dtype``; the library would write a strided array's memory as it lies."""
+    """A contiguous host copy in ``dtype``; the library would ignore a strided array's strides."""
     host = np.asarray(array)
     if host.dtype != dtype:
         with np.errstate(over="ignore"):  # an overflow becomes inf and is reported with its name
@@ -199,7 +194,7 @@ def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: 
         ]
         if not non_finite:
             save_file(arrays, directory / file_name, metadata={"format": "pt"})
-            # the library makes it unreadable to others
+            # the library creates files that others cannot read
             shutil.copymode(directory / "config.json", directory / file_name)
         weight_map |= dict.fromkeys(arrays, file_name)
     if non_finite:
@@ -216,7 +211,7 @@ def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: 
 
 
 def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[list[str]]:
-    """Consecutive groups of paths, each within the limit or a single larger tensor."""
+    """Consecutive groups of paths, each within the limit or with a single larger tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for path, size in sizes_bytes.items():
@@ -229,7 +224,7 @@ def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[lis
 
 
 def _verify(directory: Path, config: ModelConfig, tensors: Sequence[Tensor]) -> None:
-    """Read the directory back with the reader and compare configuration and bits."""
+    """Reads the directory back and compares configuration and bits."""
     written = open_checkpoint(directory)
     wrong = ["config.json"] if written.config != config else []
     stored = {tensor.name: tensor for tensor in (*written.tensors.values(), *written.scales.values())}
@@ -272,12 +267,12 @@ def _check_place(target: Path, overwrite: bool) -> None:
     if foreign or not (target / "config.json").is_file():
         why = f"it also holds {foreign}" if foreign else "it has no config.json"
         raise UserError(
-            f"save_checkpoint: will not replace {str(target)!r}: {why}, expected a checkpoint's files alone"
+            f"save_checkpoint: will not replace {str(target)!r}: {why}, expected only a checkpoint's files"
         )
 
 
 def _flush(directory: Path) -> None:
-    """Bring files and directory entries to the disk before the rename makes them visible."""
+    """Flushes files and directory entries to disk before the rename makes them visible."""
     for path in [*(p for p in directory.rglob("*")), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -287,8 +282,9 @@ def _flush(directory: Path) -> None:
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
-    """Rename; an earlier checkpoint steps aside first,
-    goes when the new one stands and comes back where it cannot.
+    """Renames the new directory to its place.
+
+    An earlier checkpoint is moved aside first.  It is deleted afterwards, or moved back if the rename fails.
     """
     old = _sibling(target, "old")
     if target.exists():

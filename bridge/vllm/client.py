@@ -1,11 +1,11 @@
-"""Calls of vLLM's servers: JSON over HTTP, each ended when its time is up, whatever the server does.
+"""Calls of vLLM's servers, JSON over HTTP, each with a time limit that holds whatever the server does.
 
-A limit is on all of a call.  httpx by itself limits connecting and each single read or write, and a server
-that drips a byte now and then would hold a call for ever.  No connection is kept after its call: vLLM closes
-one after an error, and the next call on it would look like a dead server.
+A limit covers a whole call.  httpx by itself limits connecting and each single read or write, so a server
+that sends a byte now and then would hold a call for ever.  No connection is reused, because vLLM closes one
+after an error, and the next call on it would look like a dead server.
 
-The calls run on an event loop in a thread of its own, so they go on while earlier answers are read.  A call
-says which server it is for: those of one batch may go to several.
+The calls run on an event loop in a separate thread, so that they continue while earlier answers are read.
+Each call names its server, and those of one batch may go to several.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Limit:
-    """A time within which one or several calls must be answered.
+    """The time within which one or several calls must be answered.
 
-    setting: the field of the config that says so; seconds: how long; end: when, of `time.monotonic`.
+    setting: the field of the config that sets it; seconds: its length; end: its end, by `time.monotonic`.
     """
 
     setting: str
@@ -40,7 +40,7 @@ class Limit:
 
     @classmethod
     def start(cls, setting: str, seconds: float) -> Limit:
-        """From now on."""
+        """A limit that starts now."""
         return cls(setting, seconds, time.monotonic() + seconds)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked of a server, and by when it must have answered."""
+    """A request to a server, and the limit within which it must be answered."""
 
     method: str
     url: str
@@ -58,7 +58,7 @@ class Call:
 
 
 class Client:
-    """Asks servers; `close` it.
+    """Makes calls to servers; the caller closes it.
 
     Raises:
       UserError: httpx is not installed.
@@ -89,9 +89,10 @@ class Client:
         return self._start(self._answer(call)).result()
 
     def at_once(self, calls: Mapping[int, Call], most: int) -> Generator[tuple[int, Any], None, None]:
-        """The answers as they arrive, ``most`` calls under way at a time; the first failure is raised.
+        """Yields (key, answer) as the answers arrive; the first failure is raised.
 
-        Calls under way when it ends early are given up, not waited for.
+        At most ``most`` calls run at the same time.  If the generator ends early, unfinished calls are
+        cancelled.
         """
         turn = asyncio.Semaphore(most)
 
@@ -108,7 +109,7 @@ class Client:
                 answer.cancel()
 
     def close(self) -> None:
-        """Ends the thread and gives up what is under way."""
+        """Ends the thread and drops unfinished calls."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._runner.run(self._http.aclose())
@@ -139,7 +140,7 @@ class Client:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, which stands at the end of the causes: "Connection refused"."""
+    """The system's message at the end of an error's chain of causes, such as "Connection refused"."""
     cause = error
     while inner := cause.__cause__ or cause.__context__:
         cause = inner

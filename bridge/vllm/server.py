@@ -1,15 +1,16 @@
-"""vLLM behind HTTP: a server that the trainer starts and ends, or one that runs already on this machine.
+"""vLLM behind HTTP: a server that the trainer starts and ends, or one that already runs on this machine.
 
     start     loopback only, a free port, its output in vllm.log of the run; ready when /health answers
     sync      safetensors on tmpfs with a manifest beside it; staged and verified by the worker, then applied
     sleep     weights and cache are dropped until the next sync, which wakes the weights, then the cache
-    generate  token ids in, token ids and logprobs out, one request a completion; every answer names its
-    weights' version end       with the trainer, however that ends (`server_process`)
+    generate  token ids in, token ids and logprobs out, one request per completion; every answer names the
+              version of its weights
+    end       with the trainer, however that ends (`server_process`)
 
-Every call has a time limit, on all of it (`client`).  A server that died, hangs or answers nonsense ends the
-call with `EngineFailed`, unless `rollout.engine.restarts` lets a server of ours be started anew: then it gets
-the present weights and is asked again for what was not answered.
-The control routes of vLLM are unauthenticated, which is why the server listens on loopback alone.
+Every call has a time limit (`client`).  A server that died, hangs or answers nonsense ends the call with
+`EngineFailed`.  If `rollout.engine.restarts` allows it, the trainer's own server is restarted instead, gets
+the present weights, and gets the unanswered requests again.  vLLM's control routes have no authentication, so
+the server listens only on loopback.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ from jetrl_jax.rollout.manifest import Manifest
 T = TypeVar("T")
 LOG_FILE = "vllm.log"
 GENERATE = "/inference/v1/generate"
-AT_ONCE = 256  # requests to a server whose own limit is not known
+AT_ONCE = 256  # concurrent requests to a server whose own limit is not known
 POLL_S = 0.2
 STOP_S = RESUME_S = 20.0
 
 
 class ServerEngine(VllmEngine):
-    """`VllmEngine` over vLLM's HTTP routes; an own server starts with the first `load`.
+    """A `VllmEngine` that uses vLLM's HTTP routes; its own server starts with the first `load`.
 
     Args:
-      model, fp8_paths, settings: as `VllmEngine`; the engine is one of `vllm_server`, which is started here,
-        or of `vllm_external`, which runs already, with this package's plugin, backend ``jetrl`` and
+      model, fp8_paths, settings: as `VllmEngine`.  The engine's section is `vllm_server`, which is started
+        here, or `vllm_external`, which already runs, with this package's plugin, backend ``jetrl`` and
         VLLM_SERVER_DEV_MODE=1.
-      command: what is started in place of vLLM's server (its flags are appended).
-      log_directory: where an own server's output goes; None is a temporary place.
+      command: replaces the command of vLLM's server (its flags are appended).
+      log_directory: directory of an own server's output; None: a temporary one.
 
     Raises:
       UserError: httpx is not installed.
@@ -90,7 +91,7 @@ class ServerEngine(VllmEngine):
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
         self._ready = False
-        # tmpfs: the disk never sees the weights
+        # tmpfs, so that weights are not written to disk
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._directory = Path(tempfile.mkdtemp(prefix="jetrl-vllm-", dir=root))
         if self.owned:
@@ -99,7 +100,7 @@ class ServerEngine(VllmEngine):
 
     @property
     def limits(self) -> ServedVllmSection:
-        """The section of the server, with its limits of time."""
+        """The section of the server, with its time limits."""
         assert isinstance(self.settings.rollout.engine, ServedVllmSection)
         return self.settings.rollout.engine
 
@@ -130,7 +131,7 @@ class ServerEngine(VllmEngine):
         )
 
     def _completion(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
-        """Errors also for tokens of other weights."""
+        """As the base class; tokens of other weights are an error."""
         with _reading(answer):
             (choice,) = answer["choices"]
             versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
@@ -151,7 +152,7 @@ class ServerEngine(VllmEngine):
             ]
 
     def _close(self) -> None:
-        """Ends a server of ours, the connections, and removes what was written for it."""
+        """Ends an own server, closes the connections and removes the files written for it."""
         self._stop()
         self._client.close()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -160,7 +161,7 @@ class ServerEngine(VllmEngine):
     # Calls
 
     def _ask(self, asked: Asked) -> Answers:
-        """As they arrive; where a server is started anew, it is asked again for what was not answered."""
+        """Yields answers as they arrive; a restarted server gets the unanswered requests again."""
         waiting = dict(enumerate(asked))
         while waiting:
             try:
@@ -173,7 +174,7 @@ class ServerEngine(VllmEngine):
                 self._after_failure(error)
 
     def _at_once(self, asked: Mapping[int, tuple[Sequence[int], dict[str, Any]]]) -> Answers:
-        """One call for each, so many at once as vLLM decodes."""
+        """Makes one call per request, as many at the same time as vLLM decodes."""
         limit = Limit.start("rollout.engine.request_timeout_s", self.limits.request_timeout_s)
         calls = {}
         for place, (ids, fields) in asked.items():
@@ -184,19 +185,17 @@ class ServerEngine(VllmEngine):
             yield from answers
 
     def _push(self) -> None:
-        """Brings the staged file into the server: verified before it is applied,
-        prefix cache emptied after.
-        """
+        """Loads the staged file into the server, which verifies it first; empties the prefix cache after."""
         self._ensure_ready()
         assert self._weights is not None
         path, version = self._weights
         limit = self._sync_limit()
         if self._asleep:
             self._post("/wake_up?tags=weights", {}, limit)
-        start = {"is_checkpoint_format": False}  # vLLM 0.24 alone reads it, see `worker.transfer`
+        start = {"is_checkpoint_format": False}  # read only by vLLM 0.24, see `worker.transfer`
         try:
             self._post("/start_weight_update", start, limit)
-        # a trainer that was killed left an update open: this update, of nothing, ends it
+        # a killed trainer may have left an update open, which this empty update ends
         except EngineFailed:
             with contextlib.suppress(EngineFailed):
                 self._post("/update_weights", {"update_info": {}}, limit)
@@ -209,22 +208,20 @@ class ServerEngine(VllmEngine):
                 self._post("/wake_up?tags=kv_cache", {}, limit)
             self._post("/reset_prefix_cache", {}, limit)
         except EngineFailed:
-            with contextlib.suppress(EngineFailed):  # what went wrong first is what is told
+            with contextlib.suppress(EngineFailed):  # the first error is the one to report
                 self._resume(limit)
             raise
         self._resume(limit)
         self._asleep = False
 
     def _resume(self, limit: Limit) -> None:
-        """Lets the server go on; one that was late is given the time for it."""
+        """Lets the server continue, with enough time even if the limit has passed."""
         self._post(
             "/resume", {}, Limit(limit.setting, limit.seconds, max(limit.end, time.monotonic() + RESUME_S))
         )
 
     def _with_restarts(self, call: Callable[[], T]) -> T:
-        """`call()`; where the server fails and may be restarted, again on a new one,
-        after it took the present weights.
-        """
+        """Runs `call()`; repeats it on a restarted server with the present weights, if restarts are left."""
         while True:
             try:
                 if call != self._push:
@@ -234,12 +231,12 @@ class ServerEngine(VllmEngine):
                 self._after_failure(error)
 
     def _push_again(self) -> None:
-        """Gives a server that was started anew the present weights."""
+        """Gives a restarted server the present weights."""
         if not self._ready and self._weights is not None:
             self._push()
 
     def _after_failure(self, error: EngineFailed) -> None:
-        """Ends a server of ours that failed; raises the error where none may be started anew."""
+        """Ends an own server that failed; raises the error if it may not be restarted."""
         if self.owned:
             self._stop()
         if not self.owned or self.restarts_left == 0:
@@ -254,18 +251,18 @@ class ServerEngine(VllmEngine):
         return self._request("POST", route, limit, body)
 
     def _of_worker(self, method: str, *arguments: Any, limit: Limit) -> Any:
-        """What a method of our worker (`worker.transfer`) returns."""
+        """The result of a method of this project's worker extension (`worker.transfer`)."""
         body = {"method": method, "args": arguments, "timeout": self.limits.sync_timeout_s}
         return self._post("/collective_rpc", body, limit)["results"][0]
 
     def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that a route answers; {} where it says nothing."""
+        """The JSON answer of a route; {} if it is empty."""
         with self._failing(route):
             return self._client.call(Call(method, f"{self.url}{route}", body, limit))
 
     @contextlib.contextmanager
     def _failing(self, route: str) -> Iterator[None]:
-        """A call that failed is a failure of the engine, with the route's name and where to read on."""
+        """Turns a failed call into `EngineFailed`, with the route's name and the place of the log."""
         try:
             yield
         except CallFailed as error:
@@ -308,7 +305,7 @@ class ServerEngine(VllmEngine):
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(server_process.__file__), *command],
-                stdin=subprocess.PIPE,  # held open: its end is the server's end
+                stdin=subprocess.PIPE,  # the server ends when this pipe closes
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=variables,
@@ -334,9 +331,9 @@ class ServerEngine(VllmEngine):
             time.sleep(POLL_S)
 
     def _stop(self) -> None:
-        """Ends a server of ours, by force where it must be."""
+        """Ends an own server, by force if necessary."""
         self._ready = not self.owned and self._ready
-        self._asleep = False  # so is a new one
+        self._asleep = False  # a new server is awake
         process = self._process
         self._process = None
         if process is None:
@@ -352,7 +349,7 @@ class ServerEngine(VllmEngine):
 
 @contextlib.contextmanager
 def _reading(answer: Any) -> Iterator[None]:
-    """What is missing in an answer, or is no such thing, is the server's failure."""
+    """Turns missing or malformed parts of an answer into `EngineFailed`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:

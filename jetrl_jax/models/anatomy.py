@@ -1,9 +1,8 @@
-"""What a decoder layer consists of, and how devices can split it: the one list of its matrices and norms;
-imports no jax.
+"""The list of matrices and norms of a decoder layer, and how devices can split them; imports no jax.
 
-The decoder is built from it, and names, shapes, fused layers, split axes and rules are read off it.  A path
-is that of a module within its layer ("self_attn.q_proj"), under Hugging Face's name; a matrix is [outputs,
-inputs].
+The decoder is built from this list; names, shapes, fused layers, split axes and rules are derived from it.  A
+path is that of a module within its layer ("self_attn.q_proj"), with Hugging Face's name.  A matrix is
+[outputs, inputs].
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Axis = Literal["hidden", "heads", "kv_heads", "inner"]
 
 
 class _Sizes(Protocol):
-    """The numbers that fix a layer's shapes: of a `ModelConfig`, or of a config's section."""
+    """The numbers that determine a layer's shapes, in a `ModelConfig` or a section of the config."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -37,7 +36,7 @@ class _Sizes(Protocol):
 
 
 def features(axis: Axis, sizes: _Sizes) -> int:
-    """Features along an axis of a matrix."""
+    """The number of features along an axis of a matrix."""
     return {
         "hidden": sizes.hidden_size,
         "heads": sizes.num_heads * sizes.head_dim,
@@ -50,11 +49,11 @@ def features(axis: Axis, sizes: _Sizes) -> int:
 class Matrix:
     """A linear layer y = x W^T + b.
 
-    path: of its module.
-    outputs, inputs: axes of W.
-    reads: the modules that make x, feature by feature; matrices that read the same share its codes.
-    fused_as: the module that vLLM multiplies it as.
-    bias: the field of the model's config that says whether there is b; None: never.
+    path: path of its module.
+    outputs, inputs: the axes of W.
+    reads: the modules that make x, feature by feature; matrices that read the same x share its codes.
+    fused_as: the module of vLLM in which it is multiplied.
+    bias: the field of the model's config that decides whether b exists; None: never.
     """
 
     path: str
@@ -66,35 +65,34 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """The path's last part."""
+        """The last part of the path."""
         return self.path.rsplit(".", 1)[-1]
 
     @property
     def split_input(self) -> bool:
-        """Whether, where devices split the layer, each makes a part of x only:
-        the outputs of other matrices.
-        """
+        """Whether each device has only a part of x if devices split the layer (outputs of other matrices)."""
         return any(isinstance(PARTS[path], Matrix) for path in self.reads)
 
     def shape(self, sizes: _Sizes) -> tuple[int, int]:
-        """[outputs, inputs] in features."""
+        """The shape [outputs, inputs] in features."""
         return features(self.outputs, sizes), features(self.inputs, sizes)
 
     def has_bias(self, config: ModelConfig) -> bool:
-        """Whether the model has b."""
+        """Whether b exists in this model."""
         return {None: False, "attention_bias": config.attention_bias, "o_proj_bias": config.o_proj_bias}[
             self.bias
         ]
 
     def unit(self, head_dim: int, *, blocks: bool) -> int:
-        """Outputs that stay on one device: a head, and with `blocks` those of a block of scales."""
+        """The number of outputs that stay on one device: a head and, with `blocks`, a block of scales."""
         return math.lcm(head_dim if self.outputs in ("heads", "kv_heads") else 1, BLOCK if blocks else 1)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm with one weight a feature, whole on every device; of_heads: of each head,
-    so that a device uses it on its own.
+    """An RMSNorm with one weight per feature, whole on every device.
+
+    of_heads: whether it norms each head, so that a device applies it only to its own heads.
     """
 
     path: str
@@ -125,7 +123,7 @@ MATRICES = tuple(part for part in _PARTS if isinstance(part, Matrix))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Path within the layer -> shape of every parameter of one layer."""
+    """The shape of every parameter of one layer, by path within the layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in _PARTS:
         if isinstance(part, Matrix):
@@ -138,7 +136,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def fused_groups() -> tuple[tuple[Matrix, ...], ...]:
-    """The matrices that vLLM multiplies as one, in order."""
+    """The groups of matrices that vLLM multiplies as one, in order."""
     groups: dict[str, list[Matrix]] = {}
     for matrix in MATRICES:
         groups.setdefault(matrix.fused_as, []).append(matrix)
@@ -146,17 +144,13 @@ def fused_groups() -> tuple[tuple[Matrix, ...], ...]:
 
 
 def part_of(path: str) -> Matrix | Norm | None:
-    """The part of a layer that a parameter ('layers.0.self_attn.q_proj.weight') belongs to; None:
-    it is outside the layers.
-    """
+    """The part of a layer that has a parameter ('layers.0.self_attn.q_proj.weight'); None outside layers."""
     found = re.fullmatch(r"layers\.\d+\.(.+)\.(?:weight|bias)", path)
     return PARTS.get(found[1]) if found else None
 
 
 def read_by(path: str) -> list[str]:
-    """The parameters (weights) of the matrices whose input features are the outputs of this one,
-    split like them.
-    """
+    """The weights of the matrices that read the outputs of this matrix, and are split like them."""
     part = part_of(path)
     if part is None:
         return []
@@ -164,10 +158,9 @@ def read_by(path: str) -> list[str]:
 
 
 def shard_axis(shape: tuple[int, ...], degree: int, fp8: bool) -> int | None:
-    """The first axis of a matrix that `degree` devices can split without cutting a block of its scales; None:
-    no such axis.
+    """The first axis of a matrix that `degree` devices can split without cutting a block of its scales.
 
-    Vectors are not split (None); nor is anything at degree 1.
+    None if there is none, for vectors, and at degree 1.
     """
     if degree == 1 or len(shape) != 2:
         return None
@@ -183,7 +176,5 @@ def fitting_degrees(shape: tuple[int, ...], fp8: bool, most: int = 64) -> list[i
 
 
 def fitting_tensor_degrees(features: int, unit: int, most: int = 64) -> list[int]:
-    """The degrees up to `most` whose shares of `features` output features are whole units (heads, blocks,
-    rows).
-    """
+    """The degrees up to `most` that split `features` outputs into whole units (heads, blocks, rows)."""
     return [degree for degree in range(1, most + 1) if features % (degree * unit) == 0 or degree == 1]

@@ -1,7 +1,7 @@
 """The architecture of a policy as one frozen value.
 
-A dense decoder of the Qwen3, Qwen2 or Llama 3 kind is fixed by about twenty numbers, which `ModelConfig`
-holds; `bridge.hf.config` reads and writes them as Hugging Face's ``config.json``.
+About twenty numbers define a dense decoder of the Qwen3, Qwen2 or Llama 3 kind.  `ModelConfig` holds them;
+`bridge.hf.config` reads and writes them as Hugging Face's ``config.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# What config.json must state of a rotary type, and what it may.
+# The keys that config.json must have for a rotary type, and those that it may have.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -39,7 +39,7 @@ ROPE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotary frequencies are stretched beyond the pre-training length.
+    """The scaling of the rotary frequencies beyond the pre-training length.
 
     ``rope_type`` is one of
 
@@ -49,12 +49,11 @@ class RopeScaling:
                  high_freq_factor``
         yarn     the same by pairs of channels: a linear ramp between the two that turn ``beta_fast`` and
                  ``beta_slow`` times within the original length, moved outwards to whole pairs unless
-                 ``truncate`` is false; cos
-                 and sin are multiplied by `attention_scaling`  (Peng et al. 2023)
+                 ``truncate`` is false; cos and sin are multiplied by `attention_scaling` (Peng et al. 2023)
 
-    Fields of the other types are None, and so is what config.json leaves out: YaRN's ``beta_fast`` is then
-    32, ``beta_slow`` 1 and ``truncate`` true, in the paper as in transformers and vLLM. Raises UserError on
-    values outside these rules.
+    Fields of other types are None, and so are fields that config.json leaves out.  For YaRN, ``beta_fast`` is
+    then 32, ``beta_slow`` 1 and ``truncate`` true, as in the paper, transformers and vLLM.  Raises UserError
+    for values outside these rules.
     """
 
     rope_type: str
@@ -93,16 +92,17 @@ class RopeScaling:
 
     @property
     def betas(self) -> tuple[float, float]:
-        """YaRN's (beta_fast, beta_slow): turns within the original length above which a frequency is kept,
-        below which divided.
+        """YaRN's (beta_fast, beta_slow), in turns within the original length.
+
+        Frequencies with more turns than beta_fast are kept; those with fewer than beta_slow are divided.
         """
         return self.beta_fast or 32.0, self.beta_slow or 1.0
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by; 1 but for YaRN.
+        """The factor of cos and sin, which is 1 except for YaRN.
 
-        ``attention_factor`` where it is stated, else m(mscale) / m(mscale_all_dim) where both are, else m(1),
+        It is ``attention_factor`` if given, else m(mscale) / m(mscale_all_dim) if both are given, else m(1),
         with m(s) = 0.1 s ln(factor) + 1.
         """
         if self.rope_type != "yarn":
@@ -119,12 +119,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that fixes a dense decoder's shapes and mathematics; hashable, so it may be a static
-    argument.
+    """The shapes and mathematics of a dense decoder; hashable, so that it may be a static argument.
 
-    ``attention_bias`` puts a bias on q, k and v, and on o too where ``o_proj_bias`` says so (Llama and Qwen3;
-    Qwen2's o has none). ``qk_norm`` is RMSNorm over ``head_dim`` of every query and key head (Qwen3 only).
-    ``eos_token_ids`` may be empty. Raises UserError listing every field that breaks a rule.
+    ``attention_bias`` puts a bias on q, k and v, and on o too if ``o_proj_bias`` is true (in Llama and Qwen3;
+    Qwen2's o has none).  ``qk_norm`` is RMSNorm over ``head_dim`` of every query and key head (only Qwen3).
+    ``eos_token_ids`` may be empty.  Raises UserError listing every field that breaks a rule.
     """
 
     architecture: str
@@ -161,18 +160,18 @@ def _raise(function: str, problems: list[str]) -> None:
 
 
 def is_positive_int(value: Any) -> bool:
-    """Of a field whose type is not checked yet."""
+    """Whether a value, of any type, is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def is_positive_number(value: Any) -> bool:
-    """As `is_positive_int`; finite."""
+    """Whether a value, of any type, is a positive finite number."""
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     )
 
 
-# Rules of the fields of `RopeScaling` that are no positive numbers.
+# Rules of the fields of `RopeScaling` that are not positive numbers.
 ROPE_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "original_max_position_embeddings": (is_positive_int, "a positive integer"),
     "truncate": (lambda value: isinstance(value, bool), "true or false"),

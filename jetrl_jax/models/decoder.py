@@ -1,21 +1,21 @@
-"""The policy: a decoder-only transformer, Qwen3 first, Qwen2 and Llama 3 as configurations of the same file.
+"""The policy, a decoder-only transformer: Qwen3, and with other configurations Qwen2 and Llama 3.
 
     h = embed(ids)
     per layer:  h += o_proj(attention(rope(q_norm(q)), rope(k_norm(k)), v)),  q, k, v from norm(h)
                 h += down_proj(silu(gate_proj(n)) * up_proj(n)),              n = norm(h)
     logits = norm(h) . W_head^T          in FP32
 
-Parameters are FP32 masters under Hugging Face's names (without `model.`) in Hugging Face's layout [out, in],
-which is also the K-major layout that FP8 tensor cores want.  A parameter's value may be an array (BF16 or
-FP32 layer), a `ScaledArray` (rollout) or a `TrainableFp8Weight` (training): see `jetrl_jax.models.linear`.
-The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
-An `Activation` is a value and, where FP8 layers read it, its codes, made once for all of them
-(`jetrl_jax.models.fp8_producers`).  Weights split over devices are made whole inside the modules that hold
-them (`jetrl_jax.models.sharded`), and so are the activations of layers that are split
-(`jetrl_jax.models.tensor_parallel`).
+Parameters are FP32 masters with Hugging Face's names (without `model.`) and layout [out, in], which is also
+the K-major layout that FP8 tensor cores need.  A parameter's value may be an array (BF16 or FP32 layer), a
+`ScaledArray` (rollout) or a `TrainableFp8Weight` (training); see `jetrl_jax.models.linear`.
 
-Axes: B rows, T tokens, t new tokens, D width, V vocabulary, N query heads, K key/value heads, H head width, S
-  cache length.
+The residual stream is carried as (x, residual) and added inside the norms, where the engine adds it.
+An `Activation` is a value and, if FP8 layers read it, its codes, quantised once for all of them
+(`jetrl_jax.models.fp8_producers`).  If weights or layers are split over devices, a module gathers its own
+weights (`jetrl_jax.models.sharded`) and activations (`jetrl_jax.models.tensor_parallel`).
+
+Axes: B rows, T tokens, t new tokens, D width, V vocabulary, N query heads, K key/value heads, H head width,
+S cache length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.numerics import Numerics
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
-KeysValues = tuple[jax.Array, jax.Array]  # of a whole sequence, [B, T, K, H] each
+KeysValues = tuple[jax.Array, jax.Array]  # keys and values of a whole sequence, [B, T, K, H] each
 INIT_STDDEV = 0.02
 
 
@@ -48,14 +48,14 @@ def _normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
 
 
 class Embedding(nnx.Module):
-    """A matrix [V, D]: rows for ids, or the head that makes logits."""
+    """A matrix [V, D] for embeddings of ids, or for the head that makes logits."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
         self.numerics = numerics
         self.weight = _normal(rngs, config.vocab_size, config.hidden_size)
 
     def whole(self) -> jax.Array:
-        """[V, D]; under tensor parallelism this device's rows."""
+        """The gathered matrix [V, D]; under tensor parallelism this device's rows."""
         return gathered(self.weight, self.numerics.dtype)
 
 
@@ -72,8 +72,8 @@ class Linear(nnx.Module):
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., in] -> [..., out] in `numerics.dtype`.
 
-        On devices that share the layer: whole -> this device's outputs or, of a layer that reads such
-          outputs, part -> whole.
+        If devices share the layer: from whole inputs to this device's outputs or, in a layer that reads such
+        outputs, from this device's inputs to whole outputs.
         """
         dtype = self.numerics.dtype
         bias, weight = None if self.bias is None else gathered(self.bias, dtype), gathered(self.weight, dtype)
@@ -82,7 +82,7 @@ class Linear(nnx.Module):
 
 
 def read(x: Activation | jax.Array, readers: Sequence[Linear]) -> Activation:
-    """x as these layers read it: an array is quantised where one of them is FP8."""
+    """x as these layers read it; an array is quantised if one of them is FP8."""
     if isinstance(x, Activation):
         return x
     made = activation(x, [local(reader.weight) for reader in readers], readers[0].numerics)
@@ -104,7 +104,7 @@ class RMSNorm(nnx.Module):
     def add(
         self, x: jax.Array, residual: jax.Array | None, readers: Sequence[Linear] = ()
     ) -> tuple[Activation, jax.Array]:
-        """Of x + residual, for the layers that read it: ([..., D], the sum). Without residual, of x."""
+        """RMSNorm of x + residual (of x if None), for the layers `readers`; returns ([..., D], the sum)."""
         weight = gathered(self.weight, self.numerics.dtype)
         normed, total = fp8_producers.rms_norm(
             x, residual, weight, self.eps, [local(r.weight) for r in readers], self.numerics
@@ -113,9 +113,7 @@ class RMSNorm(nnx.Module):
 
 
 def _check_shapes(caller: str, token_ids: jax.Array, others: dict[str, tuple[int, ...]]) -> None:
-    """One shape for all of them: a smaller one would be broadcast,
-    to other positions or to other tokens that are seen.
-    """
+    """Raises ValueError if shapes differ; a smaller one would be broadcast to wrong positions or masks."""
     if (
         token_ids.ndim != 2
         or 0 in token_ids.shape
@@ -133,7 +131,7 @@ def _check_shapes(caller: str, token_ids: jax.Array, others: dict[str, tuple[int
 def _check_cache(
     shape: tuple[int, ...], positions: jax.Array, cache: Sequence[KVCache], config: ModelConfig
 ) -> None:
-    """A position that is not below S would be written over another head or row."""
+    """Raises ValueError if tokens and cache do not fit, such as a position beyond the cache."""
     rows, count = shape
     problems = (
         []
@@ -188,11 +186,11 @@ class Attention(nnx.Module):
         self,
         x: Activation | jax.Array,  # [B, T, D]
         rope: RopeTable,
-        mask: jax.Array | None,  # bool [B, T, T]; None: all that is causal, or all in the cache
+        mask: jax.Array | None,  # bool [B, T, T]; None: every earlier token, or the whole cache
         cache: KVCache | None = None,
         positions: jax.Array | None = None,  # int32 [B, T], places in the cache
     ) -> tuple[jax.Array, KeysValues | KVCache]:
-        """[B, T, D] -> ([B, T, D], the keys and values, or the cache with them)."""
+        """[B, T, D] -> ([B, T, D], keys and values or, if given, the cache with them)."""
         numerics, x = self.numerics, read(x, self.readers)
         q, k, v = (
             projection(x).reshape(*x.value.shape[:2], -1, self.config.head_dim) for projection in self.readers
@@ -202,7 +200,7 @@ class Attention(nnx.Module):
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
         if cache is None:
             return self.o_proj(attention.attend(q, k, v, mask, numerics)), (k, v)
-        assert positions is not None  # a cache comes with the places of what is new
+        assert positions is not None  # a cache comes with the positions of the new tokens
         cache = cache.write(k, v, positions, numerics)
         return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache
 
@@ -266,8 +264,8 @@ class Decoder(nnx.Module):
       config: sizes and architecture.
       numerics: dtype between operations, mirrored engine and exactness; implementations are resolved here
         (`choices.resolve`).
-      rngs: its `params` stream initialises: normal(0, 0.02) matrices, unit norms, zero biases.
-      remat: keep only each layer's input for the backward and compute (and gather) the rest again there.
+      rngs: its `params` stream initialises normal(0, 0.02) matrices; norms are one, biases zero.
+      remat: keep only each layer's input for the backward, which computes (and gathers) the rest again.
 
     Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is
     at most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
@@ -291,18 +289,19 @@ class Decoder(nnx.Module):
 
         Args:
           token_ids, positions, segment_ids: int32 [B, T].  A token sees the tokens at or before it in its row
-            whose segment id is its own; segment 0 is padding, left or right.
+            with the same segment id; segment 0 is padding, on the left or right.
 
         Returns:
-          [B, T, D] in `numerics.dtype`; values at padding are finite and meaningless.
+          [B, T, D] in `numerics.dtype`; values at padding are finite but meaningless.
         """
         return self.prefill(token_ids, positions, segment_ids)[0]
 
     def prefill(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
-        """As `__call__`, and each layer's keys and values (`KVCache.of`);
-        without segment ids only right padding is allowed.
+        """As `__call__`, with each layer's keys and values (for `KVCache.of`).
+
+        Without segment ids only right padding is allowed.
         """
         shapes = {"positions": positions.shape} | (
             {} if segment_ids is None else {"segment_ids": segment_ids.shape}
@@ -314,21 +313,21 @@ class Decoder(nnx.Module):
     def extend(
         self, token_ids: jax.Array, positions: jax.Array, cache: list[KVCache]
     ) -> tuple[jax.Array, list[KVCache]]:
-        """New tokens of each row, against a cache that holds the row's tokens before them: t = 1 is decoding.
+        """Runs new tokens of each row against a cache of the row's earlier tokens; decoding has t = 1.
 
         Args:
           token_ids: int32 [B, t].
-          positions: int32 [B, t], ascending within a row and below S; a token sees those of the cache, and of
-            the t, up to its own.
-          cache: of each layer, `empty_cache` or `KVCache.of`.
+          positions: int32 [B, t], ascending within a row and below S; a token sees the cached and new tokens
+            up to its own position.
+          cache: one per layer, from `empty_cache` or `KVCache.of`.
 
         Returns:
           (hidden [B, t, D], the cache with the tokens written at their positions).  With `exact` the bits of
           a token do not depend on t (tests/parity/test_extend.py).
 
         Raises:
-          ValueError: other shapes, or a cache of other rows, layers or heads, or shorter than t; outside of
-            `jax.jit`, where they are known, other positions.
+          ValueError: other shapes, or a cache with other rows, layers or heads, or shorter than t; other
+            positions, if they are known (outside `jax.jit`).
         """
         _check_shapes("Decoder.extend", token_ids, {"positions": positions.shape})
         _check_cache(token_ids.shape, positions, cache, self.config)
@@ -353,15 +352,15 @@ class Decoder(nnx.Module):
         return self.norm.add(x, residual)[0].value, kept
 
     def head(self) -> jax.Array:
-        """The matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
+        """The gathered matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).whole()
 
     def splits(self, matrix: jax.Array) -> bool:
-        """Whether embedding or head [V, D] is a part: other devices hold the rest of the vocabulary."""
+        """Whether an embedding or head [V, D] is only a part, with the rest on other devices."""
         return matrix.shape[0] < self.config.vocab_size
 
     def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
-        """hidden [..., D] -> float32 logits [..., V], one for each row of `head` (None: `head()`)."""
+        """The float32 logits [..., V] of hidden [..., D], one per row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)

@@ -3,14 +3,14 @@ flow.
 
     y = round(sum over k of x[m, k] w[n, k]  + b[n])    products exact, sums FP32, rounded once
 
-With `numerics.exact` the bits of a token do not depend on the tokens beside it, by what
-`dense_implementation` says:
+With `numerics.exact` the bits of a token do not depend on the tokens beside it.  `dense_implementation`
+chooses how:
 
     CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
     Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
-    any other device   a float64 product rounded to FP32: slow, and independent of shapes but for ties
-    vLLM samples       that float64 product on every device, as vLLM's exact layers have it: no order of sums
-                       is shared with them
+    any other device   a float64 product rounded to FP32: slow, and independent of shapes except for ties
+    vLLM samples       that float64 product on every device, as in vLLM's exact layers, whose order of sums
+                       differs
 
 cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands; without
 `exact` it is taken there, and rounds its sums itself (`xla_direct`).
@@ -103,11 +103,10 @@ def _product_of_xla(numerics: Numerics, reason: str, *, elsewhere: bool = False)
 def dense(
     x: jax.Array, weight: jax.Array, out_dtype: Any, numerics: Numerics, bias: jax.Array | None = None
 ) -> jax.Array:
-    """x [M, K] . weight[N, K]^T + bias [N], operands in `numerics.dtype`, FP32 accumulation, one rounding to
-    `out_dtype`.
+    """x [M, K] . weight[N, K]^T + bias [N], in FP32 sums with one rounding to `out_dtype`.
 
-    The gradients of weight and bias are FP32 (their masters' dtype) and not rounded between; that of x has
-    x's dtype.
+    Operands are in `numerics.dtype`.  The gradients of weight and bias are FP32 (their masters' dtype) and
+    not rounded in between; that of x has x's dtype.
     """
     implementation = numerics.choices.dense.name
     kind = out_dtype if bias is None else jnp.float32

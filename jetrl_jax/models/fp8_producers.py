@@ -1,19 +1,18 @@
-"""The operations that make the inputs of FP8 layers, and the codes of what they make.
+"""The operations that make the inputs of FP8 layers, and the quantised codes of their results.
 
     RMSNorm                 -> q, k, v and gate, up
     SiLU(gate) * up         -> down
 
-Where the products run on Pallas kernels, every reader is FP8 and a kernel takes the shape, operation and
-quantiser are one kernel (`pallas_kernels.rms_norm_quantize`, `silu_multiply_quantize`): the value is then
-read by no product, carries the gradient alone, and XLA drops what would compute it in the forward.
-Everywhere else the operation of `models.ops` runs and its result is quantised once for all readers.  RMSNorm
-is fused only where its value is quantised along rows alone: a copy for WGrad (`wgrad_operand` dual or block,
-in training) takes the value.
+An operation and its quantiser are one kernel (`pallas_kernels.rms_norm_quantize`, `silu_multiply_quantize`)
+if the products run on Pallas kernels, every reader is FP8, and the kernel supports the shape.  The value is
+then not read by any product and only carries the gradient, and XLA drops its computation in the forward.
+Otherwise the operation of `models.ops` runs, and its result is quantised once for all readers.  RMSNorm is
+fused only if its value is quantised only along rows, since a copy for WGrad (`wgrad_operand` dual or block,
+in training) needs the value.
 
-With `numerics.exact` both ways give the same bits (tests/parity/test_fp8_producers.py), but for SiLU's values
-below 2**-119 times |up|, which the kernel may make zero.  Without it the kernels still sum and round as
-`exact` does, and `models.ops` in
-FP32: a rounding may then fall otherwise here or there.
+With `numerics.exact` both ways give the same bits (tests/parity/test_fp8_producers.py), except for SiLU's
+values below 2**-119 times |up|, which the kernel may set to zero.  Without it the kernels still sum and round
+as `exact` does, while `models.ops` sums in FP32, so that single roundings may differ.
 
 Gradients are always those of `models.ops`.
 """
@@ -83,12 +82,12 @@ def silu_multiply(gate: jax.Array, up: jax.Array, reader: Weight, numerics: Nume
 
 
 def norm_problem(width: int, numerics: Numerics) -> str | None:
-    """Why RMSNorm over `width` features cannot be fused with its quantiser, None where it can."""
+    """Why RMSNorm over `width` features cannot be fused with its quantiser; None if it can."""
     return _dtype_problem(numerics) or norm_kernel_problem(jax.ShapeDtypeStruct((1, width), numerics.dtype))
 
 
 def silu_problem(width: int, numerics: Numerics) -> str | None:
-    """Why SiLU(gate) * up of `width` channels cannot be fused with its quantiser, None where it can."""
+    """Why SiLU(gate) * up of `width` channels cannot be fused with its quantiser; None if it can."""
     return _dtype_problem(numerics) or kernel_problem(
         jax.ShapeDtypeStruct((1, width), numerics.dtype), "gate"
     )
@@ -105,7 +104,7 @@ def _matrix(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _same(value: jax.Array, made: jax.Array) -> jax.Array:
-    """`made`, which has the bits of `value` and costs nothing more; the gradient goes to `value`."""
+    """`made`, which has the bits of `value`; the gradient goes to `value`."""
     return made
 
 

@@ -1,13 +1,13 @@
 """The linear layer of every precision flow: y = x W^T + b, with three named GEMMs.
 
-The kind of the weight decides what runs; no layer looks at a preset:
+The type of the weight decides which products run; layers do not look at the preset:
 
     ScaledArray          FProp on FP8 codes, no gradient                (rollout, generation)
     TrainableFp8Weight   FProp on the same codes; DGrad and WGrad in FP8, or in BF16 on dequantised operands
     array                BF16 or FP32 matrix multiplication, ordinary gradients
 
-FP8 flow (Jet-RL): X is quantised in 1x128 groups, once for all layers that read it, and only these codes are
-saved.
+In the FP8 flow (Jet-RL), X is quantised in 1x128 groups, once for all layers that read it, and only these
+codes are saved.
 
     FProp  Y  = Xq(1,128)   . Wq(128,128)^T
     DGrad  dX = dYq(1,128)  . Wq(128,128)          the same codes and scale grid, transposed
@@ -16,9 +16,9 @@ saved.
         dual        X quantised along tokens from BF16 in the forward, and that copy saved
         block       X quantised in 128x128 blocks from BF16 in the forward, and that copy saved
 
-Gradients between operations are BF16, the weight's gradient is FP32.  The quantisers are straight-through.
-With `numerics.exact` FProp uses a GEMM whose bits do not depend on the number of rows: Hopper's kernel, or
-the reference where there is none; the backward needs no such property (`product_implementation`).
+Gradients between operations are BF16, and the weight's gradient is FP32.  The quantisers are
+straight-through.  With `numerics.exact` FProp uses a GEMM whose bits do not depend on the number of rows
+(Hopper's kernel, elsewhere the reference); the backward does not need that (`product_implementation`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Weight = jax.Array | ScaledArray | TrainableFp8Weight
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Codes:
-    """An activation [..., K] of M rows in all as FP8 layers multiply it.
+    """The codes of an activation [..., K] of M rows, as FP8 layers multiply it.
 
     rows: [M, K] in (1, 128) blocks, for FProp.
-    wgrad: [M, K] in the blocks of `wgrad_block`; None where that is None.
+    wgrad: [M, K] in the blocks of `wgrad_block`; None if that is None.
     """
 
     rows: ScaledArray
@@ -60,17 +60,17 @@ class Codes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Activation:
-    """The input of linear layers, quantised once for all that read it.
+    """The input of linear layers, quantised once for all its readers.
 
     value: [..., K]; an FP8 layer does not read it, but the gradient goes to it.
-    codes: of its values; None where no reader is FP8.
+    codes: the codes of `value`; None if no reader is FP8.
     """
 
     value: jax.Array
     codes: Codes | None
 
     def entered(self) -> Activation:
-        """On its way into layers that devices share (`tensor_parallel.enter`)."""
+        """This activation on its way into layers that devices share (`tensor_parallel.enter`)."""
         return Activation(tensor_parallel.enter(self.value), self.codes)
 
 
@@ -84,13 +84,15 @@ def linear(
 ) -> jax.Array:
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
-    The bias [N] is added to the FP32 sums, which are rounded once; in FP8, to the rounded product, and the
-    sum is rounded again.  Both as vLLM's layers do.
-    Under tensor parallelism N counts this device's output features; x is whole (`Activation.entered`), or
-    with `split_input` this device's K / degree features, whose codes (not in FP8: values) are gathered here.
+    The bias [N] is added to the FP32 sums, which are rounded once.  In FP8 it is added to the rounded
+    product, and the sum is rounded again.  vLLM's layers do the same.
+
+    Under tensor parallelism N is the number of this device's output features.  x is whole
+    (`Activation.entered`) or, with `split_input`, this device's K / degree features, whose codes (in FP8) or
+    values are gathered here.
 
     Raises:
-      ValueError: an FP8 weight, and x without codes.
+      ValueError: the weight is FP8, but x has no codes.
     """
     flat, codes = x.value.reshape(-1, x.value.shape[-1]), x.codes
     if is_fp8(weight) and codes is None:
@@ -123,7 +125,7 @@ def linear(
 
 
 def activation(value: jax.Array, readers: Sequence[Weight], numerics: Numerics) -> Activation:
-    """A value [..., K] with its codes for the weights that will read it.  The codes carry no gradient."""
+    """A value [..., K] with its codes for the weights `readers`; the codes carry no gradient."""
     if not any(map(is_fp8, readers)):
         return Activation(value, None)
     flat = jax.lax.stop_gradient(value).reshape(-1, value.shape[-1])
@@ -139,22 +141,19 @@ def has_fp8_wgrad(readers: Sequence[Weight]) -> bool:
 
 
 def wgrad_block(readers: Sequence[Weight], numerics: Numerics) -> tuple[int, int] | None:
-    """Blocks of the copy that WGrad of one of these weights reads; None: it reads the rows' codes,
-    or there is no FP8 WGrad.
-    """
+    """The blocks of a separate copy for WGrad; None if WGrad reads the rows' codes or is not FP8."""
     if not has_fp8_wgrad(readers):
         return None
     return {"requantize": None, "dual": FP8_BLOCKS.token, "block": FP8_BLOCKS.weight}[numerics.wgrad_operand]
 
 
 def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
-    """What forms the products of the forward, or of the backward: a name that `pallas_kernels` knows, and
-    why.
+    """The implementation of FP8 products in the forward or the backward, with the reason.
 
-    "auto": Hopper's kernels where they can run; else "xla" for the forward of an exact run, else "xla_fast".
+    "auto" takes Hopper's kernels if they can run, else "xla" in the forward of an exact run, else "xla_fast".
 
     Raises:
-      UserError: an implementation that was asked for by name cannot run here.
+      UserError: the implementation named in the config cannot run here.
     """
     if numerics.kernels == "auto":
         problem = gpu_problem()
@@ -170,11 +169,10 @@ def product_implementation(numerics: Numerics, *, forward: bool) -> Choice:
 
 
 def quantizer_implementation(products: Choice, problem: str | None) -> Choice:
-    """What a quantiser, alone or fused, runs on: the Pallas kernel where the products do and nothing stands
-    against it.
+    """The implementation of a quantiser, separate or fused: the products' kernel if it has no problem.
 
-    products: of the forward.
-    problem: why the kernel cannot take its operands, None where it can.
+    products: the choice for the forward.
+    problem: why the kernel cannot take the operands; None if it can.
     """
     if not products.name.startswith("mosaic"):
         return Choice("xla", f"like the products: {products.reason}")
@@ -189,7 +187,7 @@ def _quantize(x: jax.Array, block: tuple[int, int], numerics: Numerics) -> Scale
 def _quantize_dual(
     x: jax.Array, block: tuple[int, int], numerics: Numerics
 ) -> tuple[ScaledArray, ScaledArray]:
-    """In (1, 128) blocks and in `block`; where the kernel runs, from one read."""
+    """x quantised in (1, 128) blocks and in `block`; the kernel reads x only once."""
     implementation = numerics.choices.quantizer(x.shape[1]).name
     return quantize_dual(x, block, scale_format=numerics.scale_format, implementation=implementation)
 
@@ -230,11 +228,11 @@ def _forward(
     split_input: bool,
     numerics: Numerics,
 ) -> Any:
-    saved = codes.rows  # of a split input this device's features: the backward gathers again
+    saved = codes.rows  # of a split input only this device's features; the backward gathers again
     if fp8_backward and numerics.wgrad_operand != "requantize":
         assert codes.wgrad is not None
         saved = codes.wgrad
-    # not `_trainable`: the master is not read
+    # not `_trainable`, since the master is not read
     return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight)
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of given tokens, without ever holding the logits of a whole batch.
+"""Log-probabilities and entropies of given tokens, without holding the logits of a whole batch.
 
-The head and the softmax run over chunks of tokens (`lax.map`), each chunk recomputed in the backward
-(`jax.checkpoint`): memory is one chunk's [tokens, V] instead of [R, T, V].
+The head and the softmax run over chunks of tokens (`lax.map`), and the backward recomputes each chunk
+(`jax.checkpoint`), so that memory holds one chunk's [tokens, V] instead of [R, T, V].
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def completion_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every token given those before it, and the entropy of the distribution it came from.
+    """The log-probability of every token given those before it, and the entropy of its distribution.
 
     Args:
       model: the policy with its weights bound.
       token_ids, positions, segment_ids: int32 [R, T], packed rows.
       temperature: the sampling temperature at which the rollout reported its logprobs.
-      chunk_tokens: tokens whose logits exist at once.
+      chunk_tokens: number of tokens whose logits exist at the same time.
 
     Returns:
       (logprobs, entropy), float32 [R, T]; entry t belongs to token t, predicted from token t - 1.  Column 0
-      and the first token of each segment hold no prediction (0, or that of a foreign context): mask them.
-      The entropy carries no gradient.
+      and the first token of each segment hold no valid prediction and must be masked.  The entropy carries no
+      gradient.
 
     Raises:
-      ValueError: other shapes, or a chunk of no token.
+      ValueError: other shapes, or chunk_tokens below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"completion_logprobs: got chunk_tokens={chunk_tokens}, expected at least 1.")

@@ -1,9 +1,9 @@
 """The operations between the linear layers, with the rounding points of the mirrored engine.
 
-Every operation takes and gives arrays of `numerics.dtype` and computes in FP32 inside; where the engine
-rounds to BF16, `round_to` rounds, pinned so that no fusion keeps more bits.  With `numerics.exact` the
-inner reduction runs in float64, which makes the rounded result independent of tiling, batch size and
-padding; the gradient is then that of the FP32 form.
+Every operation takes and returns arrays of `numerics.dtype` and computes in FP32.  Where the engine rounds
+to BF16, `round_to` rounds, pinned so that no fusion keeps more bits.  With `numerics.exact` the reduction
+runs in float64, so that the rounded result does not depend on tiling, batch size or padding; the gradient is
+that of the FP32 form.
 
     native: y = bf16(bf16(h * rsqrt(mean(h^2) + eps)) * w),   h = x + residual, unrounded
     cuda:   y = bf16(h * rsqrt(mean(h^2) + eps) * w),         h = bf16(x + residual)
@@ -27,18 +27,18 @@ from jetrl_jax.precision.numerics import Numerics
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """x rounded to `dtype` here, whatever is fused around it; the gradient is that of a cast.
+    """x rounded to `dtype`, whatever is fused around it; the gradient is that of a cast.
 
-    FP16 and FP32 are plain casts (`precision.COMPILER_OPTIONS` keeps them); BF16 is pinned besides.
+    FP16 and FP32 are plain casts (`COMPILER_OPTIONS` keeps them); BF16 is also pinned.
     """
     return _round_to_bfloat16(x.astype(jnp.float32)) if dtype == jnp.bfloat16 else x.astype(dtype)
 
 
 @jax.custom_jvp
 def _round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """`reduce_precision` pins the rounding; then the upper half of the bits is the value.
+    """x rounded to BF16: `reduce_precision` pins the rounding, and the upper half of the bits is the value.
 
-    A cast would round a second time, and on CPU two roundings in a row make LLVM compute their operand
+    A cast would round a second time, and on a CPU two roundings in a row make LLVM compute their operand
     several times.
     """
     bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), jnp.uint32)
@@ -52,9 +52,7 @@ def _round_to_bfloat16_jvp(primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_parameter(x: jax.Array, dtype: Any) -> jax.Array:
-    """A bias or norm weight rounded to the values of `dtype`, as float32;
-    its gradient is FP32 and not rounded.
-    """
+    """A bias or norm weight rounded to `dtype`, as float32; its gradient is FP32 and not rounded."""
     return round_to(x, dtype).astype(jnp.float32)
 
 
@@ -64,9 +62,7 @@ def _round_parameter_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
 
 
 def along_last(vector: jax.Array, rank: int) -> jax.Array:
-    """A vector [D] as [1, ..., 1, D] of `rank` axes: broadcasting is written out,
-    for strict rank promotion.
-    """
+    """A vector [D] as [1, ..., 1, D] with `rank` axes, as strict rank promotion requires."""
     return vector.reshape((1,) * (rank - 1) + vector.shape)
 
 
@@ -142,10 +138,10 @@ def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Arr
 
 
 def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angular frequencies, float32 [H / 2], stretched as `RopeScaling` says.
+    """The angular frequencies, float32 [H / 2], with the scaling of `RopeScaling`.
 
-    Computed in float64 and rounded once: FP32 powers differ between CPUs, here and in other libraries, by a
-      unit in the last place.
+    Computed in float64 and rounded once, since FP32 powers of numpy and other libraries differ between CPUs
+    by a unit in the last place.
     """
     frequencies = rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None and scaling.rope_type == "linear":
@@ -157,13 +153,13 @@ def rope_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling | No
 
 
 def _llama3_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
-    """By wavelength (Dubey et al. 2024)."""
+    """Llama 3's scaling, by wavelength (Dubey et al. 2024)."""
     original, low_factor, high_factor = (
         scaling.original_max_position_embeddings,
         scaling.low_freq_factor,
         scaling.high_freq_factor,
     )
-    # `RopeScaling` requires them of llama3
+    # `RopeScaling` requires them for llama3
     assert original is not None and low_factor is not None and high_factor is not None
     wavelength = 2 * np.pi / frequencies
     low, high = original / low_factor, original / high_factor
@@ -175,12 +171,12 @@ def _llama3_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: Rop
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
-    """By pair of channels (Peng et al. 2023).
+    """YaRN's scaling, by pair of channels (Peng et al. 2023).
 
     The pair that turns n times within the original length L has the index  H ln(L / 2 pi n) / (2 ln theta).
     """
     original, head_dim = scaling.original_max_position_embeddings, 2 * len(frequencies)
-    assert original is not None  # `RopeScaling` requires it of yarn
+    assert original is not None  # `RopeScaling` requires it for yarn
     first, last = (
         head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope_theta))
         for turns in scaling.betas
@@ -189,15 +185,15 @@ def _yarn_frequencies(frequencies: np.ndarray, rope_theta: float, scaling: RopeS
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # a step in place of a ramp
+        last += 0.001  # a step instead of a ramp
     divided = np.clip((np.arange(len(frequencies)) - first) / (last - first), 0, 1)
     return divided * (frequencies / scaling.factor) + (1 - divided) * frequencies
 
 
 def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype` as the engine's cache stores them.
+    """(cos, sin) [B, T, H / 2] of int32 positions, in `numerics.dtype`, in which the engine stores them.
 
-    YaRN's factor multiplies them in FP32, before that rounding.
+    YaRN's factor multiplies them in FP32, before they are rounded.
     """
     frequencies = along_last(
         jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)),
@@ -217,7 +213,7 @@ def rope_table(positions: jax.Array, config: ModelConfig, numerics: Numerics) ->
 
 
 def rope(x: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, H], halves as pairs (the Hugging Face convention), FP32 inside."""
+    """Rotary embedding of x [B, T, heads, H] in FP32, halves as pairs (the Hugging Face convention)."""
     cos, sin = (part.astype(jnp.float32)[:, :, None, :] for part in table)
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     wide = x.astype(jnp.float32)

@@ -1,17 +1,16 @@
-"""Parameters split over a mesh, inside `jax.shard_map`: how a layer gets a whole weight, and where its
-gradient goes.
+"""Parameters split over a mesh, inside `jax.shard_map`: how they are gathered, and their gradients reduced.
 
     axis "data"     copies of the policy; the rows of a batch are split
     axis "fsdp"     the rows are split, and so is every matrix: masters, moments, published codes with their
                     scale grids
-    axis "tensor"   the layers are split (`tensor_parallel`): a device has, and gathers, its output features
-                    only
+    axis "tensor"   the layers are split (`tensor_parallel`): a device has, and gathers, only its output
+                    features
 
-A matrix is gathered where it is multiplied: FP8 weights as codes and scales (one byte a value), the others
-rounded to the dtype they are multiplied in.  Rounding and quantising before the gather give the bits of doing
-it after, since no shard boundary cuts a 128x128 block.  Gradients are summed in FP32: over "fsdp" straight
+A matrix is gathered where it is multiplied: an FP8 weight as codes and scales (one byte a value), another one
+rounded to the dtype in which it is multiplied.  Rounding and quantising before the gather gives the same bits
+as after it, since no shard boundary cuts a 128x128 block.  Gradients are summed in FP32, over "fsdp" directly
 into the shards (reduce-scatter), then over "data".  With rematerialised layers the backward gathers again, so
-no whole weight lives longer than its layer.
+that no whole weight lives longer than its layer.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class ShardedParameter:
     """One device's part of a parameter.
 
     value: the shard: an array, a `ScaledArray` or a `TrainableFp8Weight` of shards.
-    axis: the axis that is split over "fsdp"; None where every device of that axis holds the same.
-    of_heads: whole on every device of "tensor" but used on each one's heads only, so that gradients are
-      shares.
+    axis: the axis split over "fsdp"; None if every device of "fsdp" holds the same values.
+    of_heads: whether the parameter is whole on every device of "tensor" but used only on its own heads, so
+      that each device has a share of the gradient.
     """
 
     value: Any
@@ -49,10 +48,10 @@ class ShardedParameter:
 
 
 def gathered(parameter: nnx.Param, dtype: Any) -> Any:
-    """The value that a layer multiplies; of a `ShardedParameter` all that "fsdp" splits, gathered now.
+    """The value that a layer multiplies; a `ShardedParameter` is gathered over "fsdp".
 
-    `dtype` is what the layer rounds an array to anyway; the result keeps the array's own dtype, which is its
-    gradient's.
+    dtype: the dtype to which the layer rounds an array anyway.  The result keeps the array's own dtype, which
+    is that of its gradient.
     """
     value = parameter.get_value()
     if not isinstance(value, ShardedParameter):
@@ -69,13 +68,13 @@ def gathered(parameter: nnx.Param, dtype: Any) -> Any:
 
 
 def local(parameter: nnx.Param) -> Any:
-    """The parameter's value, or this device's shard of it: for its kind, without gathering."""
+    """The parameter's value or this device's shard of it, to inspect its type without gathering."""
     value = parameter.get_value()
     return value.value if isinstance(value, ShardedParameter) else value
 
 
 def gather_codes(codes: ScaledArray, mesh_axis: str, axis: int | None) -> ScaledArray:
-    """Codes and scales of all devices of a mesh axis, joined along `axis`; None: every device has them."""
+    """Codes and scales of all devices of a mesh axis, joined along `axis`; None: they are already whole."""
     if axis is None:
         return codes
     qvalue, scale = (
@@ -93,7 +92,7 @@ def _gather(shard: jax.Array, axis: int | None, sums: tuple[str, ...], dtype: An
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _receiver(shard: jax.Array, axis: int | None) -> jax.Array:
-    """A stand-in for the whole master, which is never read: it takes the gradient."""
+    """A stand-in for the whole master; it is never read and only receives the gradient."""
     shape = list(shard.shape)
     if axis is not None:
         shape[axis] *= jax.lax.axis_size(FSDP)
@@ -101,7 +100,7 @@ def _receiver(shard: jax.Array, axis: int | None) -> jax.Array:
 
 
 def _to_shard(axis: int | None, sums: tuple[str, ...], grad: jax.Array) -> tuple[jax.Array]:
-    """A device's gradient of the gathered parameter, summed over the devices, as the shard that it holds."""
+    """A device's gradient of the gathered parameter, summed over the devices and cut to its shard."""
     if axis is None:
         return (jax.lax.psum(grad, sums),)
     return (jax.lax.psum(jax.lax.psum_scatter(grad, FSDP, scatter_dimension=axis, tiled=True), DATA),)

@@ -1,7 +1,7 @@
-"""Layers split over the mesh axis "tensor": what a device multiplies, and what is sent between the products.
+"""Layers split over the mesh axis "tensor": each device's products, and the communication between them.
 
-Every matrix is split by its output features, never by those it sums over, so that no device holds a partial
-sum in the forward and the bits of a token are those of one device:
+Every matrix is split by its output features, never by the features that it sums over.  So no device holds a
+partial sum in the forward, and the bits of a token are those of one device:
 
     x (whole)          -> q, k, v, gate, up: this device's heads or channels, nothing sent
     attention, SiLU    -> on this device's heads or channels
@@ -10,10 +10,10 @@ sum in the forward and the bits of a token are those of one device:
     x (whole)          <- the outputs of all devices, in the dtype between operations
     embedding, head    -> this device's part of the vocabulary; a row of the embedding is a sum with one term
 
-Against the usual pair (column- then row-parallel, one FP32 or BF16 all-reduce of the output) this sends fewer
-bytes in FP8 and rounds nothing twice.  The backward does have partial sums, of dX over output features: they
-are formed and summed over the devices in FP32 and rounded once (`enter`; reduce-scatter for split inputs).
-Whole activations carry whole cotangents, the same on every device of the axis.
+Compared with the usual pair (column- then row-parallel, one FP32 or BF16 all-reduce of the output) this sends
+fewer bytes in FP8 and rounds nothing twice.  Only the backward has partial sums, of dX over output features.
+They are computed and summed over the devices in FP32 and rounded once (`enter`; reduce-scatter for split
+inputs).  Whole activations carry whole cotangents, the same on every device of the axis.
 
 Outside `jax.shard_map` the degree is 1 and every function here is the identity.
 """
@@ -32,7 +32,7 @@ from pallas_kernels import ScaledArray
 
 
 def degree() -> int:
-    """Devices that a layer is split over where this is traced."""
+    """The number of devices over which layers are split, where this is traced."""
     try:
         return int(jax.lax.axis_size(TENSOR))
     except NameError:  # not inside a map over the mesh
@@ -40,10 +40,10 @@ def degree() -> int:
 
 
 def enter(x: jax.Array) -> jax.Array:
-    """Whole activations on their way into matrices split by output features: float32 with x's values.
+    """Whole activations for matrices split by output features, as float32 with x's values.
 
-    The cotangents of those products, each device's partial sums, are added in FP32 and rounded once to x's
-    dtype.
+    The cotangents of these products are each device's partial sums.  They are added in FP32 and rounded once
+    to x's dtype.
     """
     return x if degree() == 1 else _enter(x, x.dtype)
 
@@ -60,9 +60,7 @@ _enter.defvjp(
 
 
 def gather(x: jax.Array) -> jax.Array:
-    """The parts [..., D / degree] of all devices as [..., D];
-    a device's cotangent is its part of the whole one.
-    """
+    """The parts [..., D / degree] of all devices as [..., D]; a device's cotangent is its own part."""
     return x if degree() == 1 else _gather(x)
 
 
@@ -80,9 +78,7 @@ _gather.defvjp(lambda x: (_gather(x), None), _own_part)
 
 
 def gather_input(x: jax.Array) -> jax.Array:
-    """As `gather`, into a matrix split by output features: float32,
-    and cotangents are partial sums as in `enter`.
-    """
+    """As `gather`, for a matrix split by output features: float32, with partial cotangents as in `enter`."""
     return x if degree() == 1 else _gather_input(x, x.dtype)
 
 
@@ -102,19 +98,17 @@ def gather_input_codes(codes: ScaledArray) -> ScaledArray:
 
 
 def scatter_sum(dx: jax.Array, dtype: Any) -> jax.Array:
-    """Partial sums float32 [..., D] of all devices -> this device's part [..., D / degree] of their sum,
-    in `dtype`.
-    """
+    """This device's part [..., D / degree], in `dtype`, of the sum of all devices' float32 [..., D]."""
     return round_to(jax.lax.psum_scatter(dx, TENSOR, scatter_dimension=dx.ndim - 1, tiled=True), dtype)
 
 
 def input_cotangent_dtype(dtype: Any) -> Any:
-    """Of a product's dX, before anything is summed over devices."""
+    """The dtype of a product's dX before it is summed over devices."""
     return jnp.dtype(dtype if degree() == 1 else jnp.float32)
 
 
 def total(x: jax.Array) -> jax.Array:
-    """The sum of the devices' shares; its cotangent is that of every share."""
+    """The sum of the devices' shares; every share gets the sum's cotangent."""
     return x if degree() == 1 else _total(x)
 
 
@@ -132,7 +126,7 @@ def maximum(x: jax.Array) -> jax.Array:
 
 
 def local_ids(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Ids of the whole vocabulary as (ids among this device's `size`, whether they are this device's)."""
+    """Ids of the whole vocabulary as (ids within this device's `size` rows, whether they are its own)."""
     local = ids - jax.lax.axis_index(TENSOR).astype(ids.dtype) * size
     mine = (local >= 0) & (local < size)
     return jnp.where(mine, local, 0), mine

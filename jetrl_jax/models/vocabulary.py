@@ -1,7 +1,7 @@
-"""What is computed over the whole vocabulary V: embedding rows, log-probabilities, entropies.
+"""Operations over the whole vocabulary V: embedding rows, log-probabilities, entropies.
 
-Under `tensor_parallel` a device holds V / degree rows of embedding and head where the degree divides V, else
-all of them. With `split` logits are those of its part, and only sums and maxima over the vocabulary are sent.
+Under `tensor_parallel` a device holds V / degree rows of embedding and head if the degree divides V, else all
+rows.  With `split`, logits are those of its part, and only sums and maxima over the vocabulary are sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from jetrl_jax.precision.numerics import Numerics
 
 
 def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
-    """Rows of weight [V, D] (split: [V / degree, D]) for int32 ids [...] of the whole vocabulary: [...,
-    D] in `numerics.dtype`.
+    """The embeddings [..., D], in `numerics.dtype`, of int32 ids [...] of the whole vocabulary.
+
+    weight: [V, D], or with `split` [V / degree, D].
     """
     if not split:
         return round_to(weight[token_ids], numerics.dtype)
@@ -45,7 +46,7 @@ def log_normalizer(logits: jax.Array, *, exact: bool = True, split: bool = False
 
 
 def _problems_of_logits(logits: jax.Array) -> list[str]:
-    # as it is: `jnp.result_type` calls numpy's float64 float32
+    # the array's own dtype, as `jnp.result_type` gives float32 for numpy's float64
     dtype = getattr(logits, "dtype", type(logits).__name__)
     return (
         []
@@ -66,8 +67,8 @@ def scale_logits(logits: jax.Array, temperature: float | jax.Array, *, exact: bo
     same bits.
 
     Raises:
-      ValueError: logits that are not float32, a temperature that is no scalar or, where it is known, not
-        finite and above 0.
+      ValueError: logits are not float32; the temperature is not a scalar or, if known, not finite and
+        positive.
     """
     problems = _problems_of_logits(logits)
     if isinstance(temperature, str) or jnp.ndim(temperature) != 0:
@@ -86,12 +87,11 @@ def token_logprobs(
 ) -> jax.Array:
     """Log-probability of each id over the full vocabulary: logits [..., V], ids int32 [...] -> float32 [...].
 
-    Engine and trainer both call this on logits already scaled by the temperature.
+    Engine and trainer both call this, with logits already scaled by the temperature.
 
     Raises:
-      ValueError: logits that are not float32, ids of another shape or no integers; where they are known, ids
-        outside the vocabulary (under `jax.jit` those from V on give NaN, and negative ones count from its
-        end).
+      ValueError: logits are not float32; ids have another shape or are not integers or, if known, are outside
+        the vocabulary (under `jax.jit` ids from V on give NaN, and negative ones count from the end).
     """
     problems = _problems_of_logits(logits)
     if jnp.shape(token_ids) != jnp.shape(logits)[:-1] or not jnp.issubdtype(

@@ -1,1 +1,1 @@
-"""The HTML page about runs."""
+"""The HTML page about one or several runs."""

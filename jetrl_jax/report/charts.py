@@ -1,8 +1,8 @@
-"""The charts of `jetrl_jax.commands.report`'s page: one metric a chart, one colour a run, drawn by plotly.
+"""The charts of a report's page: one metric per chart and one colour per run, drawn by plotly.
 
-A line of many steps is drawn faint under its moving average.  Axes of quantities that span magnitudes are
-logarithmic; a step at which such a quantity is exactly 0 has no point there and is counted in the chart's
-note, so that an exact flow is not an empty chart without a word.
+A line of many steps is drawn faint under its moving average.  Quantities that span orders of magnitude have
+logarithmic axes.  A step at which such a quantity is exactly 0 has no point there.  The chart's note counts
+these steps, so that the empty chart of an exact flow is explained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jetrl_jax.report.record import RunRecord
 
 # each legible on white and on black
 RUN_COLOURS = ("#2f7ed8", "#e0732d", "#2f9e63", "#b04fb5", "#c29a1b", "#d1495b", "#2aa0b3", "#8a8d93")
-DASHES = ("solid", "dash", "dot", "dashdot")  # for the ninth run and on
+DASHES = ("solid", "dash", "dot", "dashdot")  # the next one from the ninth run on
 PHASES = {
     "rollout": "#2f7ed8",
     "reward": "#c29a1b",
@@ -30,7 +30,7 @@ PHASES = {
     "train": "#e0732d",
     "publish": "#b04fb5",
 }
-MAX_POINTS = 1500  # of a line
+MAX_POINTS = 1500  # per line
 SMOOTH_FROM_POINTS = 40
 LEFT_OUT = "What was left out"
 
@@ -39,9 +39,9 @@ Points = list[tuple[float, float]]  # (step, value)
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of one metric, or of each metric of a family.
+    """The description of a chart of one metric, or of a chart for each metric of a family.
 
-    ``several``: only where the family has more than one member.  ``largest``: only its last member.
+    ``several``: only if the family has more than one member.  ``largest``: only its last member.
     """
 
     metric: str
@@ -126,9 +126,9 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart as the page shows it.
+    """A chart of the page.
 
-    name: of its metric.  figure: plotly's JSON, which the page draws when its grid has its widths.
+    name: of its metric.  figure: plotly's JSON, which the page draws once the grid's widths are known.
     """
 
     name: str
@@ -139,9 +139,7 @@ class Chart:
 
 
 def chart_sections(records: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
-    """The titles of sections with their charts; a metric that no run has, and a section without a chart,
-    is left out.
-    """
+    """(title, charts) of each section; metrics that no run has and empty sections are left out."""
     sections = []
     for title, panels in SECTIONS:
         charts = [
@@ -155,7 +153,7 @@ def chart_sections(records: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]
 
 
 def members(records: Sequence[RunRecord], metric: str) -> list[tuple[str, str]]:
-    """(name, what ``*`` stands for) of the metrics of a family, in the order of numbers, then of names."""
+    """(name, the text matched by ``*``) of the metrics of a family, ordered by number, then by name."""
     if "*" not in metric:
         return [(metric, "")]
     pattern = re.compile(re.escape(metric).replace(r"\*", "(.+)"))
@@ -169,7 +167,7 @@ def members(records: Sequence[RunRecord], metric: str) -> list[tuple[str, str]]:
 
 
 def points_of(rows: Iterable[dict[str, float]], name: str) -> Points:
-    """(step, value) where the value is finite."""
+    """(step, value) pairs with finite values."""
     return [
         (row["step"], row[name]) for row in rows if "step" in row and math.isfinite(row.get(name, math.nan))
     ]
@@ -183,9 +181,7 @@ def _declared_as(name: str, metric: str) -> bool:
 
 
 def _panel_charts(records: Sequence[RunRecord], panel: Panel, skip_zero: bool) -> list[Chart]:
-    """The charts of a panel: one per metric that any run has;
-    with ``skip_zero`` none for a metric that is always 0.
-    """
+    """The charts of a panel, one per metric that any run has; ``skip_zero`` drops those that are always 0."""
     charts: list[Chart] = []
     found = members(records, panel.metric)
     if panel.several and len(found) < 2:
@@ -222,9 +218,7 @@ def _line_chart(
 
 
 def _lines(name: str, points: Points, index: int, smooth: bool) -> list[go.Scatter]:
-    """The line of a run: markers where its points are few;
-    faint under its moving average where they are many.
-    """
+    """The line of a run: with markers if it has few points, faint under its moving average if many."""
     if not points:
         return []
     line = {
@@ -249,9 +243,7 @@ def _line(points: Points, name: str, line: dict[str, Any], **options: Any) -> go
 
 
 def _thin(points: Points) -> Points:
-    """At most about `MAX_POINTS`: of each stretch of steps its lowest and its highest point,
-    so that no peak is lost.
-    """
+    """At most about `MAX_POINTS` points: the lowest and highest of each range of steps, to keep peaks."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -272,8 +264,9 @@ def _moving_average(points: Points, window: int) -> Points:
 
 
 def _phase_chart(records: Sequence[RunRecord]) -> Chart | None:
-    """Stacked bars: mean seconds of each phase, one bar a run; the first step (it compiles)
-    is left out where there are more.
+    """Stacked bars with the mean seconds of each phase, one bar per run.
+
+    The first step, which compiles, is left out if there are more.
     """
     names = [html.escape(record.name) for record in records]
     traces = []
@@ -316,9 +309,7 @@ def _layout(
     fraction: bool = False,
     from_zero: bool = False,
 ) -> dict[str, Any]:
-    """What every chart has: no ground of its own, colours that the page's style overrides for light and
-    dark.
-    """
+    """The common layout: a transparent background, and colours that the page's styles override."""
     vertical = _axis("")
     if log:
         small, decades = smallest < 0.01, math.log10(largest / smallest)

@@ -1,8 +1,7 @@
-"""The page of `jetrl_jax.commands.report`: a summary, what ran, charts, tables, samples; one string of HTML,
-in light and dark.
+"""Renders a report's page as one HTML string: summary, versions, charts, tables, samples; light and dark.
 
-One colour is one run through the whole page, named once at its top.  Everything the page shows is made here
-and in `charts`; how it looks is in the template `page.html.j2`, which escapes what runs wrote.
+Each run has one colour throughout the page, named once at the top.  The content is made here and in `charts`;
+the template `page.html.j2` has the design, and escapes text written by runs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.report.charts import DASHES, RUN_COLOURS, chart_sections, members, points_of
 from jetrl_jax.report.record import RunRecord
 
-LAST_STEPS = 10  # the summary's mean reward is over so many steps
-MAX_STEPS = 60  # of a run whose samples the page holds, spread over all that have samples
-MAX_SAMPLES = 16  # of a step
-BORDERS = ("solid", "dashed", "dotted", "double")  # of the legend, as `DASHES` of the charts
+LAST_STEPS = 10  # the number of steps in the summary's mean reward
+MAX_STEPS = 60  # the number of a run's steps with samples on the page, evenly spread
+MAX_SAMPLES = 16  # per step
+BORDERS = ("solid", "dashed", "dotted", "double")  # of the legend, for the `DASHES` of the charts
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,7 @@ class Table:
 
 
 def render(records: Sequence[RunRecord]) -> str:
-    """The page about ``records`` (at least one), as one HTML document without any reference to the
-    outside.
-    """
+    """The page about ``records`` (at least one), as one self-contained HTML document."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -49,7 +46,7 @@ def render(records: Sequence[RunRecord]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # and keys in the order of the file
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # keys keep the file's order
     return environment.get_template("page.html.j2").render(
         title=records[0].name if len(records) == 1 else f"{len(records)} runs",
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -71,9 +68,7 @@ def _legend(index: int, name: str) -> dict[str, str]:
 
 
 def sample_steps(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The samples of each step, in order; of at most `MAX_STEPS` steps, evenly spread,
-    the first and the last among them.
-    """
+    """The samples of each step, in order; at most `MAX_STEPS` evenly spread steps, with first and last."""
     by_step: dict[Any, list[dict[str, Any]]] = {}
     for sample in samples:
         if len(kept := by_step.setdefault(sample.get("step"), [])) < MAX_SAMPLES:
@@ -114,7 +109,7 @@ def _steps(record: RunRecord) -> str:
 
 
 def _before_after(record: RunRecord, name: str) -> str:
-    """``39.1 → 92.0 % (+52.9)``: the first and the last evaluation."""
+    """The first and the last evaluation, such as ``39.1 → 92.0 % (+52.9)``."""
     values = _values(record, name)
     if not values:
         return "–"
@@ -124,7 +119,7 @@ def _before_after(record: RunRecord, name: str) -> str:
 
 
 def _precision(records: Sequence[RunRecord]) -> dict[str, Any] | None:
-    """Each table of formats with the names of the runs that have it; None where no run has any."""
+    """Each table of formats with the names of the runs that have it; None if no run has any."""
     tables: dict[str, list[str]] = {}
     for record in records:
         if record.precision.strip():
@@ -133,9 +128,7 @@ def _precision(records: Sequence[RunRecord]) -> dict[str, Any] | None:
 
 
 def _config(records: Sequence[RunRecord]) -> dict[str, Table] | None:
-    """The fields in which the runs differ from one another,
-    and those in which they differ from the defaults.
-    """
+    """The fields in which the runs differ from each other, and those in which they differ from defaults."""
     if not any(record.config for record in records):
         return None
     defaults = flatten(RunConfig().model_dump(mode="json"))
@@ -156,8 +149,9 @@ def _config(records: Sequence[RunRecord]) -> dict[str, Table] | None:
 
 
 def _what_ran(records: Sequence[RunRecord]) -> dict[str, Table | None]:
-    """Presets, kernels, engine, versions and machine of each run's newest start:
-    the rows in which the runs differ, and those that are the same in all.
+    """Presets, kernels, engine, versions and machine of each run's newest start.
+
+    One table has the rows in which the runs differ, the other those that are equal in all.
     """
     columns = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for facts in columns for name in facts))
@@ -208,7 +202,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _choices(value: Any) -> str:
-    """What served an operation and why, in words; empty for what is no choice of an implementation."""
+    """The implementation of an operation and the reason, in words; empty for other values."""
     if not isinstance(value, dict) or not value:
         return ""
     if value.keys() == {"name", "reason"}:

@@ -1,4 +1,4 @@
-"""What a report reads of a run directory."""
+"""Reads the data of a report from a run directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from jetrl_jax.record.run_directory import (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says: its rows, and what it was run with (empty where a file is missing)."""
+    """The data of a run directory: its rows, config, environment, precision table and samples.
+
+    Fields are empty if their file is missing.
+    """
 
     name: str
     path: Path

@@ -1,5 +1,3 @@
-"""The mathematics of reinforcement learning: advantages, losses, batches, metrics.
-Pure functions without state.
-"""
+"""The mathematics of reinforcement learning as pure functions: advantages, losses, batches, metrics."""
 
-LOG_RATIO_LIMIT = 20.0  # of a log ratio, before any exp
+LOG_RATIO_LIMIT = 20.0  # log ratios are clamped to this before any exp

@@ -1,11 +1,10 @@
-"""From groups of scored trajectories to the minibatches of a training step: what a step calls of this folder
-before the loss.
+"""Turns groups of scored trajectories into the minibatches of a training step.
 
-    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, where the
-    loss reads them -> rollout correction -> minibatches of whole groups, packed into microbatches of one
+    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, if the
+    loss needs them -> rollout correction -> minibatches of whole groups, packed into microbatches of one
     shape
 
-Pure but for `score`, which the caller gives: the trainer's log-probabilities of packed microbatches.
+Pure functions, except for the caller's `score`, the trainer's log-probabilities of packed microbatches.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from jetrl_jax.rollout.types import Trajectory
 
 Arrays = list[NDArray[Any]]
 Score = Callable[[list[TrainBatch]], tuple[Arrays | None, Arrays | None]]
-"""Microbatches -> float32 [R, T] of each under the behaviour version and under the reference; None where
-the loss reads none.
+"""Microbatches -> log-probabilities float32 [R, T] of each, under the behaviour version and the reference.
+
+Each is None if the loss does not need it.
 """
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimiser step learns from: microbatches that share one gradient,
-    and the counts of them all.
-    """
+    """The data of one optimiser step: microbatches that share one gradient, and their total counts."""
 
     microbatches: list[TrainBatch]
     denominators: Denominators
@@ -51,15 +49,15 @@ class Minibatch:
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A batch that is ready to be learned from.
+    """A batch that is ready for training.
 
     Attributes:
         advantages: float64 [N].
         trained: bool [N].
-        scored: (microbatch, log-probabilities under the behaviour version), where the loss reads these; else
-          empty.
+        scored: (microbatch, log-probabilities under the behaviour version) pairs, if the loss needs them;
+          else empty.
         metrics: ``correction/``, ``advantage/`` and the number of samples that are not trained.
-        minibatches: makes the minibatches of all epochs, in order, each packed when it is asked for.
+        minibatches: yields the minibatches of all epochs, in order, each packed on demand.
     """
 
     advantages: NDArray[np.float64]
@@ -83,18 +81,17 @@ def assemble(
     """Advantages, scores, correction and minibatches of one rollout batch of N trajectories.
 
     Args:
-        groups: trajectories that are compared with each other; at least two in the longest.
-        rewards: of each group float64 [its size], NaN where a reward failed.
-        algorithm: resolved.
-        correction: ``correction`` of the config.
-        score: called once with the trained trajectories packed, where the loss reads old or reference
+        groups: trajectories that are compared with each other; at least two in the largest group.
+        rewards: for each group float64 [its size], NaN where a reward failed.
+        algorithm: the resolved algorithm.
+        correction: the config's ``correction``.
+        score: called once with the packed trained trajectories, if the loss needs old or reference
           log-probabilities.
         row_tokens, microbatch_tokens: as `pack`.
-        seed: of the order of groups; the epoch is appended.
+        seed: seed of the order of groups; the epoch is appended.
 
     Raises:
-        ValueError: rewards that are not one for each trajectory of each group; else as `pack` and the
-          advantages.
+        ValueError: the rewards do not fit the groups; also as `pack` and the advantages.
     """
     shapes, expected = [np.shape(values) for values in rewards], [(len(group),) for group in groups]
     if shapes != expected or not groups:

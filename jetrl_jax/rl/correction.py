@@ -1,5 +1,4 @@
-"""Rollout correction: what is done about tokens that the engine sampled under another distribution than the
-trainer's.
+"""Rollout correction: weights and rejections for tokens sampled from another distribution than the trainer's.
 
 With lr_t = clip(old_logprobs_t − rollout_logprobs_t, ±20) of a token, and L = clip(Σ_t (old − rollout), ±20)
 of a sequence:
@@ -11,24 +10,22 @@ of a sequence:
     token_mask         e^lr where low <= e^lr <= high, else 0                    MIS; IcePop with 0.5 to 5
     sequence_mask      e^L where low <= e^L <= high, else 0                      MIS, sequence level
 
-A weight is a constant that multiplies the token's policy loss; with ``normalize`` the weights are divided by
-their mean after that (over kept tokens, or over kept sequences for the two of sequences).  A weight of 0
-still counts its token in the denominators; rejection does not:
+A weight is a constant that multiplies the token's policy loss.  With ``normalize`` the weights are then
+divided by their mean (over kept tokens or, for the two sequence weights, over kept sequences).  A token of
+weight 0 still counts in the denominators; a rejected token does not:
 
-    reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr   of a token; its sum, mean, maximum of a sequence
+    reject k1 = −lr, k2 = lr²/2, k3 = e^lr − 1 − lr   of a token, or its sum, mean or maximum over a sequence
         k1 is kept between log reject_low and log reject_high (bounds of the inverse ratio; sequence_mean is
         the geometric criterion), k2 and k3 up to reject_high
-    veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole; nothing is
-      exponentiated here
+    veto: a sequence with any e^(old_logprobs − rollout_logprobs) < veto is rejected whole (compared as logs)
 
-Everything runs on the host in float64, once for the whole batch: means are global, whatever the microbatches
-are.
-Arrays hold one value per sampled token: what a prompt or an environment wrote is in no sum.  Samples that are
-not trained are not read.
+Everything runs on the host in float64, once for the whole batch, so that means do not depend on the
+microbatches.  Arrays hold one value per sampled token; tokens of a prompt or an environment are in no sum.
+Samples that are not trained are not read.
 
 Sources: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, MIS); IcePop;
-  geometric
-criterion and veto: veRL's rollout correction.  Departure: e^lr is clamped before truncation at both levels.
+geometric criterion and veto: veRL's rollout correction.  Departure: e^lr is clamped before truncation at both
+levels.
 """
 
 from __future__ import annotations
@@ -47,11 +44,11 @@ Arrays = list[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Correction:
-    """What becomes of each sampled token.
+    """The correction of each sampled token.
 
     Attributes:
         weights: N float64 arrays [sampled tokens]; 1 where nothing is corrected.
-        keep: N bool arrays [sampled tokens]; false where the token leaves the loss and its denominators.
+        keep: N bool arrays [sampled tokens]; false if the token leaves the loss and its denominators.
         metrics: the ``correction/`` values.
     """
 
@@ -66,21 +63,20 @@ def correct(
     rollout_logprobs: Sequence[ArrayLike],
     mask: ArrayLike,
 ) -> Correction:
-    """Weights and rejections of a batch.
+    """The weights and rejections of a batch.
 
     Args:
-        section: ``correction`` of the config.
+        section: the config's ``correction``.
         old_logprobs: N arrays [sampled tokens] of the trainer at the behaviour version.
         rollout_logprobs: N arrays of the engine, same lengths; both are read only where ``mask`` is true.
         mask: bool [N], true for trained trajectories.
 
     Returns:
-        N weights and N keeps; weights of 1 and keeps of false where ``mask`` is false.  A non-finite
-        log-probability that is trained makes its weight NaN (or is clamped, where it is infinite): it is not
-        hidden.
+        The `Correction`, with weights of 1 and keeps of false where ``mask`` is false.  A trained
+        log-probability that is NaN makes its weight NaN, so that it is not hidden; an infinite one is clamped.
 
     Raises:
-        ValueError: lengths that differ.
+        ValueError: lengths differ.
     """
     trained = np.asarray(mask, bool)
     old, rollout = (
@@ -108,16 +104,16 @@ def correct(
 def _kept(
     section: DecoupledSection, difference: Arrays, log_ratio: Arrays, trained: NDArray[np.bool_]
 ) -> tuple[list[NDArray[np.bool_]], NDArray[np.bool_]]:
-    """(which tokens stay, which sequences are vetoed)."""
+    """(the tokens that are kept, the sequences that are vetoed)."""
     keep = [np.full(lr.shape, t, bool) for lr, t in zip(log_ratio, trained, strict=True)]
     if isinstance(section.reject, StatisticSection):
         low, high = section.reject.bounds
         for index in np.flatnonzero(trained):
             value = _statistic(section.reject.kind, log_ratio[index])
             if section.reject.level != "token":
-                # its sum, mean or max
+                # the sequence's sum, mean or max
                 value = getattr(value, section.reject.level.removeprefix("sequence_"))()
-            # a NaN stays: it must reach the loss and be named there
+            # a NaN is kept, so that it reaches the loss and is reported there
             keep[index] &= ~((value < low) | (value > high))
     vetoed = np.zeros(len(keep), bool)
     if section.veto is not None:
@@ -138,7 +134,7 @@ def _statistic(name: str, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]
 def _weights(
     section: DecoupledSection, difference: Arrays, log_ratio: Arrays
 ) -> tuple[Arrays, list[NDArray[np.bool_]]]:
-    """(weights, where a bound acted)."""
+    """(weights, places where a bound acted)."""
     weight = section.weight
     if isinstance(weight, NoWeightSection):
         return [np.ones(lr.shape) for lr in log_ratio], [np.zeros(lr.shape, bool) for lr in log_ratio]

@@ -1,14 +1,13 @@
-"""What is logged of the RL step: mismatch between trainer and engine, clip fractions, rewards, lengths; host,
-float64.
+"""The metrics of an RL step: mismatch between trainer and engine, clip fractions, rewards, lengths.
 
-With lr = clip(old_logprobs − rollout_logprobs, ±20) at the trained tokens and ρ = e^lr, over tokens sampled
-by the engine:
+All are computed on the host in float64.  With lr = clip(old_logprobs − rollout_logprobs, ±20) at the trained
+tokens and ρ = e^lr, over tokens sampled by the engine:
 
     mismatch/k1 = mean(rollout_logprobs − old_logprobs)
     mismatch/k3 = mean(ρ − 1 − lr), as k1 an estimate of KL(engine ‖ trainer)
     mismatch/chi2_token = mean(ρ²) − 1        mismatch/ess = 1 / mean((ρ / mean ρ)²)
 
-``METRICS`` declares every name once.  Nothing here depends on how sequences are packed, ordered or split.
+``METRICS`` declares every name once.  Metrics do not depend on how sequences are packed, ordered or split.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jetrl_jax.rl.advantages import informative_groups
 
 @dataclass(frozen=True)
 class Metric:
-    """Unit and meaning of a logged number."""
+    """The unit and meaning of a logged number."""
 
     unit: str
     meaning: str
@@ -109,7 +108,7 @@ METRICS: dict[str, Metric] = {
 def mismatch_metrics(
     old_logprobs: ArrayLike, rollout_logprobs: ArrayLike, mask: ArrayLike, sequence_index: ArrayLike
 ) -> dict[str, float]:
-    """Trainer against engine on the same tokens under the same weights.
+    """The mismatch of trainer and engine on the same tokens under the same weights.
 
     Args:
         old_logprobs: of the trainer, any shape (rows [R, T], or microbatches stacked).
@@ -158,7 +157,7 @@ def loss_metrics(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
     """Fractions and means from the sums of `losses.policy_loss` and `algorithm.policy_objective`.
 
     Args:
-        sums: added over the microbatches (and optimiser steps) that the metrics speak of.
+        sums: added over the microbatches (and optimiser steps) that the metrics describe.
 
     Returns:
         ``clip/`` and ``policy/`` values.  A fraction of no tokens is 0; without trained tokens the means are
@@ -214,9 +213,7 @@ def reward_metrics(rewards: ArrayLike, mask: ArrayLike) -> dict[str, float]:
 
 
 def reward_part_metrics(parts: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """``reward/<name>_mean`` of each reward function over the samples where it did not fail (NaN);
-    left out where all did.
-    """
+    """``reward/<name>_mean`` of each reward function over the samples where it did not fail (NaN), if any."""
     finite = {name: np.asarray(values, np.float64) for name, values in parts.items()}
     return {
         f"reward/{name}_mean": float(np.nanmean(v)) for name, v in finite.items() if not np.isnan(v).all()
@@ -226,7 +223,7 @@ def reward_part_metrics(parts: Mapping[str, ArrayLike]) -> dict[str, float]:
 def length_metrics(
     completion_tokens: ArrayLike, prompt_tokens: ArrayLike, finish_reasons: Sequence[str]
 ) -> dict[str, float]:
-    """Lengths in tokens [N] and the share of completions that end by "length"; {} where N is 0."""
+    """Statistics of lengths in tokens [N], and the share of completions cut by length; {} if N is 0."""
     completions, prompts = np.asarray(completion_tokens), np.asarray(prompt_tokens)
     if completions.size == 0:
         return {}

@@ -1,11 +1,11 @@
-"""What a policy version is made of: every tensor's name, shape, dtype and hash, as both sides of a weight
-sync compute it.
+"""The manifest of a policy version: name, shape, dtype and hash of every tensor.
 
     sha256 of the tensor's contiguous little-endian bytes, one per tensor
 
-A manifest travels with the weights.  The engine compares what arrived with it before anything is applied, and
-reports a manifest of what it holds afterwards, which the trainer compares with its own: the parity
-certificate.  Free of jax and torch, since engine processes import it.
+Both sides of a weight sync compute it.  The trainer sends a manifest with the weights, and the engine checks
+the weights against it before it applies them.  Afterwards the engine reports a manifest of the tensors that
+it holds, which the trainer compares with its own (the parity certificate).  Imports neither jax nor torch,
+since engine processes import it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its shape, dtype by numpy's name (float8_e4m3fn, bfloat16, float32),
-    and the hash of its bytes in hex.
-    """
+    """One tensor: its shape, numpy's name of the dtype (such as float8_e4m3fn), and the hash of its bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,10 +44,10 @@ class Manifest:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Any]], version: int) -> Manifest:
-        """The manifest of (name, array) pairs; arrays are numpy's or anything `numpy.asarray` takes.
+        """The manifest of (name, array) pairs; an array is anything that `numpy.asarray` takes.
 
         Raises:
-          ValueError: a name that stands twice.
+          ValueError: a name occurs twice.
         """
         entries: dict[str, TensorEntry] = {}
         for name, array in tensors:
@@ -63,13 +61,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors together."""
+        """The number of bytes of all tensors."""
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def differences(self, other: Manifest) -> list[str]:
-        """One line for each tensor of `self` that `other` lacks or holds otherwise,
-        and for each that only `other` has.
-        """
+        """One line for each tensor that is missing in `other`, differs there, or is only there."""
         lines = [f"{name}: missing" for name in self.entries if name not in other.entries]
         lines += [f"{name}: not expected" for name in other.entries if name not in self.entries]
         for name in self.entries.keys() & other.entries.keys():
@@ -92,10 +88,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest of `to_json`'s text.
+        """The manifest in a text of `to_json`.
 
         Raises:
-          ValueError: the text is none.
+          ValueError: the text is not a manifest.
         """
         try:
             data = json.loads(text)

@@ -1,1 +1,1 @@
-"""The rollout engine on the trainer's own model and devices."""
+"""The embedded rollout engine, which uses the trainer's own model and devices."""

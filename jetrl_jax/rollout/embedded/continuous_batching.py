@@ -1,13 +1,12 @@
-"""One submission: who waits, who sits in which slot, and what was sampled so far.  Host side, numpy.
+"""The state of one submission: its queue, the occupants of the slots, and the tokens so far.  Host, numpy.
 
-    queue -> prefill each distinct prompt once -> insert into free slots -> decode a chunk of all slots ->
-    collect
-                                  ^                                                                 |
-                                  +-------------------- finished slots are free again --------------+
+    queue -> prefill each distinct prompt -> insert into free slots -> decode a chunk of all slots -> collect
+                                                       ^                                                 |
+                                                       +-------- finished slots are free again ----------+
 
-Requests wait in the order of their prompts' buckets, so that a prefill has little padding and the requests of
-a prompt follow each other.  Nothing here loops over tokens: a chunk's reports are read at once and spread by
-index arrays.
+Requests are queued in the order of their prompts' buckets, so that a prefill has little padding and the
+requests of a prompt follow each other.  This code does not loop over tokens: it reads the reports of a whole
+chunk and distributes them by index arrays.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 @dataclass
 class EngineStatistics:
-    """What the last submission has run so far.
+    """Counts of the last submission's work so far.
 
-    prefills, inserts, decodes: program calls.
-    decode_steps: tokens' steps inside the decode calls.
-    slot_steps: the sum over steps of the slots that took part; its excess over sampled tokens is idle work.
+    prefills, inserts, decodes: number of program calls.
+    decode_steps: number of token steps within the decode calls.
+    slot_steps: the slots that took part, summed over steps; its excess over sampled tokens is idle work.
     """
 
     prefills: int = 0
@@ -45,12 +44,12 @@ class Generation:
     """The state of one submission.
 
     Args:
-      programs, shapes: what is compiled.
+      programs, shapes: the compiled programs and their shapes.
       weights: published weights in the programs' order.
-      requests: at least one, checked; prompts: their token ids as tuples.
-      sampling, controls: the call's parameters, on the host and on the device.
+      requests: at least one, already checked; prompts: their token ids as tuples.
+      sampling, controls: the sampling parameters, on the host and on the device.
       state: idle slots of an earlier call, or None; it is consumed.
-      pad_id: stands behind prompts.
+      pad_id: the token id that pads prompts.
     """
 
     def __init__(
@@ -78,15 +77,15 @@ class Generation:
         self.seeds = np.array([request.seed for request in requests], np.uint32)
         self.tokens = np.zeros((len(requests), self.max_tokens), np.int32)
         self.logprobs = np.zeros((len(requests), self.max_tokens), np.float32)
-        self.sampled = np.zeros(len(requests), np.int64)  # tokens so far
-        # request in each slot
+        self.sampled = np.zeros(len(requests), np.int64)  # number of tokens so far
+        # the request in each slot
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
         self.reports: list[jax.Array] = []
         self._plan_prefills(prompts)
 
     @property
     def state(self) -> SlotState:
-        """The slots; they exist from the first refill on."""
+        """The slots, which exist from the first refill on."""
         assert self._state is not None
         return self._state
 
@@ -95,9 +94,7 @@ class Generation:
         self._state = state
 
     def _plan_prefills(self, prompts: list[tuple[int, ...]]) -> None:
-        """Orders the distinct prompts by bucket and first appearance, cuts them into batches,
-        and orders the requests so.
-        """
+        """Sorts the distinct prompts by bucket and first appearance into batches, and the requests alike."""
         index: dict[tuple[int, ...], int] = {}
         for prompt in prompts:
             index.setdefault(prompt, len(index))
@@ -114,10 +111,9 @@ class Generation:
         self.prefilled: tuple[int, Prefilled] | None = None
 
     def run(self, version: int) -> Iterator[Trajectory]:
-        """Refills, decodes and collects until every request is done; trajectories carry `version` and come
-        chunk by chunk.
+        """Refills, decodes and collects until every request is done; yields trajectories with `version`.
 
-        Those of a chunk are given while the devices decode the next one.
+        The trajectories of a chunk are yielded while the devices decode the next one.
         """
         finished = np.zeros(0, np.int64)
         while True:
@@ -155,7 +151,7 @@ class Generation:
             self.statistics.inserts += 1
 
     def _prefill(self, batch: int) -> Prefilled:
-        """The batch's prompts, prefilled when first needed and kept until the next batch is."""
+        """The prefilled prompts of a batch, computed when first needed and kept until the next batch."""
         if self.prefilled is None or self.prefilled[0] != batch:
             members = [self.prompts[index] for index in self.batches[batch]]
             width = smallest_fit(self.shapes.prompt_buckets, max(map(len, members)))
@@ -169,19 +165,19 @@ class Generation:
         return self.prefilled[1]
 
     def _fit_cache(self) -> None:
-        """Makes the cache long enough for what the next chunk may write."""
+        """Makes the cache long enough for the tokens of the next chunk."""
         occupants, slots = self.occupant[self.occupant >= 0], len(self.occupant)
         end = np.minimum(self.sampled[occupants] + self.shapes.chunk, self.max_tokens)
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
-        if not self.sampled.any():  # nothing is in flight: any idle state of the right shape will do
+        if not self.sampled.any():  # no sequence is in flight, so any idle state of the right shape will do
             if self._state is None or self._state.shape != (slots, length):
-                self._state = None  # gives its memory back first
+                self._state = None  # frees its memory first
                 self.state = self.programs.empty_state(slots, length)
         elif length > self.state.shape[1]:
             self.state = self.programs.resize(self.state, np.arange(slots, dtype=np.int32), length)
 
     def _shrink(self, busy: np.ndarray) -> None:
-        """Moves the last sequences into a smaller batch when nobody waits."""
+        """Moves the last sequences into a smaller batch when the queue is empty."""
         size = smallest_fit(self.shapes.batch_sizes, int(busy.sum()))
         if len(self.queue) or size >= len(busy) or self.reports:
             return
@@ -190,7 +186,7 @@ class Generation:
         self.occupant = self.occupant[kept]
 
     def _decode(self) -> None:
-        """One chunk; while requests wait it is left as soon as an eighth of the slots is idle."""
+        """Decodes one chunk; while requests wait, it stops as soon as an eighth of the slots is idle."""
         self._fit_cache()
         slots = len(self.occupant)
         idle_limit = np.int32(max(1, slots // 8) if len(self.queue) else slots)
@@ -198,9 +194,7 @@ class Generation:
         self.reports.append(report)
 
     def _collect(self) -> np.ndarray:
-        """Reads the reports and frees the slots of finished requests;
-        returns these in the order of their last tokens.
-        """
+        """Reads the reports, frees finished slots, returns their requests in order of their last tokens."""
         tokens, bits = np.concatenate([np.asarray(report) for report in self.reports], axis=1)
         busy = np.flatnonzero(self.occupant >= 0)
         occupants, valid = self.occupant[busy], tokens[:, busy] >= 0

@@ -1,12 +1,12 @@
-"""The embedded engine on many devices: an engine for each copy of the policy, with its share of the requests.
+"""The embedded engine on many devices: one engine per copy of the policy, each with a share of the requests.
 
-A copy lies on one device, or on those that its layers are split over.  Decoding needs no other copy once the
-weights are there, so the engines run side by side, each in a thread that drives its devices; nothing waits
-for the longest answer of another copy.  A policy version reaches them from the trainer's shards by one
-resharding on the devices, codes as codes.
+A copy is on one device, or on the devices over which its layers are split.  Decoding does not need other
+copies, so the engines run side by side, each in a thread that drives its devices, and do not wait for the
+longest answer of another copy.  A policy version reaches them from the trainer's shards by one resharding on
+the devices, with codes sent as codes.
 
-With several processes each drives the engines of its own devices and is given all requests; what they sampled
-is exchanged, so that every process has all trajectories.
+With several processes, each drives the engines of its own devices and gets all requests.  The trajectories
+are exchanged, so that every process has all of them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
 class DataParallelEngine(RolloutEngine):
-    """`RolloutEngine` over several devices.
+    """A `RolloutEngine` on several devices.
 
     Args:
       build: makes the engine of one copy, given its layout.
-      copies: the layout of each (`Layout.copies`).
+      copies: the layout of each copy (`Layout.copies`).
       replicate: published weights -> those of each copy, in the same order (`Layout.replicate`).
 
-    With `numerics.exact` a completion does not depend on the number of devices; without, its bits depend on
-    the compiled shapes, as they do on one device.
+    With `numerics.exact` a completion does not depend on the number of devices.  Without it, its bits depend
+    on the compiled shapes, as on one device.
     """
 
     def __init__(
@@ -58,21 +58,22 @@ class DataParallelEngine(RolloutEngine):
         self._each(lambda engine, _: engine.warmup(), [[] for _ in self.engines])
 
     def describe(self) -> Mapping[str, Any]:
-        """One of the engines, and how many there are in this process."""
+        """The description of one engine, and the number of engines in this process."""
         return {**self.engines[0].describe(), "copies": len(self.engines)}
 
     def _load(self, published: nnx.State, version: int) -> None:
-        """Copies published weights, split or not, to the devices of every engine; errors as `JaxEngine`."""
+        """Copies published weights, split or whole, to the devices of every engine; errors as `JaxEngine`."""
         for engine, copy in zip(self.engines, self._replicate(published), strict=True):
             engine.load(copy, version)
 
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """As any of the engines, which are alike."""
+        """As one of the engines, which are alike."""
         self.engines[0].check(requests, sampling)
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """Requests are dealt out in even runs.  Trajectories come as any engine has them;
-        with several processes when all are done.
+        """Divides the requests evenly; yields trajectories as engines finish them.
+
+        With several processes, yields them when all are done.
         """
         parts = np.array_split(np.arange(len(requests)), len(self.engines) * processes.count())
         first = len(self.engines) * processes.index()
@@ -110,7 +111,7 @@ class DataParallelEngine(RolloutEngine):
             call.result()
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Dealt out over this process's engines; each process scores all."""
+        """Divides the sequences among this process's engines; each process scores all."""
         shares = [
             [sequences[i] for i in part]
             for part in np.array_split(np.arange(len(sequences)), len(self.engines))
@@ -128,13 +129,13 @@ class DataParallelEngine(RolloutEngine):
         self._threads.shutdown()
 
     def _each(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        """What `run(engine, share)` gives for every engine, all at once."""
+        """The results of `run(engine, share)` for every engine, which run at the same time."""
         calls = self._start(run, shares)
-        wait(calls)  # also where one fails: none is left at work
+        wait(calls)  # even if one fails, so that none is left running
         return [call.result() for call in calls]
 
     def _start(self, run: Callable[[JaxEngine, Any], Any], shares: Sequence[Any]) -> list[Future[Any]]:
-        """`run(engine, share)` for every engine in its thread, what has no place yet on its first device."""
+        """Starts `run(engine, share)` for every engine in its thread, with its first device as default."""
 
         def one(engine: JaxEngine, device: jax.Device, share: Any) -> Any:
             with jax.default_device(device):
@@ -147,7 +148,7 @@ class DataParallelEngine(RolloutEngine):
 
 
 def _exchange(requests: Sequence[Request], sampled: list[Trajectory], version: int) -> list[Trajectory]:
-    """The trajectories of all processes, in the order of the requests, of those that this one sampled."""
+    """The trajectories of all processes, in the order of the requests; `sampled`: those of this process."""
     own = {
         "lengths": np.array([t.sampled_tokens for t in sampled], np.int64),
         "ids": np.concatenate([np.zeros(0, np.int32), *(t.token_ids[t.sampled] for t in sampled)]),

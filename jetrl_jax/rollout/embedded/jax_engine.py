@@ -1,15 +1,14 @@
 """The embedded rollout engine: continuous batching over compiled JAX programs, driven from the host.
 
-A slot is refilled when its sequence ends, so a long answer does not hold the others; between two looks of the
-host a program decodes up to `decode_chunk_tokens` tokens (`continuous_batching`).  Prompts are padded at the
-right to a bucket, never at the left; each program is compiled once per shape (`shapes`, `warmup`), and
-nothing compiles later.
+A slot is refilled when its sequence ends, so that a long answer does not hold up the others.  A program
+decodes up to `decode_chunk_tokens` tokens before the host checks again (`continuous_batching`).  Prompts are
+padded on the right to a bucket, never on the left.  Each program is compiled once per shape (`shapes`,
+`warmup`).
 
-What a request gets does not depend on the requests around it: its noise comes from its seed and the token's
-position (`sampling`), and with `numerics.exact` its logits are the same bits in every slot, batch and bucket;
-they are also the bits that the trainer's full forward gives (tests/parity/test_rollout_exact.py).  Without
-`exact` the bits of a sequence depend on the compiled shape, though not on its slot or on the other sequences
-in it.
+The result of a request does not depend on other requests.  Its noise comes from its seed and the token's
+position (`sampling`).  With `numerics.exact` its logits are the same bits in every slot, batch and bucket,
+and the bits of the trainer's full forward (tests/parity/test_rollout_exact.py).  Without `exact` the bits of
+a sequence depend on the compiled shape, but not on its slot or the other sequences.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from pallas_kernels import ScaledArray
 
 
 class JaxEngine(RolloutEngine):
-    """`RolloutEngine` on the trainer's own model and devices.
+    """A `RolloutEngine` on the trainer's own model and devices.
 
     Args:
       model: gives architecture and numerics; its parameters are not used and may be abstract
         (`nnx.eval_shape`).
-      plan: the precision plan that `load`'s argument was published with.
-      slots: sequences decoded at once.
-      prefill_rows: prompts prefilled at once.
-      decode_chunk_tokens: most tokens decoded between two looks of the host.
+      plan: the precision plan with which the weights for `load` are published.
+      slots: number of sequences decoded at the same time.
+      prefill_rows: number of prompts prefilled at the same time.
+      decode_chunk_tokens: largest number of tokens decoded between two checks of the host.
       max_prompt_tokens, max_completion_tokens: longest prompt and longest completion.
-      pad_id: any valid token id; stands where nothing is read.
-      layout: the devices that the layers are split over; None is JAX's default device.
+      pad_id: any valid token id; it fills places that are not read.
+      layout: the devices over which the layers are split; None is JAX's default device.
 
     Attributes:
-      statistics: what the last submission has run so far.
+      statistics: counts of the last submission's work so far.
 
     Raises:
       ValueError: a size below 1, lengths beyond the model's positions, or a pad id outside the vocabulary.
@@ -107,9 +106,9 @@ class JaxEngine(RolloutEngine):
         self.programs = EnginePrograms(model, plan, self.shapes, layout)
         self.statistics = EngineStatistics()
         self._scorer = Scorer(model, layout)
-        self._idle_state: SlotState | None = None  # of the last submission, to be used again
+        self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
         self._published: nnx.State | None = None
-        self._weights: list[Any] = []  # the same, in the programs' order
+        self._weights: list[Any] = []  # the published weights in the programs' order
 
     @classmethod
     def from_section(
@@ -120,9 +119,7 @@ class JaxEngine(RolloutEngine):
         pad_id: int,
         layout: Layout | None = None,
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout`, whose engine it is;
-        arguments and errors as the class.
-        """
+        """The engine with the sizes of a config's `rollout` section; other arguments as the class."""
         engine = section.engine
         if not isinstance(engine, JaxEngineSection):
             raise ValueError(
@@ -143,11 +140,10 @@ class JaxEngine(RolloutEngine):
 
     @property
     def published(self) -> nnx.State:
-        """The weights that it multiplies, as they were handed over: parameter path -> array or `ScaledArray`
-        (`named_params`).
+        """The loaded weights: parameter path -> array or `ScaledArray` (see `named_params`).
 
         Raises:
-          RuntimeError: none were loaded.
+          RuntimeError: no weights were loaded.
         """
         if self._published is None:
             raise RuntimeError("published: no weights: got policy_version=-1, expected load(...) before.")
@@ -155,7 +151,7 @@ class JaxEngine(RolloutEngine):
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         return self.programs.compilations
 
     def warmup(self) -> None:
@@ -167,11 +163,10 @@ class JaxEngine(RolloutEngine):
         return {"mode": "jax", "slots": self.shapes.batch_sizes[-1], "decode_chunk_tokens": self.shapes.chunk}
 
     def _load(self, published: Any, version: int) -> None:
-        """Takes weights published under this engine's plan by reference; they must stay alive until the next
-        `load`.
+        """Takes published weights by reference; they must stay alive until the next `load`.
 
         Raises:
-          ValueError: paths, shapes, dtypes or block shapes that are not the plan's, all listed.
+          ValueError: paths, shapes, dtypes or block shapes differ from the plan's; all are listed.
         """
         given, expected = dict(named_params(published)), self.programs.published_spec
         problems = [f"{path}: missing" for path in expected if path not in given]
@@ -189,13 +184,11 @@ class JaxEngine(RolloutEngine):
         self._weights = [given[path] for path in expected]
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """More requests than slots wait in a queue; a slot's next request begins when its trajectory is
-        done.
-        """
+        """Samples; if there are more requests than slots, a slot takes the next when it is free."""
         self.statistics = EngineStatistics()
         if not requests:
             return
-        # where this ends early, slots are in flight and are not used again
+        # if this ends early, slots are in flight and not reused
         state = self._idle_state
         self._idle_state = None
         prompts, controls = [tuple(request.prompt_ids) for request in requests], self._controls(sampling)
@@ -215,9 +208,7 @@ class JaxEngine(RolloutEngine):
         self._idle_state = generation.state
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """By the trainer's own forward, in rows of a few lengths;
-        with `numerics.exact` the bits that sampling reports.
-        """
+        """Scores by the trainer's own forward, padded to few lengths; with `exact` the bits of sampling."""
         longest = self.max_prompt_tokens + self.max_completion_tokens
         check_sequences(sequences, longest, self.vocab_size)
         widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
@@ -226,15 +217,13 @@ class JaxEngine(RolloutEngine):
         ]
 
     def _close(self) -> None:
-        """Lets go of the weights."""
+        """Drops the weights."""
         self._published = None
         self._weights = []
         self._idle_state = None
 
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Raises ValueError for a prompt that is empty or too long, ids outside the vocabulary,
-        too large a `max_tokens`.
-        """
+        """Raises ValueError for empty or too long prompts, unknown token ids, or too large `max_tokens`."""
         problems, prompts = [], [tuple(request.prompt_ids) for request in requests]
         if sampling.max_tokens > self.max_completion_tokens:
             problems.append(
@@ -267,7 +256,7 @@ class JaxEngine(RolloutEngine):
 
 
 def _describe(weight: Any) -> str:
-    """Kind, shape and type of a published weight, as an error shows it."""
+    """Kind, shape and type of a published weight, for error messages."""
     if isinstance(weight, ScaledArray):
         qvalue, scale = weight.qvalue, weight.scale
         return (

@@ -1,7 +1,6 @@
-"""The trainer's log-probabilities of given tokens under published weights: its own full forward, with nothing
-cached.
+"""The trainer's log-probabilities of given tokens under published weights, by its forward without a cache.
 
-An engine on the trainer's devices scores so (`JaxEngine.score`), and the certificate of any other is compared
+The embedded engine scores with it (`JaxEngine.score`), and the certificates of other engines are compared
 with it.
 """
 
@@ -19,18 +18,17 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.precision.parameters import jit
 
-CHUNK_TOKENS = 1024  # whose logits exist at once
+CHUNK_TOKENS = 1024  # number of tokens whose logits exist at the same time
 
 
 class Scorer:
-    """(published weights, token ids) -> float32 [length], each token's log-probability given those before at
-    temperature 1.
+    """(published weights, token ids) -> float32 [length], the log-probability of each token at temperature 1.
 
-    Entry 0 is 0.  Compiled once per length.
+    Each token is conditioned on those before it; entry 0 is 0.  Compiled once per length.
 
     Args:
       model: gives structure and numerics; its parameters are not used.
-      layout: the devices that the layers are split over; None is one device.
+      layout: the devices over which the layers are split; None is one device.
     """
 
     def __init__(self, model: Decoder, layout: Layout | None = None) -> None:
@@ -48,7 +46,7 @@ class Scorer:
         self._program = jit(program if layout is None else layout.map(program, specs, WHOLE))
 
     def __call__(self, published: Any, token_ids: Sequence[int], width: int | None = None) -> np.ndarray:
-        """`width`: padded to so many tokens on the right, so that sequences share a program."""
+        """Scores one sequence, padded on the right to `width` tokens so that sequences share a program."""
         ids = np.zeros((1, len(token_ids) if width is None else width), np.int32)
         ids[0, : len(token_ids)] = token_ids
         positions = np.arange(ids.size, dtype=np.int32)[None]

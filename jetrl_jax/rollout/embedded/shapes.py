@@ -13,11 +13,11 @@ SMALLEST_SHRUNK_BATCH = 8
 class EngineShapes:
     """Sizes of the programs' arguments; all tuples ascend.
 
-    batch_sizes: slots of the decode programs, the last one all slots.
+    batch_sizes: numbers of slots of the decode programs; the last is all slots.
     prompt_buckets: padded prompt lengths.
     cache_buckets: cache lengths.
-    prefill_rows: prompts of one prefill.
-    chunk: most tokens of one decode call.
+    prefill_rows: number of prompts of one prefill.
+    chunk: largest number of tokens of one decode call.
     """
 
     batch_sizes: tuple[int, ...]
@@ -28,9 +28,7 @@ class EngineShapes:
 
 
 def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
-    """Padded prompt lengths: powers of two from 8, and a last one that fits the longest prompt (a multiple
-    of 8).
-    """
+    """Padded prompt lengths: powers of two from 8, then the longest prompt rounded up to a multiple of 8."""
     buckets, size = [], SMALLEST_PROMPT_BUCKET
     while size < max_prompt_tokens:
         buckets.append(size)
@@ -39,7 +37,7 @@ def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
 
 
 def cache_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Cache lengths: the whole sequence, its half, quarter, ... down to 64 tokens; multiples of 8."""
+    """Cache lengths: the whole sequence, half of it, a quarter, ... down to 64 tokens; multiples of 8."""
     buckets = [_multiple_of_8(max_tokens)]
     while (half := _multiple_of_8(-(-buckets[-1] // 2))) >= SMALLEST_CACHE_BUCKET:
         buckets.append(half)
@@ -47,7 +45,7 @@ def cache_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
-    """All slots, and a quarter of them for few requests and for the last long answers."""
+    """Numbers of slots: all, and a quarter of them for few requests and for the last long answers."""
     return (slots // 4, slots) if slots // 4 >= SMALLEST_SHRUNK_BATCH else (slots,)
 
 
