@@ -73,7 +73,7 @@ def correct(
 
     Returns:
         The `Correction`, with weights of 1 and keeps of false where ``mask`` is false.  A trained
-        log-probability that is NaN makes its weight NaN, so that it is not hidden; an infinite one is clamped.
+        log-probability that is NaN makes its weight NaN, so it is not hidden; an infinite one is clamped.
 
     Raises:
         ValueError: lengths differ.
