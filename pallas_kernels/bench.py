@@ -1,5 +1,4 @@
-"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: the kernels against their rivals, on
-the GPU of this machine.
+"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: times kernels and rivals on this GPU.
 
     gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady
     decode    1, 64 and 256 rows: microseconds on the device, weights cold
@@ -7,20 +6,20 @@ the GPU of this machine.
     quantize  the quantisers and the operations fused with them, on inputs of the layers: GB/s, steady state
     layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
-Sizes are the four linear layers of Qwen3-8B, data are random. BF16 products of JAX are always among the
-rivals, vLLM's Triton kernel where it can run; `gemm` and `decode` also time the batch-invariant BF16 product,
-"mosaic bf16". Others come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which
-needs torch) that defines
+Sizes are the four linear layers of Qwen3-8B; data are random. The rivals include JAX's BF16 products and, if
+it can run, vLLM's Triton kernel. `gemm` and `decode` also time the batch-invariant BF16 product, "mosaic
+bf16". Other rivals come from a Python file (`--rivals`, such as tests/benchmarks/kernel_rivals.py, which
+needs torch), run in the same process. It defines
 
     gemm(m, n, k) -> {name: contender}        decode(m, n, k) -> {name: pallas_kernels.measure.Timing}
 
-or, for `layer`, whose model this package does not know (tests/benchmarks/kernel_layer.py),
+or, for `layer`, whose model is not part of this package (tests/benchmarks/kernel_layer.py),
 
     layer(tokens) -> {name: contender}
 
-and run in the same process. The figures go to a JSON file with card, clocks, versions and command, as they
-are measured, and as a table to the terminal. Without a GPU that the kernels run on it ends with status 2.
-Goals and protocols: docs/benchmarks.md.
+The figures go to a JSON file with card, clocks, versions and command as soon as they are measured, and to the
+terminal as a table. Without a GPU for these kernels the command ends with status 2. Goals and protocols:
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ Row = dict[str, Any]
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     options = parse(arguments)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rivals need memory, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rivals also need memory
     command = "python -m pallas_kernels.bench " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     require_gpu("python -m pallas_kernels.bench")
     benchmark = BENCHMARKS[options.what]
@@ -85,15 +84,15 @@ def main(arguments: list[str] | None = None) -> None:
     for row in benchmark(options.layers, options.rows, rivals):
         rows.append(row)
         print("  ".join(str(value) for value in row.values()), flush=True)
-        # after every row: what was measured outlives the time that there is for it
+        # after every row, so that figures are kept if the time runs out
         write_json(out, command, machine, rows)
-    # the clocks and the temperature that the figures were reached at
+    # with the clocks and the temperature at the end of the measurement
     write_json(out, command, environment(), rows)
     print(markdown(rows, [key for key in ("site", "layer", "M") if key in rows[0]], "contender", "figure"))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options, complete: rows of the benchmark's kind where none are given."""
+    """The options, with the benchmark's default rows if none are given."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.bench", description=__doc__.partition("\n")[0] if __doc__ else None
     )
@@ -121,8 +120,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def load_rivals(path: Path, what: str) -> ModuleType:
-    """The module at `path`. Raises FileNotFoundError where there is none,
-    ValueError without rivals in `what`, and what it raises.
+    """The module at `path`.
+
+    Raises FileNotFoundError if it does not exist, ValueError if it has no rivals for `what`, and any error of
+    the module itself.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
@@ -145,7 +146,7 @@ def load_rivals(path: Path, what: str) -> ModuleType:
 
 
 def bench_gemm(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
-    """TFLOP/s of the products of a layer, operands quantised and turned beforehand."""
+    """TFLOP/s of the products of a layer, with operands quantised and transposed beforehand."""
     for layer in layers:
         outputs, inputs = LAYERS[layer]
         for m in rows:
@@ -220,9 +221,7 @@ def bench_decode(layers: list[str], rows: list[int], rivals: ModuleType | None) 
 
 
 def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
-    """Milliseconds of y = x Wᵀ, dx = dy W and dW = dyᵀ x from BF16 arrays, in one program.
-    No rivals but JAX's BF16.
-    """
+    """Milliseconds of y = x Wᵀ, dx = dy W, dW = dyᵀ x from BF16 arrays in one program; rival: JAX's BF16."""
     del rivals
     totals: dict[tuple[int, str], float] = {}
     for layer in layers:
@@ -247,7 +246,7 @@ def bench_linear(layers: list[str], rows: list[int], rivals: ModuleType | None) 
 
 
 def bench_quantizers(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
-    """GB/s of the quantisers on the inputs of the layers, each width once. No rivals but XLA."""
+    """GB/s of the quantisers on the inputs of the layers, each width once; the rival is XLA."""
     del rivals
     yield from bench_quantize(
         {layer: width for width, layer in {LAYERS[layer][1]: layer for layer in layers}.items()}, rows
@@ -276,7 +275,7 @@ NO_EFFECT = {
     ("quantize", "rivals"): "its rivals are XLA's own",
     ("layer", "layers"): "it measures a whole decoder layer",
 }
-"""{(benchmark, option that it does not read): why}."""
+"""{(benchmark, option that it does not read): reason}."""
 BENCHMARKS = {
     "gemm": bench_gemm,
     "decode": bench_decode,
@@ -284,11 +283,11 @@ BENCHMARKS = {
     "quantize": bench_quantizers,
     "layer": bench_layer,
 }
-"""What is measured, by the name on the command line."""
+"""The benchmarks, by name on the command line."""
 
 
 def _fp8_layer(x_block: tuple[int, int]) -> Callable[..., Any]:
-    """The three products of a layer on operands quantised inside; X reaches WGrad in blocks of `x_block`."""
+    """The three products of a layer, which quantises its operands; X for WGrad in blocks of `x_block`."""
 
     def layer(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         w8, turned = quantize_weight(w, implementation=IMPLEMENTATION)
@@ -328,7 +327,7 @@ def _dense_product(out_dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array
 
 
 def _row(site: str, layer: str, m: int, name: str, timing: Timing, figure: str, **figures: float) -> Row:
-    """One figure; `figure` is what the table shows."""
+    """A row of the report; `figure` is the text in the table."""
     numbers: Mapping[str, float] = {key: round(value, 4) for key, value in figures.items()}
     spread = round(timing.spread, 4)
     return {

@@ -1,13 +1,9 @@
-"""Numbers of a Hopper GPU that the Pallas kernels are cut to; imports nothing,
-so that tiles can be chosen where no kernel runs.
-"""
+"""Sizes of a Hopper GPU for the Pallas kernels; imports nothing, so that tiles can be chosen anywhere."""
 
 from __future__ import annotations
 
 H100_SMS = 132
-"""Streaming multiprocessors of an H100 SXM and of an H200; a persistent kernel launches one program
-on each.
-"""
+"""Streaming multiprocessors of an H100 SXM and an H200; a persistent kernel launches one program on each."""
 SMEM_BYTES = 227 * 1024
 """Shared memory of one program."""
 SWIZZLE_BYTES = 128

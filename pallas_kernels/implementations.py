@@ -1,5 +1,4 @@
-"""Which implementation of an operation runs where: names, platforms, compute capabilities, and why one cannot
-run.
+"""The implementations of operations: their names, where they run, and why one cannot run.
 
     name              what it is                                           runs on
     xla               THE definition, plain XLA, row-invariant             every platform
@@ -9,10 +8,10 @@ run.
     triton            vLLM's own kernel (GEMMs only), for comparison       Hopper, with vllm and jax_triton
     auto              mosaic_gpu where it can run, else xla                every platform
 
-The Pallas kernels need JAX 0.11, their interpreter 0.11.2. "triton" runs only for whoever asks for it by
-name. An operation offers some of these names. `resolve` turns the name that a caller gave into the one that
-runs, with the reason; nothing falls back in silence. `auto` depends on the platform and on shapes only, never
-on a measurement, so that a program chooses the same on every start.
+The Pallas kernels need JAX 0.11, and their interpreter 0.11.2. "triton" runs only if it is named. An
+operation offers some of these names. `resolve` turns the caller's name into the implementation that runs,
+with the reason, and never falls back silently. `auto` depends only on the platform and on shapes, never on a
+measurement, so that a program makes the same choice on every start.
 """
 
 from __future__ import annotations
@@ -28,21 +27,17 @@ import jax
 from pallas_kernels.vllm_source import kernel_problem
 
 IMPLEMENTATIONS = ("xla", "xla_fast", "mosaic_gpu", "mosaic_interpret", "triton", "auto")
-"""Every name there is."""
+"""All names of implementations."""
 HOPPER = "9.0"
-"""Compute capability that the Pallas kernels are written for: they use wgmma, which 8.x lacks and 10.x
-dropped.
-"""
+"""The compute capability of the Pallas kernels, which use wgmma; 8.x lacks it and 10.x dropped it."""
 KERNEL_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
-"""First JAX that compiles these kernels, and first whose interpreter runs them (seen: 0.10.2 and 0.11.1 do
-not).
-"""
+"""The first JAX that compiles these kernels, and that interprets them (seen: 0.10.2 and 0.11.1 do not)."""
 _elsewhere = contextvars.ContextVar("elsewhere", default=False)
 
 
 @contextmanager
 def hopper_elsewhere() -> Iterator[None]:
-    """Meanwhile programs are traced for a Hopper GPU that is not here: to compile them ahead of time."""
+    """Within the block programs are traced for an absent Hopper GPU, to compile them ahead of time."""
     token = _elsewhere.set(True)
     try:
         yield
@@ -51,13 +46,13 @@ def hopper_elsewhere() -> Iterator[None]:
 
 
 def on_gpu() -> bool:
-    """Whether programs that are traced now are for a GPU.  Starts the backend, unless `hopper_elsewhere`."""
+    """Whether programs traced now are for a GPU; starts the backend, except within `hopper_elsewhere`."""
     return _elsewhere.get() or jax.default_backend() in ("gpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs, and why.
+    """A chosen implementation and the reason.
 
     name: an implementation, never "auto".
     reason: one sentence, for logs.
@@ -74,15 +69,14 @@ def resolve(
 
     Args:
       function: name of the operation, for messages.
-      implementation: what the caller asked for.
-      offered: the names that this operation has, "auto" among them or not; "xla" must be.
-      shape_problem: why the kernel cannot take these operands, None where it can.
+      implementation: the name that the caller gave.
+      offered: the names that this operation has; they include "xla" and may include "auto".
+      shape_problem: why the kernel cannot take these operands; None if it can.
     Returns:
       The choice. Starts the JAX backend unless `implementation` is an XLA one.
     Raises:
       ValueError: the name is not offered.
-      NotImplementedError: a kernel was asked for by name and cannot run: platform, compute capability, JAX
-        version or shape.
+      NotImplementedError: the named kernel cannot run: platform, compute capability, JAX version or shape.
     """
     if implementation not in offered:
         raise ValueError(f"{function}: " + unknown_name(implementation, offered) + ".")
@@ -104,30 +98,28 @@ def resolve(
 
 
 def cannot_run(implementation: str) -> str | None:
-    """Why an implementation cannot run on the default backend, None where it can.
-    Starts the backend for those that care.
-    """
+    """Why an implementation cannot run on the default backend, None if it can; may start the backend."""
     problems = {"mosaic_gpu": gpu_problem, "mosaic_interpret": interpreter_problem, "triton": triton_problem}
     return problems[implementation]() if implementation in problems else None
 
 
 def unknown_name(implementation: str, offered: tuple[str, ...]) -> str:
-    """The problem with a name that an operation does not have, without the operation's name."""
+    """The message for a name that an operation does not have, without the operation's name."""
     return f"unknown name: got implementation={implementation!r}, expected one of {offered}"
 
 
 def gpu_problem() -> str | None:
-    """Why the Pallas kernels cannot run on the default backend, None where they can. Starts the backend."""
+    """Why the Pallas kernels cannot run on the default backend, None if they can; starts the backend."""
     return _hopper_problem() or _version_problem(KERNEL_JAX)
 
 
 def triton_problem() -> str | None:
-    """Why vLLM's Triton kernel cannot run on the default backend, None where it can. Starts the backend."""
+    """Why vLLM's Triton kernel cannot run on the default backend, None if it can; starts the backend."""
     return _hopper_problem() or packages_problem("triton", "jax_triton", "vllm") or kernel_problem()
 
 
 def packages_problem(*packages: str) -> str | None:
-    """Which of these packages are not installed, None where all are; none is imported."""
+    """A message naming those packages that are not installed, None if all are; imports none of them."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
@@ -146,7 +138,7 @@ def _hopper_problem() -> str | None:
 
 
 def interpreter_problem() -> str | None:
-    """Why the Pallas kernels cannot be interpreted here, None where they can. Starts the backend."""
+    """Why the Pallas kernels cannot be interpreted here, None if they can; starts the backend."""
     if jax.default_backend() != "cpu":
         return (
             f"the platform is {jax.default_backend()!r}, expected 'cpu' (the interpreter needs it: "

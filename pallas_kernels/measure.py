@@ -1,15 +1,14 @@
-"""Timing on a GPU that heats up, throttles and caches: protocols, and what a figure needs beside it.
+"""Timing on a GPU, which heats up, throttles and caches: protocols, and the data reported with a figure.
 
-Steady state (protocol S): dense products run at the card's power cap, so a time depends on what ran in the
-100 ms before. Each contender first runs untimed until the card has settled, then a few bursts are timed; the
-order of contenders is shuffled in each cycle, and the median of all bursts counts. A difference below 8 % is
+Steady state (protocol S): dense products run at the card's power cap, so a time depends on the work of the
+100 ms before. Each contender first runs untimed until the card has settled; then a few bursts are timed. The
+order of contenders is shuffled in each cycle, and the median of all bursts counts. Differences below 8 % are
 noise between cards and days.
 
-Cold: a product of few rows takes the time of reading its weights. A program of many calls, each with weights
-of its own that together exceed the second level cache, is timed kernel by kernel through CUPTI.
+Cold: the time of a product of few rows is that of reading its weights. A program of many calls with different
+weights, which together exceed the second-level cache, is timed kernel by kernel through CUPTI.
 
-A contender is a function of a number of calls that makes them back to back and returns the seconds that they
-took.
+A contender is a function that makes a given number of calls back to back, and returns the seconds they took.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from pallas_kernels.implementations import gpu_problem
 Contender = Callable[[int], float]
 
 LOAD_S = 0.22
-"""Untimed running before the first burst of a contender."""
+"""Seconds of untimed running before the first burst of a contender."""
 BURST_S = 0.06
-"""Length of a timed burst."""
+"""Seconds of a timed burst."""
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""Of every program that is timed. XLA would also compile and time Triton forms of a BF16 product, 20 s a
-shape; cuBLASLt's own algorithms are still tried."""
+"""Compiler options of every timed program. By default XLA also compiles and times Triton forms of a BF16
+product, 20 s a shape; cuBLASLt's own algorithms are still tried."""
 BURSTS, CYCLES = 3, 2
-"""Bursts of a contender in each cycle, and cycles."""
+"""The number of bursts of a contender in each cycle, and of cycles."""
 L2_BYTES = 50 << 20
-"""Second level cache of an H100 and an H200."""
+"""Bytes of the second-level cache of an H100 and an H200."""
 _QUERY = "name,driver_version,power.limit,power.draw,clocks.sm,clocks.mem,temperature.gpu"
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one contender, one value for each burst or repetition."""
+    """Seconds per call of one contender, one value per burst or repetition."""
 
     seconds: tuple[float, ...]
 
@@ -64,7 +63,7 @@ class Timing:
 
 
 def steady_state(contenders: Mapping[str, Contender], seed: int = 0) -> dict[str, Timing]:
-    """Protocol S (module docstring): the timings by name."""
+    """The timings by name, measured by protocol S (see the module docstring)."""
     order, shuffle = list(contenders), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
     for run in contenders.values():
@@ -84,9 +83,7 @@ def steady_state(contenders: Mapping[str, Contender], seed: int = 0) -> dict[str
 
 
 def jax_contender(function: Callable[..., Any], *arguments: Any) -> Contender:
-    """Back to back calls of `jit(function)`, by the host's clock: JAX queues them,
-    and the last one is waited for.
-    """
+    """Back-to-back calls of `jit(function)`, by the host's clock; JAX queues them, the last is awaited."""
     program = jax.jit(function, compiler_options=COMPILER_OPTIONS)
 
     def run(calls: int) -> float:
@@ -102,19 +99,18 @@ def jax_contender(function: Callable[..., Any], *arguments: Any) -> Contender:
 
 
 def copies_beyond_cache(nbytes: int) -> int:
-    """Copies of an array of `nbytes` that the second level cache cannot keep from one round to the next."""
+    """The number of copies of `nbytes` that the second-level cache cannot keep between two rounds."""
     return max(2, -(-2 * L2_BYTES // nbytes) + 1)
 
 
 def cold_kernels(
     function: Callable[[Any, Any], jax.Array], left: Any, rights: Sequence[Any], repetitions: int = 7
 ) -> Timing:
-    """Seconds on the device per call of `function(left, right)`, every kernel of it counted, one right
-    operand after the other.
+    """Seconds on the device per call of `function(left, right)`, over all its kernels, by right operand.
 
-    Raises RuntimeError where CUPTI reports nothing.
+    Raises RuntimeError if CUPTI reports nothing.
     """
-    from jax.experimental.mosaic.gpu import profiler  # here, because it is not there on every platform
+    from jax.experimental.mosaic.gpu import profiler  # here, as not every platform has it
 
     program = jax.jit(
         lambda left, rights: [function(left, right) for right in rights], compiler_options=COMPILER_OPTIONS
@@ -132,14 +128,14 @@ def cold_kernels(
 
 
 def require_gpu(command: str) -> None:
-    """Ends the process with status 2 and one message where the kernels cannot run."""
+    """Ends the process with status 2 and one message if the kernels cannot run."""
     if problem := gpu_problem():
         print(f"{command}: needs a GPU that the Pallas kernels run on: {problem}.", file=sys.stderr)
         raise SystemExit(2)
 
 
 def environment() -> dict[str, Any]:
-    """Card, clocks and versions, as a report carries them."""
+    """Card, clocks and versions, for a report."""
     found: dict[str, Any] = {
         "jax": jax.__version__,
         "python": sys.version.split()[0],
@@ -157,18 +153,16 @@ def environment() -> dict[str, Any]:
 def write_json(
     path: Path, command: str, machine: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """One report: the command, the machine (`environment`), and a row for each figure."""
+    """Writes a report: the command, the machine (`environment`), and a row per figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {"command": command, "environment": dict(machine), "rows": list(rows)}
-    beside = path.with_name(f"{path.name}.new")  # a kill leaves the old report or the new one
+    beside = path.with_name(f"{path.name}.new")  # so that a kill leaves the old or the new report
     beside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], column: str, value: str) -> str:
-    """A table with a line for each combination of `keys` and a column for each value of `column`;
-    gaps are dashes.
-    """
+    """A table with a line per combination of `keys`, and a column per value of `column`; gaps are dashes."""
     columns = list(dict.fromkeys(row[column] for row in rows))
     cells: dict[tuple[Any, ...], dict[Any, str]] = {}
     for row in rows:

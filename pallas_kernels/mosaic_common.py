@@ -1,12 +1,10 @@
-"""What every Pallas Mosaic GPU kernel here shares: how it is launched or interpreted, and the tiles of shared
-memory.
+"""Code shared by all Pallas Mosaic GPU kernels: launching or interpreting a kernel, and shared-memory tiles.
 
 A kernel is one body for the device and for the interpreter. The interpreter runs it on a CPU with a thread
-per warpgroup, every barrier and every asynchronous copy simulated. Where two threads race it raises (JAX
-0.12) or prints (JAX 0.11); it raises where memory is read out of bounds, and fills memory that nobody wrote
-with NaN.
+per warpgroup, and simulates every barrier and every asynchronous copy. If two threads race, it raises (JAX
+0.12) or prints (JAX 0.11). It raises if memory is read out of bounds, and fills unwritten memory with NaN.
 
-Imported only where a kernel is wanted: `jax.experimental.pallas.mosaic_gpu` is not there on every platform.
+Imported only where a kernel is needed, as not every platform has `jax.experimental.pallas.mosaic_gpu`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""`python -m pallas_kernels.tune`: measure tiles for the GEMMs of given sizes and write the table that
-`gemm.config` reads.
+"""`python -m pallas_kernels.tune`: measures tiles for GEMMs and writes the table that `gemm.config` reads.
 
 Every candidate compiles without spills (tests/kernels/test_aot.py) and gives the same bits, so the table
-changes the speed alone. Products of more than 256 rows are timed in steady state, others with cold weights,
+changes only the speed. Products of more than 256 rows are timed in steady state, others with cold weights,
 as `measure` describes. Sizes are those of Qwen3-8B (`bench.LAYERS`): FProp and DGrad by (N, K), WGrad with
-scales per column by (N, K) of dW. It rewrites `gemm/tuned_h100.json` (or `--out`), with `--layers` the rows
-of these layers' sizes alone, and ends with status 2 without a GPU that the kernels run on.
+scales per column by (N, K) of dW. The command rewrites `gemm/tuned_h100.json` (or `--out`); with `--layers`
+it rewrites only the rows of these layers' sizes. Without a GPU for these kernels it ends with status 2.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from pallas_kernels.measure import (
 )
 
 EVERY_ROW = 1 << 30
-"""The limit of the last entry of a size: it serves every larger M, too."""
+"""The limit of the last entry of a size, which also serves every larger M."""
 _replace = dataclasses.replace
 
 
 def candidates(m: int, per_column: bool) -> list[TuningConfig]:
-    """Tiles worth measuring for a product of `m` rows."""
+    """The tiles to measure for a product of `m` rows."""
     if per_column:
         pairs = _replace(WGRAD_ROWS, tile_m=128, pair=True, stages=6, scale_columns=32)
         few = [
@@ -126,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"of {len(seconds)} candidates, slowest {max(seconds.values()) * 1e6:.1f} us",
             flush=True,
         )
-        # After every row: what was measured outlives the time that there is for it.
+        # after every row, so that figures are kept if the time runs out
         write_table(
             options.out,
             rows,
@@ -165,7 +164,7 @@ def _right(n: int, k: int, seed: int, per_column: bool) -> ScaledArray:
 def entry(
     limit: int, n: int, k: int, per_column: bool, tuning: TuningConfig, seconds: float
 ) -> dict[str, Any]:
-    """A row of the table; a contraction over tokens (`per_column`) serves every number of them."""
+    """A row of the table; a contraction over tokens (`per_column`) serves any number of them."""
     size = {"m": limit, "n": n, "k": None if per_column else k}
     return {
         **size,
@@ -176,14 +175,12 @@ def entry(
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], source: dict[str, Any]) -> None:
-    """The file that `gemm.config.load_table` reads, a row a line;
-    rows of other sizes that stand in it stay, and say so.
-    """
+    """Writes the file that `gemm.config.load_table` reads, one row per line; rows of other sizes are kept."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"source": None, "rows": []}
     measured = {_size(row) for row in rows}
     kept = [{"source": table["source"]} | row for row in table["rows"] if _size(row) not in measured]
     lines = ",\n".join(json.dumps(row) for row in [*kept, *({"source": source} | row for row in rows)])
-    beside = path.with_name(f"{path.name}.new")  # a kill leaves the old table or the new one
+    beside = path.with_name(f"{path.name}.new")  # so that a kill leaves the old or the new table
     beside.write_text(f'{{\n"source": "of each row",\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
     beside.replace(path)
 

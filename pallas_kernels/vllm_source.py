@@ -1,8 +1,7 @@
-"""vLLM's own Triton kernel of the block-scaled product, as text in the file of the vLLM that is installed.
+"""Finds vLLM's own Triton kernel of the block-scaled product in the source of the installed vLLM.
 
-Nothing of vLLM is imported, which would bring torch and an engine along. Who runs the kernel compiles the
-definition found here (`pallas_kernels.gemm.vllm_triton`); who asks whether it can run looks for it first
-(`kernel_problem`).
+vLLM is not imported, as it would bring torch and an engine along. `pallas_kernels.gemm.vllm_triton` compiles
+the definition found here, and `kernel_problem` checks whether it exists.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import importlib.util
 from pathlib import Path
 
 SOURCE, KERNEL = "model_executor/layers/quantization/utils/fp8_utils.py", "_w8a8_triton_block_scaled_mm"
-"""Where vLLM has its kernel (its source was read in 0.32)."""
+"""The place of the kernel in vLLM (its source was read in 0.32)."""
 PARAMETERS = (
     "A B C As Bs M N K group_n group_k stride_am stride_ak stride_bk stride_bn stride_cm stride_cn "
     "stride_As_m stride_As_k "
     "stride_Bs_k stride_Bs_n BLOCK_SIZE_M BLOCK_SIZE_N BLOCK_SIZE_K GROUP_SIZE_M"
 ).split()
-"""What it is called with, in this order."""
+"""The kernel's parameters, in order."""
 
 
 def kernel_problem() -> str | None:
-    """Why the installed vLLM's kernel cannot be called, None where it can: `find_kernel` on `vllm_source`."""
+    """Why the installed vLLM's kernel cannot be called (`find_kernel` on `vllm_source`); None if it can."""
     try:
         find_kernel(vllm_source())
     except NotImplementedError as error:
@@ -32,9 +31,7 @@ def kernel_problem() -> str | None:
 
 
 def vllm_source() -> Path:
-    """The file of the installed vLLM that holds the kernel.
-    Raises NotImplementedError where vLLM is not installed.
-    """
+    """The installed vLLM's file with the kernel; raises NotImplementedError if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise NotImplementedError(
@@ -46,10 +43,10 @@ def vllm_source() -> Path:
 
 @functools.cache
 def find_kernel(path: Path) -> ast.FunctionDef:
-    """The kernel's definition in vLLM's file; read once.
+    """The definition of the kernel in vLLM's file, which is read once.
 
     Raises:
-      NotImplementedError: no such file, no such function in it, or one with other parameters.
+      NotImplementedError: the file or the function does not exist, or has other parameters.
     """
     tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL]

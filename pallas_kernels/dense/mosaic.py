@@ -1,21 +1,20 @@
-"""The product x Wᵀ of BF16 or FP16 matrices on Hopper's tensor cores: one tile, one order of K, whatever the
-sizes.
+"""The product x Wᵀ of BF16 or FP16 matrices on Hopper's tensor cores, with one tile and one order of K.
 
-A program is a producer warpgroup, which asks TMA for tiles of x and W into a ring of slots, and two
-consumers, which multiply 64 rows each by wgmma into FP32 registers. Programs come in clusters of two along N
-that share their tiles of x
-by multicast, and are persistent: each walks over tiles of the result, and its producer runs ahead into the
-next one. There is no split of K, and no size chooses another tile: an element is the sum of its K products in
-steps of 16, ascending, into one accumulator. A tile of 128 x 128 serves training and decode alike; one of 128
-x 256 would load less for each product in training and leave half of the multiprocessors idle in decode.
+A program is a producer warpgroup, whose TMA loads tiles of x and W into a ring of slots, and two consumers,
+which multiply 64 rows each by wgmma into FP32 registers. Programs form clusters of two along N, which share
+their tiles of x by multicast. They are persistent: each goes over several tiles of the result, and its
+producer runs ahead into the next one. K is not split, and the tile is the same for all sizes, so an element
+is always the sum of its K products in steps of 16, ascending, in one accumulator. A tile of 128 x 128 serves
+training and decode alike. One of 128 x 256 would load less for each product in training, but leave half of
+the multiprocessors idle in decode.
 
-TMA wants M in multiples of 8, N of 8 (FP32 results) or 16, and K of 64. Zeros fill up what has other sizes (a
-copy of that operand), which add nothing, and the result is cut. Rows and columns past an array's end within a
-tile are zeros on the way in and dropped on the way out.
+TMA needs M in multiples of 8, N of 8 (FP32 results) or 16, and K of 64. An operand of another size is copied
+and padded with zeros, which add nothing, and the result is cut. Rows and columns past an array's end within a
+tile are read as zeros and not written.
 
-JAX's own `pallas.ops.gpu.hopper_matmul_mgpu` takes W as [K, N], sizes in multiples of its tiles and gives the
-operands'
-dtype: for a head's FP32 logits it would need a turned copy of W, and filled up ones of everything.
+JAX's own `pallas.ops.gpu.hopper_matmul_mgpu` takes W as [K, N] and sizes in multiples of its tiles, and
+returns the operands' dtype. For a head's FP32 logits it would need a transposed copy of W and padded copies
+of everything.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from pallas_kernels.hopper import H100_SMS, REGISTERS, SWIZZLE_BYTES, WGMMA_ROWS
 from pallas_kernels.mosaic_common import fill_ring, launch, ring_slot, tile
 
 WARPGROUPS, STAGES = 2, 6
-"""Consumers, and tiles of K in shared memory at once: 192 KiB, and 8 KiB a consumer for what leaves."""
+"""Consumers, and tiles of K in shared memory: 192 KiB, and 8 KiB per consumer for the result."""
 TILE_M, TILE_N, TILE_K = WARPGROUPS * WGMMA_ROWS, 128, 64
-"""Rows and columns of the result per program; a row of K that TMA and wgmma permute together."""
+"""Rows and columns of the result per program; length of a row of K that TMA and wgmma permute together."""
 SNAKE_WIDTH = 8
-"""Pairs of tiles along N that are walked together, so that the second level cache serves them."""
+"""Pairs of tiles along N processed together, so that they share the second-level cache."""
 _ROWS, _NARROWEST_BYTES = 8, 32
-"""Rows of a tile as TMA sees them, and its narrowest row."""
+"""Rows of a tile for TMA, and its narrowest row."""
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
@@ -63,7 +62,7 @@ def dense_matmul(x: jax.Array, w: jax.Array, out_dtype: Any, interpret: bool = F
 
 
 def _fill(x: jax.Array, rows: int) -> jax.Array:
-    """[R, K] filled up with zeros to multiples of `rows` and 64; the same array where it is."""
+    """[R, K] padded with zeros to multiples of `rows` and 64; no copy if it fits."""
     missing = (-x.shape[0] % rows, -x.shape[1] % TILE_K)
     return jnp.pad(x, ((0, missing[0]), (0, missing[1]))) if any(missing) else x
 
@@ -85,7 +84,7 @@ class _Product:
 
     @property
     def _out_columns(self) -> int:
-        """Columns that leave together: they divide N, and fill a row of shared memory where N allows."""
+        """Columns stored together: they divide N and, if N allows, fill a row of shared memory."""
         return math.gcd(self.n, SWIZZLE_BYTES // self.out_dtype.itemsize)
 
     def __call__(self, x: jax.Array, w: jax.Array, interpret: bool) -> jax.Array:
@@ -126,7 +125,7 @@ class _Product:
     ) -> None:
         warpgroup = lax.axis_index("warpgroup")
         registers = REGISTERS[WARPGROUPS]
-        assert registers is not None  # two consumers have some
+        assert registers is not None  # set for two consumers
         tiles = math.prod(self._grid)
 
         def origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +167,7 @@ class _Product:
                         plgpu.barrier_wait(full_barrier.at[slot])
                         rows = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
                         plgpu.wgmma(sums, x_smem.at[slot, rows], w_smem.at[slot].transpose((1, 0)))
-                        plgpu.wgmma_wait(1)  # the product before this one is done
+                        plgpu.wgmma_wait(1)  # the previous product is done
 
                         @pl.when(step > 0)
                         def _release() -> None:

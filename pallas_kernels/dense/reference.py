@@ -24,9 +24,7 @@ _jit = functools.partial(jax.jit, static_argnums=(2,), inline=True)
 
 @_jit
 def matmul_exact(x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
-    """x [M, K] times w [N, K] transposed: [M, N], no element of which depends on what stands beside it,
-    but for ties.
-    """
+    """x [M, K] times w [N, K] transposed: [M, N], in which no element depends on others, except for ties."""
     with jax.enable_x64(True):
         total = round_to_float32(lax.dot_general(to_float64(x), to_float64(w), _CONTRACT_LAST))
     return round_output(total, out_dtype)

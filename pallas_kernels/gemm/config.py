@@ -1,9 +1,9 @@
-"""How a Pallas GEMM is cut into tiles: one frozen value, and the rule that picks it from the shape.
+"""The tiles of a Pallas GEMM: one frozen value, and the rule that chooses it by shape.
 
-A tile shape changes the speed and never the bits: every kernel adds the blocks of K in ascending order into
-one FP32 accumulator, so a row of the result does not depend on the tile, nor on the number of rows. `choose`
-looks a shape up in `tuned_h100.json` (measured; it names its source) and follows plain rules where the table
-has no such shape.
+A tile shape changes the speed and never the bits. Every kernel adds the blocks of K in ascending order into
+one FP32 accumulator, so a row of the result does not depend on the tile or on the number of rows. `choose`
+looks a shape up in `tuned_h100.json` (measured; the file names its source), and uses simple rules for shapes
+that are not in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BARRIER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """Tiles of one launch: `persistent`, where rows are wgmma rows, or `swap`, where the weights' rows are.
+    """The tiles of one launch, in which the rows, or with `swap` the weights' rows, are wgmma rows.
 
     Attributes:
       tile_m, tile_n: rows and columns of the result per program. In the swapped kernel tile_n is 64 (weight
@@ -36,9 +36,9 @@ class TuningConfig:
       stages: blocks of K in shared memory at once.
       cluster: "n": two programs along N share their block of A by multicast; "m": along M, of B; "": none.
       pair: two blocks of K in flight in each warpgroup (64 rows each only).
-      swap: weights as the left operand: for a few tokens.
+      swap: the weights are the left operand, for few tokens.
       persistent: one program per multiprocessor, each with many tiles; else one per tile.
-      snake_width: tiles of N that are walked together, so that the second level cache serves them.
+      snake_width: number of tiles of N processed together, so that they share the second-level cache.
       scale_columns: with one B scale per column, how many of them a warpgroup holds in registers at once.
     """
 
@@ -105,17 +105,15 @@ class TuningConfig:
 
     @property
     def subtiles(self) -> int:
-        """wgmma tiles of 64 rows in each warpgroup."""
+        """The number of wgmma tiles of 64 rows in each warpgroup."""
         return self.tile_m // (WGMMA_ROWS * self.warpgroups)
 
     def columns_per_scale(self, per_column: bool) -> int:
-        """Columns of a tile that are promoted together: those with one scale of B,
-        or `scale_columns` of them.
-        """
+        """Columns of a tile promoted together: those that share a scale of B, or `scale_columns` of them."""
         return self.scale_columns if per_column else math.gcd(self.tile_n, BLOCK)
 
     def smem_bytes(self, out_bytes: int, per_column: bool) -> int:
-        """Shared memory of one program: stages of codes and scales, and the tile on its way out."""
+        """Shared memory of one program: stages of codes and scales, and the tile of the result."""
         codes = self.stages * (max(self.tile_m, 8) + self.tile_n) * BLOCK
         scales = self.stages * 4 * (self.tile_m + (self.tile_n if per_column else 0))
         width = self.columns_per_scale(per_column) if not self.swap else 64
@@ -142,7 +140,7 @@ def choose(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
 
 
 def _by_rule(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
-    """For shapes that nobody measured: what was best on the nearest ones."""
+    """The configuration for a shape that was not measured: the best one of the nearest shapes."""
     if per_column:
         return WGRAD_ROWS
     if m <= 8 and k <= LARGEST_SWAP_K:
@@ -155,9 +153,9 @@ def _by_rule(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
 
 
 TRAINING = TuningConfig()
-"""Thousands of rows: three warpgroups hide each other's promotion."""
+"""For thousands of rows: three warpgroups hide each other's promotion."""
 WGRAD_ROWS = TuningConfig(tile_m=256, warpgroups=2)
-"""One scale per row on both sides."""
+"""For one scale per row on both sides."""
 SWAP = TuningConfig(
     tile_m=8, tile_n=64, warpgroups=1, stages=8, cluster="", swap=True, persistent=False, scale_columns=64
 )
@@ -165,7 +163,7 @@ SWAP = TuningConfig(
 DECODE_64 = TuningConfig(
     tile_m=64, tile_n=64, warpgroups=1, stages=8, cluster="", pair=True, persistent=False, scale_columns=64
 )
-"""Up to 64 rows: the time is that of reading the weights."""
+"""For up to 64 rows, where the time is that of reading the weights."""
 DECODE_256 = TuningConfig(
     tile_m=64, tile_n=128, warpgroups=1, stages=6, cluster="", pair=True, persistent=False
 )
@@ -174,11 +172,10 @@ DECODE_256 = TuningConfig(
 
 @functools.cache
 def load_table(path: Path = TABLE_FILE) -> dict[tuple[Any, ...], TuningConfig]:
-    """{(largest m, n, k or None for any, per_column): configuration} of a file that `python -m
-    pallas_kernels.tune` writes.
+    """{(largest m, n, k or None for any, per_column): configuration} from a file of `pallas_kernels.tune`.
 
     Raises:
-      ValueError: a row has an unknown field or a configuration that cannot be.
+      ValueError: a row has an unknown field or an impossible configuration.
     """
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     table = {}

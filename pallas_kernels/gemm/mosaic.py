@@ -1,16 +1,14 @@
-"""The block-scaled product A Bᵀ by Pallas kernels: operands as TMA wants them, and the kernel for their
-shape.
+"""The block-scaled product A Bᵀ by Pallas kernels: prepares operands for TMA and chooses a kernel by shape.
 
-wgmma reads FP8 operands along K only, so both sides come with K last. For FProp they lie so already. DGrad
-multiplies
-Wᵀ and WGrad dYᵀ and Xᵀ: those are transposed copies, which XLA makes before the kernel
-(`ScaledArray.transpose()`; one read and one write of the codes). A quantiser that writes both ways from one
-read makes the same copies for less; give `matmul` its output then.
+wgmma reads FP8 operands only along K, so both sides must have K last. For FProp they already do. DGrad
+multiplies Wᵀ, and WGrad dYᵀ and Xᵀ; XLA makes these transposed copies before the kernel
+(`ScaledArray.transpose()`; one read and one write of the codes). A quantiser that writes both layouts from
+one read makes the same copies more cheaply; its output can be given to `matmul`.
 
-TMA addresses arrays in tiles of 8 rows and 128 codes. Where M, N or K do not fit, zero codes fill the
-operands up, which
-add nothing, and the result is cut: exact, at the price of a copy. No copy is made for K and N in multiples of
-128 and M in multiples of 8. A's scales always go to [K / 128, M], because TMA reads them along M.
+TMA addresses arrays in tiles of 8 rows and 128 codes. If M, N or K do not fit, the operands are padded with
+zero codes, which add nothing, and the result is cut. That is exact, at the price of a copy. No copy is made
+for K and N in multiples of 128 and M in multiples of 8. A's scales are always stored as [K / 128, M], because
+TMA reads them along M.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from pallas_kernels.gemm.mosaic_tiles import TiledGemm
 from pallas_kernels.scaled_array import ScaledArray
 
 _ROWS = 8
-"""Rows of a tile of codes, or of the result, as TMA sees them; 16 bytes of FP32 scales are half as many."""
+"""Rows of a tile of codes, or of the result, for TMA; 16 bytes hold half as many FP32 scales."""
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
@@ -49,9 +47,9 @@ def matmul(
       out_dtype: bfloat16, float16 or float32; rounded once from the FP32 sum.
       promotion_order: "deepgemm" or "triton".
       interpret: run on the CPU with race detection instead of on a GPU.
-      config: tiles; the table's choice for this shape where None.
-      accumulator: float32 [M, N] to add to, or None; in the kernel, but behind it where that is the swapped
-        one or K is one block.
+      config: tiles; None takes the table's choice for this shape.
+      accumulator: float32 [M, N] to add to, or None. The kernel adds it; the swapped kernel, and K of one
+        block, add it afterwards.
     Raises:
       NotImplementedError: `interpret` without an interpreter. ValueError: `config` does not fit the operands.
     """
@@ -79,7 +77,7 @@ def matmul(
     if config.swap:
         product = SwappedGemm(**common)(*operands, interpret=interpret)[:m, :n]
         return product if accumulator is None else add_finished(accumulator, product)
-    # a kernel would make one multiply-add of the only block and the addition
+    # a kernel could fuse the only block's product and this addition into one multiply-add
     if accumulator is not None and sizes["blocks"] == 1:
         product = TiledGemm(**common, per_column=per_column)(*operands, None, interpret=interpret)[:m, :n]
         return add_finished(accumulator, product)
@@ -89,13 +87,11 @@ def matmul(
 
 
 def _fill(codes: jax.Array, rows: int) -> jax.Array:
-    """Codes [R, K] filled up with zeros to a multiple of `rows` and to whole blocks of K;
-    the same array where it is.
-    """
+    """Codes [R, K] padded with zeros to a multiple of `rows` and whole blocks of K; no copy if they fit."""
     missing = (-codes.shape[0] % rows, -codes.shape[1] % BLOCK)
     return jnp.pad(codes, ((0, missing[0]), (0, missing[1]))) if any(missing) else codes
 
 
 def _turn(scale: jax.Array, rows: int) -> jax.Array:
-    """Scales [R, K / 128] as [K / 128, rows], zeros behind the last."""
+    """Scales [R, K / 128] transposed to [K / 128, rows], with zeros after the last."""
     return jnp.pad(scale.T, ((0, 0), (0, rows - scale.shape[0])))

@@ -1,8 +1,8 @@
-"""The block-scaled product A Bᵀ for a few rows of A: the weights' rows take the tensor core's 64, the tokens
-its columns.
+"""The block-scaled product A Bᵀ for few rows of A: the weights' rows are the tensor core's rows.
 
-One wgmma has 64 rows at least. With eight tokens as rows most of it would multiply zeros; as columns they
-cost eight. The result's tile is turned on its way out. Sums, orders and bits are those of `mosaic_tiles`.
+One wgmma has at least 64 rows. With eight tokens as rows, most of it would multiply zeros; as columns they
+cost only eight. The tile of the result is transposed when it is stored. Sums, orders and bits are those of
+`mosaic_tiles`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SwappedGemm:
         )(a, b, a_scale, b_scale)
 
     def _out_transforms(self) -> tuple[Any, ...]:
-        """Shared memory rows of 128 bytes."""
+        """The layout of the result's tile: shared-memory rows of 128 bytes."""
         return plgpu.TilingTransform((8, 128 // jnp.dtype(self.out_dtype).itemsize)), plgpu.SwizzleTransform(
             128
         )
@@ -149,7 +149,7 @@ class SwappedGemm:
     def _promote(
         self, total: jax.Array, dot: jax.Array, token_scale: jax.Array, weight_scale: jax.Array
     ) -> jax.Array:
-        """The sums after one more block of dots; the orders as in `mosaic_tiles`."""
+        """The sums after one more block of dots, in the orders of `mosaic_tiles`."""
         if self.promotion_order == "triton":
             return total + (dot * lax.broadcast_in_dim(token_scale, dot.shape, [1])) * weight_scale
         return total + dot * lax.broadcast_in_dim(token_scale * weight_scale, dot.shape, [1])

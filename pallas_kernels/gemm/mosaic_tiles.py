@@ -4,16 +4,16 @@
     "deepgemm":  sum = fma(dot, sa * sb, sum)                       promotion, once per block, K ascending
     "triton":    sum = fma(dot * sa, sb, sum)
 
-A program is one producer warpgroup, which asks TMA for blocks of A, B and their scales into a ring of
-`stages` slots, and one to three consumer warpgroups, which take 64 or 128 rows of the tile each. `full[slot]`
-says that the copies have landed, `empty[slot]` that every consumer is done with them. A persistent program
-walks over tiles of the result, and its producer runs ahead into the next tile. In a cluster two programs
-share their blocks of A or of B by multicast.
+A program is one producer warpgroup, whose TMA loads blocks of A, B and their scales into a ring of `stages`
+slots, and one to three consumer warpgroups, which take 64 or 128 rows of the tile each. The barrier
+`full[slot]` signals that the copies have arrived, and `empty[slot]` that every consumer has read them. A
+persistent program goes over several tiles of the result, and its producer runs ahead into the next tile. In a
+cluster two programs share their blocks of A or of B by multicast.
 
 With `accumulator` the product is added to it in place, each element once and after its last block (`_store`).
 
-Rows and columns past the end of an array are zeros on the way in and dropped on the way out, so tiles need
-not divide M and N. TMA wants M in multiples of 8, N and K of 128 (`mosaic` sees to it).
+Rows and columns past the end of an array are read as zeros and not written, so tiles need not divide M and N.
+TMA needs M in multiples of 8, N and K of 128 (`mosaic` ensures that).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class TiledGemm:
           a, b: codes [m, k] and [n, k].
           a_scale: float32 [blocks, m].
           b_scale: float32 [ceil(n / 128), blocks], or [blocks, n] where `per_column`.
-          accumulator: float32 [m, n], whose buffer becomes the result's where XLA may take it, or None;
-            float32 `out_dtype` alone.
+          accumulator: float32 [m, n], whose buffer becomes the result's if XLA may reuse it, or None; only
+            with float32 `out_dtype`.
           interpret: run on the CPU, slowly, with race detection.
         """
         config, pair_axes = self.config, {"cluster": (2,), "cluster_names": ("pair",)}
@@ -133,7 +133,7 @@ class TiledGemm:
 
     @property
     def _group(self) -> int:
-        """Columns that are promoted together."""
+        """The number of columns promoted together."""
         return self.config.columns_per_scale(self.per_column)
 
     @property
@@ -142,7 +142,7 @@ class TiledGemm:
 
     @property
     def _out_columns(self) -> int:
-        """Columns that leave together: one swizzled row of shared memory."""
+        """The number of columns stored together: one swizzled row of shared memory."""
         return min(SWIZZLE_BYTES // jnp.dtype(self.out_dtype).itemsize, self._group)
 
     def _scratch(self, accumulate: bool) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class TiledGemm:
             self._consume(refs, warpgroup)
 
     def _tile_origin(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First row and column of the tile of this program, the `index`-th on its way."""
+        """First row and column of this program's `index`-th tile."""
         config = self.config
         row, column = plgpu.planar_snake(index, self._grid, 1, config.snake_width)
         if config.cluster == "m":
@@ -205,7 +205,7 @@ class TiledGemm:
         return row * config.tile_m, column * config.tile_n
 
     def _copies(self, refs: _Refs, index: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
-        """What starts the copies of a block of the `index`-th tile into a slot."""
+        """The function that starts the copies of a block of the `index`-th tile into a slot."""
         config, origin = self.config, self._tile_origin(index)
         rows, columns = pl.ds(origin[0], config.tile_m), pl.ds(origin[1], config.tile_n)
         share_a = ("pair",) if config.cluster == "n" else None
@@ -228,7 +228,7 @@ class TiledGemm:
         return copy
 
     def _consume(self, refs: _Refs, warpgroup: jax.Array) -> None:
-        """Multiplies this warpgroup's rows of every tile and sends them out."""
+        """Multiplies this warpgroup's rows of every tile and stores them."""
 
         @plgpu.nd_loop((self._grid[0] * self._grid[1],), collective_axes="program")
         def _tile(loop: Any) -> None:
@@ -248,7 +248,7 @@ class TiledGemm:
 
         def one(block: jax.Array, carry: Any) -> Any:
             sums, scale = carry
-            ahead = scales(block + 1)  # read a block ahead, so that nobody waits for them
+            ahead = scales(block + 1)  # read a block ahead, to hide the latency
             return self._add_block(refs, warpgroup, first_step + block, sums, scale), ahead
 
         def two(index: jax.Array, carry: Any) -> Any:
@@ -266,9 +266,7 @@ class TiledGemm:
         return sums
 
     def _block_scales(self, refs: _Refs, column: jax.Array, block: Any) -> tuple[jax.Array, ...]:
-        """B's scale for each group of columns from global memory;
-        with one per column they come with the codes instead.
-        """
+        """B's scale for each group of columns, from global memory; per-column scales come with the codes."""
         if self.per_column:
             return ()
         block = jnp.minimum(jnp.int32(block), self.blocks - 1)
@@ -345,9 +343,7 @@ class TiledGemm:
         *,
         release: bool,
     ) -> tuple[jax.Array, ...]:
-        """The sums of 64 rows after their dots of one block.
-        THE definition of the two orders in this kernel.
-        """
+        """The sums of 64 rows after their dots of one block: THE definition of this kernel's two orders."""
         if release and not self.per_column:
             plgpu.barrier_arrive(refs.empty_barrier.at[slot])
         shape = (WGMMA_ROWS, self._group)
@@ -376,9 +372,7 @@ class TiledGemm:
     def _store(
         self, refs: _Refs, warpgroup: jax.Array, sums: _Sums, row: jax.Array, column: jax.Array
     ) -> None:
-        """Adds what the accumulator holds, rounds once and writes this warpgroup's rows,
-        some columns at a time, through shared memory.
-        """
+        """Adds the accumulator, rounds once, and writes this warpgroup's rows through shared memory."""
         width = self._out_columns
         for subtile, groups in enumerate(sums):
             first_row = row + (warpgroup * self.config.subtiles + subtile) * WGMMA_ROWS

@@ -1,18 +1,18 @@
-"""THE definition of the block-scaled product A Bᵀ, in plain XLA, and a quicker relative of it.
+"""THE definition of the block-scaled product A Bᵀ, in plain XLA, and a quicker form.
 
-Exact form, block by block, K ascending (dot: exact sum of 128 products, rounded once to FP32; f32, f64:
-roundings):
+The exact form goes block by block, with K ascending (dot: exact sum of 128 products, rounded once to FP32;
+f32, f64: roundings):
 
     "deepgemm"   acc = f32(f64(acc) + f64(dot) * f64(f32(sa * sb)))
     "triton"     acc = f32(f64(acc) + f64(f32(dot * sa)) * f64(sb))
 
 The product of two codes is a multiple of 2**-18 and a sum of 128 of them stays below 2**25, so a float64 dot
-is exact in any order, tiling and number of threads: this is why a row of the result does not depend on its
-batch mates. The product of two FP32 numbers is exact in float64 too, so a step is a fused multiply-add up to
-a rare double rounding.
+is exact in any order, tiling and number of threads. Therefore a row of the result does not depend on other
+rows. The product of two FP32 numbers is also exact in float64, so a step is a fused multiply-add up to a rare
+double rounding.
 
-The dots of all blocks are formed first and their promotion is one fused pass, unless they are many or large:
-then a loop forms one block at a time. The bits are the same in every form.
+The dots of all blocks are computed first and promoted in one fused pass. If they are many or large, a loop
+computes one block at a time instead. The bits are the same in every form.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pallas_kernels.scaled_array import ScaledArray
 # Measured on 2 CPU cores; the choice changes the speed and the size of the program, never the bits of
 # `matmul_exact`.
 UNROLLED_BLOCKS = 8
-"""Up to this many blocks of K have one dot each; more go through one batched dot, which compiles faster."""
+"""Up to this many blocks of K have one dot each; more are one batched dot, which compiles faster."""
 FUSED_BLOCKS = 64
-"""More blocks of K than this run as a loop, so that the program stays small."""
+"""With more blocks of K than this a loop runs, so that the program stays small."""
 FUSED_BYTES = 32 << 20
-"""Larger dots (all blocks together) run as a loop, so that memory does not grow with K."""
+"""With larger dots than this (all blocks together) a loop runs, so that memory does not grow with K."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 _CONTRACT_LAST_BATCHED = (((2,), (2,)), ((0,), (0,)))
 
-# One program where the caller has none, one trace for layers of the same shape. Inlined, because in a called
-# function XLA's CPU backend (jaxlib 0.10.2) leaves the BF16 dots of WGrad in a form that it cannot run
+# Compiled if the caller does not compile, and traced once for layers of the same shape. Inlined, because in a
+# called function XLA's CPU backend (jaxlib 0.10.2) leaves the BF16 dots of WGrad in a form that it cannot run
 # (UNIMPLEMENTED: BF16 x BF16 = F32).
 _jit = functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 
@@ -60,8 +60,8 @@ def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order
         product = round_to_float32(product)
         left, right = (product, sa * sb) if promotion_order == "deepgemm" else (product * sa, sb)
         total = to_float64(accumulator) + to_float64(left) * to_float64(right)
-        # A plain convert: XLA keeps it (the tests would see), and a chain of pinned ones ending in BF16 takes
-        # jax 0.12 minutes to compile.
+        # A plain convert, which XLA keeps (tests check it); a chain of pinned ones ending in BF16 takes jax
+        # 0.12 minutes to compile.
         return lax.convert_element_type(total, jnp.float32)
 
     with jax.enable_x64(True):
@@ -83,7 +83,7 @@ def matmul_fast(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order:
 
 
 def _matmul(dot: _Dot, promote: _Promote, a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
-    """Forms the dots of the blocks of K, promotes them in order and rounds the accumulator to `out_dtype`."""
+    """Computes the dots of the blocks of K, promotes them in order, rounds the accumulator to `out_dtype`."""
     a_scale = _per_row(a)
     b_scale = _per_row(b)
     blocks = a_scale.shape[1]
@@ -99,7 +99,7 @@ def _matmul(dot: _Dot, promote: _Promote, a: ScaledArray, b: ScaledArray, out_dt
 def _block_dots(dot: _Dot, a_codes: jax.Array, b_codes: jax.Array, blocks: int) -> Sequence[jax.Array]:
     """The dot [M, N] of each block of K."""
     if blocks <= UNROLLED_BLOCKS:
-        # the last may be partial
+        # the last one may be partial
         slices = [slice(block * BLOCK, (block + 1) * BLOCK) for block in range(blocks)]
         return [dot(a_codes[:, k], b_codes[:, k], _CONTRACT_LAST) for k in slices]
     a_blocks, b_blocks = (
@@ -118,7 +118,7 @@ def _loop(
     a_scale: jax.Array,
     b_scale: jax.Array,
 ) -> jax.Array:
-    """One block of K per turn: the accumulator [M, N] after the last one."""
+    """The accumulator [M, N] after the last block, with one block of K per turn of a loop."""
     blocks = a_scale.shape[1]
     a_codes, b_codes = _pad_depth(a_codes, blocks), _pad_depth(b_codes, blocks)
 
@@ -133,7 +133,7 @@ def _loop(
 
 
 def _pad_depth(codes: jax.Array, blocks: int) -> jax.Array:
-    """Codes with K filled up to whole blocks by zeros, which add nothing."""
+    """Codes with K padded to whole blocks by zeros, which add nothing."""
     missing = blocks * BLOCK - codes.shape[1]
     return jnp.pad(codes, ((0, 0), (0, missing))) if missing else codes
 
@@ -141,6 +141,6 @@ def _pad_depth(codes: jax.Array, blocks: int) -> jax.Array:
 def _per_row(array: ScaledArray) -> jax.Array:
     """Scales [ceil(R / r), Kb] as one per row [R, Kb]."""
     edge = array.block_shape[0]
-    # a weakly typed one would be multiplied in float64
+    # a weakly typed scale would be multiplied in float64
     scale = lax.convert_element_type(array.scale, jnp.float32)
     return jnp.repeat(scale, edge, axis=0)[: array.shape[0]] if edge > 1 else scale

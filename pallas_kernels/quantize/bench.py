@@ -1,8 +1,8 @@
-"""The quantisers and fused producers on the GPU of this machine: a part of `python -m pallas_kernels.bench`.
+"""Times the quantisers and fused producers on this GPU, as a part of `python -m pallas_kernels.bench`.
 
-Figures are GB/s of the bytes that must move at least: inputs and outputs once, codes one byte a value, scales
-left out (1 to 3 % more). `copy` is a negation of BF16 by XLA, the ceiling. "xla" is the definition of the
-same operation; for the fused ones, "unfused" is the operation by XLA followed by the quantiser's kernel.
+Figures are GB/s of the bytes that must at least move: inputs and outputs once, codes one byte a value, scales
+left out (1 to 3 % more). `copy` is a negation of BF16 by XLA, the upper limit. "xla" is the definition of the
+same operation. For fused operations, "unfused" is the operation by XLA followed by the quantiser's kernel.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def _requantized(implementation: str) -> Operation:
 
 
 def _stored(*arrays: Any) -> Any:
-    """ScaledArrays as the kernels store them: those along tokens transposed,
-    so that nothing is turned to be returned.
-    """
+    """ScaledArrays as the kernels store them (along tokens: transposed), so that returning costs nothing."""
     return tuple(array if array.block_shape == ROW else array.transpose() for array in arrays)
 
 

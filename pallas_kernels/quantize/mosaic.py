@@ -1,27 +1,25 @@
 """The quantisers as one Pallas Mosaic GPU kernel: a tile of 128 x 128 values is read once and written as FP8.
 
-A plan says what is written, from the one read:
+A plan selects the outputs that are written from the one read:
 
     straight     codes [M, K] with scales along rows (1, 128), or one scale a block (128, 128)
     transposed   codes of the transposed matrix [K, M], M contiguous, with scales along tokens, or the block's
 
 One program quantises one tile: TMA brings it into shared memory, each of two warpgroups takes 64 rows
 (straight) and 64 columns (transposed, read through the transposing load of shared memory), and TMA writes
-codes and scales. The largest magnitudes of a 128 x 128 block meet in shared memory. The arithmetic is
-`rounding`: the bits of `reference`.
+codes and scales. The largest magnitudes of a 128 x 128 block are combined in shared memory. The arithmetic is
+that of `rounding`, with the bits of `reference`.
 
-Scales of rows are written as [K / 128, M] and of columns as [M / 128, K], the contiguous axis last: what the
-GEMM's TMA
-reads. M may be any size: TMA reads zeros past the edge of the last tile, which raise no maximum, and writes
-nothing there. Tiles of shared memory have 8 rows and 64 columns, and TMA wants whole ones: where M is no
-multiple of 8 the matrix is padded with zeros, where it is no multiple of 64 the transposed codes are written
-wider, and the results are cut.
+Scales of rows are written as [K / 128, M] and of columns as [M / 128, K], with the contiguous axis last, as
+the GEMM's TMA reads them. M may have any size: past the edge of the last tile TMA reads zeros, which raise no
+maximum, and writes nothing. Tiles of shared memory have 8 rows and 64 columns, and TMA needs whole ones. If M
+is not a multiple of 8 the matrix is padded with zeros, and if it is not a multiple of 64 the transposed codes
+are written wider; the results are cut.
 
-With two matrices, gate and up, the values are SiLU(gate) * up: the product is formed in shared memory, where
-gate was.
+With two matrices, gate and up, the values are SiLU(gate) * up, which replaces gate in shared memory.
 
-Takes BF16 and FP16 [M, K] with K a multiple of 128. Speed on a GPU: not measured yet, `python -m
-pallas_kernels.bench quantize` does.
+Takes BF16 and FP16 [M, K] with K a multiple of 128. The speed on a GPU is not measured yet; `python -m
+pallas_kernels.bench quantize` measures it.
 """
 
 from __future__ import annotations
@@ -47,18 +45,18 @@ from pallas_kernels.scaled_array import ScaledArray
 HALF = BLOCK // 2
 """Rows or columns of a tile that one warpgroup takes."""
 CHUNK = 64
-"""Values of a row that are encoded at once: in a loop, so that a thread needs about 70 registers and not 190,
-and three programs fit on a multiprocessor and hide each other's loads."""
+"""Values of a row encoded in one turn of a loop. With the loop a thread needs about 70 registers instead of
+190, so that three programs fit on a multiprocessor and hide each other's loads."""
 ROW_ALIGNMENT = 8
 """Tokens of the matrix are padded to a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one read of a matrix [M, K] is turned into.
+    """The outputs made from one read of a matrix [M, K].
 
-    straight: None, "row" or "block": scales of the codes [M, K].
-    transposed: None, "column" or "block": scales of the transposed codes [K, M]. At least one of the two is
+    straight: scales of the codes [M, K]: None, "row" or "block".
+    transposed: scales of the transposed codes [K, M]: None, "column" or "block". At least one of the two is
       not None.
     """
 
@@ -79,12 +77,11 @@ def quantize(
 
     Args:
       inputs: (x,), or (gate, up) in bfloat16.
-      plan, scale_format: what is written.
-      interpret: on a CPU.
+      plan, scale_format: the outputs to write.
+      interpret: run on a CPU.
     Returns:
-      What the plan asks for, by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M],
-      "transposed" float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128),
-      K / 128].
+      The plan's outputs by name: "straight" float8_e4m3fn [M, K], "row" float32 [K / 128, M], "transposed"
+      float8_e4m3fn [K, M], "column" float32 [ceil(M / 128), K], "block" float32 [ceil(M / 128), K / 128].
     """
     rows, columns = inputs[0].shape
     padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
@@ -118,9 +115,7 @@ def quantize(
 
 
 def logical_arrays(outputs: dict[str, jax.Array]) -> tuple[ScaledArray, ScaledArray]:
-    """The arrays of `quantize` with logical axes [M, K], straight and transposed;
-    what the plan leaves out is None.
-    """
+    """The straight and transposed arrays of `quantize` with logical axes [M, K]; None if not in the plan."""
     row, column, block = outputs.get("row"), outputs.get("column"), outputs.get("block")
     codes, square = outputs.get("transposed"), (BLOCK, BLOCK)
     return (
@@ -132,7 +127,7 @@ def logical_arrays(outputs: dict[str, jax.Array]) -> tuple[ScaledArray, ScaledAr
 
 
 def _outputs(plan: Plan) -> tuple[str, ...]:
-    """Names of the arrays that a plan writes, in order."""
+    """The names of the arrays that a plan writes, in order."""
     wanted = {
         "straight": plan.straight is not None,
         "row": plan.straight == "row",
@@ -164,9 +159,7 @@ def _scratch(plan: Plan, inputs: int, dtype: Any) -> dict[str, Any]:
 
 
 def wide_tile(rows: int, dtype: Any) -> Any:
-    """A shared memory buffer [rows, 128] of `dtype`, which may be wider than the 128 bytes of a swizzled
-    row.
-    """
+    """A shared-memory buffer [rows, 128] of `dtype`, which may exceed the 128 bytes of a swizzled row."""
     transforms = (
         plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)),
         plgpu.SwizzleTransform(SWIZZLE_BYTES),
@@ -250,10 +243,10 @@ def quantize_half(
     """Quantises 64 rows of 128 values that one warpgroup holds in shared memory.
 
     Args:
-      read: gives the part of the rows [64, .] that lies in a slice of the 128 columns.
-      codes_smem: [2, 64, 64], where the codes go, by chunk.
+      read: returns the part of the rows [64, .] in a slice of the 128 columns.
+      codes_smem: [2, 64, 64], receives the codes by chunk.
       scale_format: as in `quantize`.
-      scale: of each row [64], from the rows where None.
+      scale: the scale of each row [64]; None computes it from the rows.
     Returns:
       The scales [64].
     """
@@ -286,7 +279,7 @@ def _multiply_half(gate_smem: Any, up_smem: Any) -> None:
 def store_half(
     codes_smem: Any, codes_gmem: Any, warpgroup: jax.Array, row_block: jax.Array, column_block: jax.Array
 ) -> None:
-    """Starts the copies of a warpgroup's codes [2, 64, 64] of a block to where they belong in [R, C]."""
+    """Starts the copies of a warpgroup's codes [2, 64, 64] of a block to their place in [R, C]."""
     half = pl.ds(warpgroup * HALF, HALF)
     rows = pl.ds(row_block * BLOCK + warpgroup * HALF, HALF)
     for chunk in range(BLOCK // CHUNK):
@@ -295,7 +288,7 @@ def store_half(
 
 
 def wait_for_both(barrier: Any) -> None:
-    """Both warpgroups have come here, and what they wrote to shared memory is seen by both."""
+    """Waits until both warpgroups have arrived and see each other's writes to shared memory."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -307,9 +300,7 @@ def _row_maxima(x_smem: Any) -> jax.Array:
 
 
 def _block_scale(x_smem: Any, half: Any, scale_format: str, maxima_smem: Any, exchanged: Any) -> jax.Array:
-    """The scale of the whole tile, once per row of a half [64]:
-    every warpgroup sees the maxima of all rows.
-    """
+    """The scale of the whole tile, from the maxima of all rows of both warpgroups, for each row of a half."""
     maxima_smem[half] = _row_maxima(x_smem)
     wait_for_both(exchanged)
     maxima = plgpu.load(maxima_smem, layout=plgpu.Layout.WG_STRIDED((BLOCK,), 1))

@@ -1,17 +1,16 @@
-"""RMSNorm and the quantiser behind it as one Pallas Mosaic GPU kernel: each value is read once and written as
-FP8.
+"""RMSNorm followed by the quantiser, as one Pallas Mosaic GPU kernel that reads each value once.
 
-A matrix [M, D] is the matrix [M D / 128, 128] of its blocks, row after row. A warpgroup takes up to 64 of
-these rows, as many whole tokens as fit and make a multiple of eight rows: all 64 where D / 128 is a power of
-two, 40 for D = 2560 and 5120, 56 for 3584. Rows behind them are computed, too, and go nowhere. Two warpgroups
-make a program. It goes over its rows twice, in shared memory:
+A matrix [M, D] is treated as the matrix [M D / 128, 128] of its blocks, row after row. A warpgroup takes up
+to 64 of these rows: as many whole tokens as fit and make a multiple of eight rows. These are all 64 if
+D / 128 is a power of two, 40 for D = 2560 and 5120, and 56 for 3584. The rows after them are computed too,
+but not written. A program has two warpgroups. It goes over its rows twice, in shared memory:
 
     1. h = x (+ residual); the float64 sum of h^2 of each row, then of the D / 128 rows of each token, in
       order
     2. the new residual over the old one, the normalised value over x; then scales and codes as in `mosaic`
 
-The float64 sums of rows pass through shared memory as pairs of FP32 numbers (48 bits). The scales come out as
-[M, D / 128]. Arithmetic and rounding points are those of `fused`.
+The float64 sums of rows pass through shared memory as pairs of FP32 numbers (48 bits). The scales are written
+as [M, D / 128]. Arithmetic and rounding points are those of `fused`.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ from pallas_kernels.scaled_array import ScaledArray
 
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _ALIGNED = 8
-"""Rows that TMA and the layout of shared memory take together."""
+"""The number of rows that TMA and the layout of shared memory need together."""
 
 
 def tokens_per_half(blocks: int) -> int:
-    """Tokens of `blocks` rows each that a warpgroup takes: the most whose rows fit into 64 and are a multiple
-    of eight.
+    """The most tokens, of `blocks` rows each, with a multiple of eight rows that fits into 64 rows.
 
-    Raises ValueError where one token does not fit, or no number of them is such a multiple.
+    Raises ValueError if no number of tokens fits.
     """
     fitting = [tokens for tokens in range(1, HALF // blocks + 1) if tokens * blocks % _ALIGNED == 0]
     if not fitting:
@@ -62,12 +60,10 @@ def rms_norm_quantize(
     scale_format: str,
     interpret: bool,
 ) -> tuple[ScaledArray, jax.Array]:
-    """(quantised RMSNorm, new residual) of bfloat16 x, residual [M, D] and weight [D];
-    D of `fused.KERNEL_WIDTHS`.
-    """
+    """(quantised RMSNorm, new residual) of bfloat16 x, residual [M, D], weight [D]; D in `KERNEL_WIDTHS`."""
     tokens, width = x.shape
     blocks = width // BLOCK
-    # tokens that make the rows a multiple of eight
+    # added tokens that make the number of rows a multiple of eight
     missing = -tokens % (_ALIGNED // math.gcd(blocks, _ALIGNED))
     used = tokens_per_half(blocks) * blocks
     rows = (tokens + missing) * blocks
@@ -103,14 +99,14 @@ def rms_norm_quantize(
 
 
 def _rows(x: jax.Array, missing: int) -> jax.Array:
-    """[M, D] as its blocks [(M + missing) D / 128, 128]; a copy only where a token of zeros is missing."""
+    """[M, D] as its blocks [(M + missing) D / 128, 128]; a copy only if tokens of zeros are added."""
     return (jnp.pad(x, ((0, missing), (0, 0))) if missing else x).reshape(-1, BLOCK)
 
 
 def _body(
     *refs: Any, blocks: int, used: int, eps: float, variant: str, scale_format: str, **scratch: Any
 ) -> None:
-    """`used` rows of blocks in each warpgroup: load, sum squares, normalise, quantise, store."""
+    """The kernel, with `used` rows per warpgroup: load, sum squares, normalise, quantise, store."""
     has_residual = "residual_smem" in scratch
     x_gmem, weight_gmem, *rest = refs
     residual_gmem: Any = rest.pop(0) if has_residual else None
@@ -177,9 +173,7 @@ def _sums_of_squares(x_smem: Any, residual_smem: Any, variant: str) -> jax.Array
 def _token_factors(
     sums: jax.Array, sums_smem: Any, warpgroup: jax.Array, blocks: int, tokens: int, eps: float
 ) -> jax.Array:
-    """rsqrt(mean(h^2) + eps) of the token that each row belongs to, of the last one for rows behind it:
-    float64 [64].
-    """
+    """rsqrt(mean(h^2) + eps) of each row's token, float64 [64]; unused rows get that of the last token."""
     with jax.enable_x64(True):
         _write_sums(sums, sums_smem, pl.ds(warpgroup * HALF, HALF))
         row = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=_PER_ROW)
@@ -197,9 +191,7 @@ def _token_factors(
 
 
 def _write_sums(sums: jax.Array, sums_smem: Any, rows: Any) -> None:
-    """Writes non-negative float64 sums [64] as pairs of FP32;
-    those beyond FP32's range scaled down and negative.
-    """
+    """Writes non-negative float64 sums [64] as FP32 pairs; beyond FP32's range scaled down and negative."""
     scaled = jnp.where(sums > jnp.float64(2.0**100), sums * jnp.float64(-(2.0**-160)), sums)
     upper = lax.convert_element_type(scaled, jnp.float32)
     lower = lax.convert_element_type(scaled - lax.convert_element_type(upper, jnp.float64), jnp.float32)
@@ -208,7 +200,7 @@ def _write_sums(sums: jax.Array, sums_smem: Any, rows: Any) -> None:
 
 
 def _read_sum(sums_smem: Any, row: jax.Array) -> jax.Array:
-    """One sum that `_write_sums` wrote: float64 scalar, 48 bits."""
+    """Reads one sum written by `_write_sums`: a float64 scalar of 48 bits."""
     upper, lower = (lax.convert_element_type(sums_smem[part, row], jnp.float64) for part in range(2))
     scaled = upper + lower
     return jnp.where(scaled < jnp.float64(0), scaled * jnp.float64(-(2.0**160)), scaled)

@@ -1,17 +1,16 @@
-"""Codes of rows to codes along tokens as one Pallas Mosaic GPU kernel: WGrad's second operand from what the
-forward has saved.
+"""Requantises the forward's saved codes along tokens, for WGrad, as one Pallas Mosaic GPU kernel.
 
     X^ = code * scale, rounded to FP32          from codes [M, K] with scales along rows (1, 128)
     codes, scales of X^ in blocks (128, 1)      written transposed [K, M], M contiguous, as `mosaic` writes
                                                 them
 
-One program turns one tile of 128 x 128 codes. Shared memory transposes 16-bit values as it reads them and has
-no such read for 8 bits, so the codes go through it as FP16, which holds each of them exactly; the scale of a
-token, now along the columns, is multiplied in FP32 behind it. Reads and writes one byte a value where the
-same in XLA writes and reads X^ in FP32 between. The largest magnitude of a feature over 128 tokens is taken
-over |code| * scale, the very values that are encoded.
+One program transposes one tile of 128 x 128 codes. Shared memory can transpose 16-bit values while reading,
+but not 8-bit ones, so the codes pass through it as FP16, which represents each of them exactly. Afterwards
+they are multiplied in FP32 by the scale of their token, which is now along the columns. The kernel reads and
+writes one byte a value, while XLA's form also writes and reads X^ in FP32. The largest magnitude of a feature
+over 128 tokens is that of |code| * scale, the values that are encoded.
 
-Speed on a GPU: not measured yet, `python -m pallas_kernels.bench quantize` does.
+The speed on a GPU is not measured yet; `python -m pallas_kernels.bench quantize` measures it.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ _PER_TOKEN, _PER_FEATURE = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.redu
 def requantize(
     codes: jax.Array, scales: jax.Array, scale_format: str, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(codes float8_e4m3fn [K, M], scales float32 [ceil(M / 128), K]) along tokens; arguments are checked by
-    the caller.
+    """(codes float8_e4m3fn [K, M], scales float32 [ceil(M / 128), K]) along tokens.
 
-    Args:
+    Args (checked by the caller):
       codes: float8_e4m3fn [M, K]; scales: float32 [K / 128, M].
-      scale_format: of what is written; interpret: on a CPU.
+      scale_format: of the result; interpret: run on a CPU.
     """
     rows, columns = codes.shape
     padded, wide = (-(-rows // edge) * edge for edge in (ROW_ALIGNMENT, CHUNK))
@@ -137,9 +135,7 @@ def _widen_half(codes_smem: Any, wide_smem: Any) -> None:
 
 
 def _encode_half(turned: Any, scales_smem: Any, out_smem: Any, scale_format: str) -> jax.Array:
-    """Encodes 64 features [64, 128 tokens] of FP16 codes times their tokens' scales into [2, 64, 64];
-    the new scales [64].
-    """
+    """Encodes 64 features [64, 128 tokens], FP16 codes times token scales; returns the new scales [64]."""
 
     def values(chunk: Any) -> jax.Array:
         tokens = pl.ds(chunk * CHUNK, CHUNK)
@@ -166,10 +162,8 @@ def _encode_half(turned: Any, scales_smem: Any, out_smem: Any, scale_format: str
 
 
 def _pinned(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """The product as it is rounded to FP32: `encode` subtracts from it, and a fused multiply-add would not
-    round it first.
+    """The product rounded to FP32; `encode` subtracts from it, and a fused multiply-add would not round it.
 
-    A scale's sign, which is zero, is added to the bits: an operation on integers that no compiler can take
-    away.
+    A scale's sign, which is zero, is added to the bits, an integer operation that no compiler can remove.
     """
     return float_of_bits(float_bits(product) | lax.shift_right_logical(float_bits(scale), jnp.int32(31)))

@@ -1,4 +1,4 @@
-"""THE definition of the quantiser, in plain XLA. Every other implementation must give these bits."""
+"""THE definition of the quantiser, in plain XLA; every other implementation must give its bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pallas_kernels.formats import compute_scale, encode
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)  # one program where the caller has none
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)  # compiled if the caller does not compile
 def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> ScaledArray:
-    """`x` [R, C] to codes and scales; arguments are checked by the caller."""
+    """The codes and scales of `x` [R, C]; arguments are checked by the caller."""
     rows, columns = x.shape
     grid_rows, grid_columns = grid_shape(x.shape, block_shape)
     padding = (grid_rows * block_shape[0] - rows, grid_columns * block_shape[1] - columns)
-    padded = jnp.pad(x, ((0, padding[0]), (0, padding[1]))) if any(padding) else x  # zeros: never raise amax
+    padded = jnp.pad(x, ((0, padding[0]), (0, padding[1]))) if any(padding) else x  # zeros never raise amax
     blocks = _widen(padded).reshape(grid_rows, block_shape[0], grid_columns, block_shape[1])
     amax = _max_magnitude(blocks)
     scale = compute_scale(amax, scale_format)
@@ -29,7 +29,7 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> S
 def _widen(x: jax.Array) -> jax.Array:
     """`x` as float32, exactly.
 
-    BF16 goes through its bits: after a plain convert XLA may drop the caller's rounding to BF16
+    BF16 is converted by its bits. After a plain convert XLA may drop the caller's rounding to BF16
     (`xla_allow_excess_precision`), and a fused quantiser would give other codes than a separate one.
     """
     if x.dtype != jnp.bfloat16:
@@ -41,9 +41,9 @@ def _widen(x: jax.Array) -> jax.Array:
 def _max_magnitude(blocks: jax.Array) -> jax.Array:
     """Largest magnitude per block, float32 [I, J] of float32 [I, r, J, c]; NaN and infinity propagate.
 
-    The maximum is taken over the bits: without the sign they order like the magnitudes, with NaN above
+    The maximum is taken over the bits.  Without the sign they order like the magnitudes, with NaN above
     infinity, whereas XLA's own maximum over a float axis loses NaN on CPU (seen in jax 0.10.2 and 0.12.0).
-    Halving the last axis first gives vector instructions something to do.
+    Halving the last axis first lets XLA use vector instructions.
     """
     bits = lax.bitcast_convert_type(blocks, jnp.int32) & jnp.int32(0x7FFFFFFF)
     while bits.shape[-1] > 16:
