@@ -5,9 +5,9 @@
     RLOO      A_i = r_i − mean of the others                         (Back to Basics, REINFORCE leave-one-out)
     REINFORCE++  A_i = (r_i − batch mean) / (batch std + 1e-6),  std with n − 1   (REINFORCE++)
 
-A sample outside ``mask`` (its reward failed or timed out) is in no mean and no std and has advantage 0.  A
-group with fewer than two samples left, or whose rewards are all equal, has advantage exactly 0: it says
-nothing about which of its completions is better.  G = 1 is refused rather than turned into NaN or 0.
+A sample outside ``mask`` (its reward failed or timed out) is left out of mean and std, and has advantage 0.
+A group with fewer than two samples left, or with equal rewards, has advantage exactly 0, as it does not show
+which of its completions is better.  G = 1 is an error rather than NaN or 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarra
 
 
 def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
-    """r − mean within each group: no division by std, so that easy and hard groups keep their weight.
+    """r − mean within each group, without division by std, so that easy and hard groups keep their weight.
 
     Arguments, result and errors as in `grpo`.
     """
@@ -54,7 +54,7 @@ def dr_grpo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.nda
 
 
 def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
-    """r_i − mean of the other counted rewards of its group: n/(n − 1) times `dr_grpo`.
+    """r_i − mean of the other counted rewards of its group, which is n/(n − 1) times `dr_grpo`.
 
     Arguments, result and errors as in `grpo`.
     """
@@ -65,11 +65,10 @@ def rloo(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarra
 
 
 def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[np.ndarray, "P G"]:
-    """(r − mean) / (std + 1e-6) over all counted samples of the batch, std with n − 1: groups play no part.
+    """(r − mean) / (std + 1e-6) over all counted samples of the batch, std with n − 1; groups do not matter.
 
-    A batch whose counted rewards are all equal has advantage 0, and a sample alone in its group keeps its
-    own.
-    Departure from the paper: samples are normalised, not tokens (no KL term enters the reward here).
+    A batch with equal counted rewards has advantage 0.  The only counted sample of a group keeps its
+    advantage.  Departure from the paper: samples are normalised, not tokens (the reward has no KL term here).
 
     Arguments, result and errors as in `grpo`.
     """
@@ -78,10 +77,10 @@ def reinforce_pp(rewards: ArrayLike, mask: ArrayLike | None = None) -> Float64[n
 
 
 def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> Shaped[np.ndarray, "P G"]:
-    """Values [N] of groups one after the other as [P, G], shorter groups filled up.
+    """Values [N] of groups, one after the other, as [P, G]; shorter groups are padded with `fill`.
 
     Raises:
-        ValueError: sizes that do not add up to N.
+        ValueError: the sizes do not add up to N.
     """
     flat = np.asarray(values)
     if sum(sizes) != len(flat):
@@ -97,7 +96,7 @@ def in_rows(values: ArrayLike, sizes: Sequence[int], fill: float) -> Shaped[np.n
 def of_groups(
     advantage: AdvantageFunction, rewards: ArrayLike, counted: ArrayLike, sizes: Sequence[int]
 ) -> Float64[np.ndarray, " N"]:
-    """One of the functions above on groups of any sizes.
+    """Applies one of the functions above to groups of any sizes.
 
     Args:
         advantage: (rewards [P, G], mask [P, G]) -> advantages [P, G].
@@ -110,9 +109,9 @@ def of_groups(
 
 
 def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> Bool[np.ndarray, " P"]:
-    """Which groups dynamic sampling keeps: at least two counted samples whose rewards are not all equal.
+    """The groups that dynamic sampling keeps: those with two or more counted samples and unequal rewards.
 
-    DAPO judges the task's reward, before the overlong penalty is added.
+    DAPO compares the task's rewards, before the overlong penalty is added.
 
     Args:
         rewards: [P, G], finite wherever ``mask`` is true.
@@ -125,8 +124,9 @@ def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> Boo
 def overlong_penalty(
     completion_tokens: ArrayLike, max_tokens: int, buffer_tokens: int
 ) -> Float64[np.ndarray, ...]:
-    """Soft penalty of DAPO for long completions, added to the reward: min(−(len − (L − buf)) / buf, 0), at
-    least −1.
+    """DAPO's soft penalty for long completions: min(−(len − (L − buf)) / buf, 0), but at least −1.
+
+    It is added to the reward.
 
     Args:
         completion_tokens: integers of any shape, lengths in tokens (not characters), stop token included.
@@ -138,7 +138,7 @@ def overlong_penalty(
         Of the same shape, in [−1, 0].
 
     Raises:
-        ValueError: a buffer that is negative or longer than ``max_tokens``.
+        ValueError: the buffer is negative or longer than ``max_tokens``.
     """
     lengths = np.asarray(completion_tokens, np.float64)
     if not 0 <= buffer_tokens <= max_tokens:
@@ -181,9 +181,7 @@ def _checked(
 
 
 def as_mask(function: str, name: str, mask: ArrayLike) -> Bool[np.ndarray, ...]:
-    """A mask as bool.  Raises ValueError for values that are neither true nor false, such as NaN,
-    which numpy takes for true.
-    """
+    """A mask as bool; raises ValueError for other values, such as NaN, which numpy would take as true."""
     given = np.asarray(mask)
     if given.dtype.kind not in "biuf" or not np.isin(given, (0, 1)).all():
         raise ValueError(
@@ -207,6 +205,5 @@ def _informative(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDA
 def _only_informative(
     advantages: NDArray[np.float64], values: NDArray[np.float64], counted: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    # Explicit zeros: the roundoff of a mean of equal rewards, divided by an epsilon of 1e-6, would not be
-    # zero.
+    # Explicit zeros, as the roundoff of a mean of equal rewards, divided by 1e-6, would not be zero.
     return np.where(_informative(values, counted)[:, None], advantages, 0.0)

@@ -1,4 +1,4 @@
-"""An algorithm's name resolved to formulas, and the loss that they make with its numbers.
+"""Resolves an algorithm's name to its formulas, and computes their loss.
 
 | name         | advantage    | loss                | aggregation   | clip        | sampling, buffer |
 |--------------|--------------|---------------------|---------------|-------------|------------------|
@@ -10,8 +10,8 @@
 | gspo         | GRPO         | ratio of a sequence | sequence_mean | 3e-4 / 4e-4 | off              |
 | cispo        | GRPO         | CISPO               | token_mean    | off / 4     | off              |
 
-The defaults stand in the classes of `jetrl_jax.config.learning`.  Everything downstream reads the resolved
-values only.
+The classes of `jetrl_jax.config.learning` define the defaults.  Everything downstream reads only the resolved
+values.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class ResolvedAlgorithm:
     """An algorithm without nulls; hashable, so usable as a static argument of ``jit``.
 
     Attributes:
-        name: one of the table.
+        name: a name in the table.
         advantage: (rewards [P, G], mask [P, G]) -> advantages [P, G].
         aggregation: how token losses become one number.
         clip_low, clip_high: distances of the clip bounds from 1.
         dual_clip: c, or None for off.
-        bypass: the ratio compares with the engine's log-probabilities.
-        recompute: the correction needs the trainer's log-probabilities before the loss.
+        bypass: whether the ratio compares with the engine's log-probabilities.
+        recompute: whether the correction needs the trainer's log-probabilities before the loss.
         kl_coef, kl_estimator: the KL term; a coefficient of 0 is off.
         epochs, minibatches: passes over a rollout batch and optimiser steps of one pass.
-        mask_truncated: completions cut by length are not trained (their rewards stay in the group's mean and
-          std).
+        mask_truncated: whether completions cut by length are left out of training (their rewards stay in the
+          group's mean and std).
         dynamic_sampling, max_generation_rounds: replacement of groups with equal rewards.
         overlong_buffer_tokens: the zone of the overlong penalty; 0 is off.
         max_completion_tokens: L of the overlong penalty and of the ``constant`` aggregation.
@@ -81,9 +81,7 @@ class ResolvedAlgorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every optimiser step sees the policy that generated:
-        the ratio to the trainer's own logprobs is 1.
-        """
+        """Whether every optimiser step has the policy that sampled, so that the ratio to it is 1."""
         return self.epochs == 1 and self.minibatches == 1
 
     @property
@@ -115,18 +113,18 @@ class ResolvedAlgorithm:
 def resolve_algorithm(
     section: AlgorithmSection, max_completion_tokens: int, correction: CorrectionSection | None = None
 ) -> ResolvedAlgorithm:
-    """The formulas that the section names, with its numbers (table above).
+    """The formulas named by a section of the config, with its numbers (see the table above).
 
     Args:
-        section: ``algorithm`` of the run's config.
+        section: the config's ``algorithm``.
         max_completion_tokens: longest completion, in tokens.
-        correction: ``correction`` of the run's config; None is its defaults.
+        correction: the config's ``correction``; None is its defaults.
 
     Returns:
         The resolved algorithm.
 
     Raises:
-        UserError: an overlong buffer longer than the longest completion.
+        UserError: the overlong buffer is longer than the longest completion.
     """
     buffer = section.overlong_tokens(max_completion_tokens)
     if buffer > max_completion_tokens:
@@ -165,7 +163,7 @@ def policy_objective(
     *,
     entropy: Float[Array, "R T"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The share of one microbatch in the loss: aggregate(correction · policy_loss + kl_coef · kl_penalty).
+    """One microbatch's share of the loss: aggregate(correction · policy_loss + kl_coef · kl_penalty).
 
     Args:
         logprobs: of the batch's tokens under the policy now, aligned with targets.
@@ -176,11 +174,11 @@ def policy_objective(
 
     Returns:
         The share, and the sums of `losses.policy_loss` with ``kl_sum`` (Σ of the KL estimate to the
-        reference, where there is one) and ``entropy_sum`` (where given).  Loss, gradient and statistics of
+        reference, if there is one) and ``entropy_sum`` (if given).  Loss, gradient and statistics of
         microbatches add up.
 
     Raises:
-        ValueError: a KL term without ``batch.ref_logprobs``.
+        ValueError: a KL term needs ``batch.ref_logprobs``, which is None.
     """
     arrays, clips = (
         (logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask),
@@ -221,7 +219,7 @@ def policy_objective(
     return loss, stats
 
 
-_ADVANTAGES: dict[str, advantages.AdvantageFunction] = {  # the others have GRPO's
+_ADVANTAGES: dict[str, advantages.AdvantageFunction] = {  # the others use GRPO's
     "dr_grpo": advantages.dr_grpo,
     "rloo": advantages.rloo,
     "reinforce_pp": advantages.reinforce_pp,

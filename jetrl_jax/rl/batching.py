@@ -1,5 +1,4 @@
-"""Trajectories of unequal length packed into rows of one fixed shape: where host data (numpy) meets the
-device (JAX).
+"""Packs trajectories of unequal length into rows of one fixed shape, from host data (numpy) to the device.
 
     p prompt, c sampled by the policy, e written by an environment, . padding
 
@@ -8,18 +7,17 @@ device (JAX).
     positions         0 1 2 3 4 5   0 1 2 3 4 5 6   0 0
     loss_mask         . . . x x x   . . x x . x x   . .
 
-Everything is aligned with targets: index t speaks of token t, whose log-probability comes from the hidden
+Everything is aligned with targets: index t belongs to token t, whose log-probability comes from the hidden
 state at t − 1 of the same segment.  A prompt has at least one token, so the first position of a segment is
-never trained. Arrays of one trajectory hold a value for each sampled token; the others are context, and no
-loss reads them.
+never trained.  Arrays of one trajectory hold a value for each sampled token; the other tokens are context,
+which the loss does not read.
 
-Every microbatch has the same shape [rows, row_tokens], rows = microbatch_tokens // row_tokens, the last one
-filled with
-empty rows: a training step compiles once.  Packing is first-fit decreasing with ties in the given order: a
-function of the lengths alone, bit-stable when a run is repeated or resumed.  Trajectories that are not
-trained take no room.
+Every microbatch has the same shape [rows, row_tokens], with rows = microbatch_tokens // row_tokens, so that a
+training step compiles once; the last one is filled with empty rows.  Packing is first-fit decreasing, with
+ties in the given order.  It depends only on the lengths, so a repeated or resumed run packs alike.
+Trajectories that are not trained are not packed.
 
-Nothing is truncated: a sequence longer than a row is an error.
+Nothing is truncated; a sequence longer than a row is an error.
 """
 
 from __future__ import annotations
@@ -38,29 +36,26 @@ from jetrl_jax.rl.advantages import as_mask
 from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.types import Trajectory
 
-PADDING_TOKEN = 0  # any valid id: padding has segment 0 and is seen by nobody
+PADDING_TOKEN = 0  # any valid id; padding has segment 0, which no token sees
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainBatch:
-    """One microbatch of packed rows, a pytree usable as an argument of ``jit``; all arrays [R, T], numpy when
-    built.
+    """One microbatch of packed rows: arrays [R, T], numpy when built, as a pytree that ``jit`` accepts.
 
     Attributes:
         token_ids: int32.
         positions: int32, from 0 in each segment.
         segment_ids: int32, from 1 in each row; 0 is padding.
         loss_mask: bool, true at trained tokens.
-        rollout_logprobs: float32 as the engine reported them; 0 outside ``loss_mask``.
-        advantages: float32, at trained tokens; 0 outside ``loss_mask``.
-        sequence_index: int32, index into the trajectories given to `pack`, at prompt and completion; −1 is
+        rollout_logprobs: float32, as the engine reported them; 0 outside ``loss_mask``.
+        advantages: float32; 0 outside ``loss_mask``.
+        sequence_index: int32, index into the trajectories given to `pack`, for all their tokens; −1 at
           padding.
-        inverse_length: float32, 1 / number of trained tokens of the trajectory, at those; 0 outside
-          ``loss_mask``.
-        old_logprobs: float32 as ``rollout_logprobs`` but of the trainer at the behaviour version; None
-          on-policy.
-        ref_logprobs: the same of the frozen reference; None without a KL term.
+        inverse_length: float32, 1 / number of the trajectory's trained tokens; 0 outside ``loss_mask``.
+        old_logprobs: float32, those of the trainer at the behaviour version; None if on-policy.
+        ref_logprobs: float32, those of the frozen reference; None without a KL term.
         correction: float32, weight of each token's policy loss (`jetrl_jax.rl.correction`); None is 1.
         exposure: float32, how often the trajectory counts in the loss and its denominators; None is once.
     """
@@ -79,14 +74,14 @@ class TrainBatch:
     exposure: Any = None
 
     def replace(self, **changes: Any) -> TrainBatch:
-        """A copy with other values, such as ``old_logprobs``."""
+        """A copy with other values for some fields, such as ``old_logprobs``."""
         return dataclasses.replace(self, **changes)
 
 
 def sample_masks(
     rewards: ArrayLike, finish_reasons: Sequence[str], *, mask_truncated: bool
 ) -> tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
-    """Which samples count in their group, and which are trained.
+    """The samples that count in their group, and those that are trained.
 
     Args:
         rewards: [N], NaN where a reward failed.
@@ -94,8 +89,8 @@ def sample_masks(
         mask_truncated: whether completions that end by "length" are left out of the loss.
 
     Returns:
-        (counted, trained): a NaN reward is in neither; a truncated completion counts in its
-        group's mean and std either way.
+        (counted, trained).  A sample with a NaN reward is in neither; a truncated completion always counts in
+        its group's mean and std.
     """
     counted = ~np.isnan(np.asarray(rewards, np.float64))
     truncated = np.asarray([reason == "length" for reason in finish_reasons], bool)
@@ -105,20 +100,20 @@ def sample_masks(
 def split_minibatches(
     sizes: Sequence[int], minibatches: int, *, seed: int | Sequence[int]
 ) -> list[NDArray[np.int64]]:
-    """Divides a rollout batch, groups whole, among the optimiser steps of one pass.
+    """Divides the whole groups of a rollout batch among the optimiser steps of one pass.
 
     Args:
-        sizes: trajectories of each of P groups, which lie one after the other.
-        minibatches: number of parts, whose sizes differ by at most one group; fewer groups make one part
-          each.
-        seed: of the shuffle; a tuple such as (run seed, step, epoch) gives every pass its own.
+        sizes: number of trajectories of each of P groups, which follow one after the other.
+        minibatches: number of parts, whose sizes differ by at most one group; with fewer groups, each is a
+          part.
+        seed: seed of the shuffle; a tuple such as (run seed, step, epoch) shuffles every pass differently.
 
     Returns:
-        min(minibatches, P) ascending index arrays into the trajectories, disjoint, together all.  Within a
-        part the order is not shuffled, so a single part is the same for every seed.
+        min(minibatches, P) disjoint, ascending index arrays that cover all trajectories.  The order within a
+        part is not shuffled, so a single part is the same for every seed.
 
     Raises:
-        ValueError: no groups, a group without trajectories, or fewer than one part.
+        ValueError: no groups, a group without trajectories, or less than one part.
     """
     if len(sizes) == 0 or min(sizes) < 1 or minibatches < 1:
         found = f"{len(sizes)} groups, minibatches={minibatches}, sizes={list(sizes)[:8]}"
@@ -153,7 +148,7 @@ def pack(
         mask: bool [N], true for trajectories that are trained (`sample_masks`); the others are not packed.
         row_tokens: length of a row; at least the longest packed sequence.
         microbatch_tokens: tokens of a microbatch, padding included; rounded down to whole rows.
-        indices: which of the N to pack, each once (a part of `split_minibatches`); None packs all.
+        indices: those of the N to pack, each once (a part of `split_minibatches`); None packs all.
         old_logprobs: N arrays, one value per sampled token; None leaves the field None.
         ref_logprobs: likewise.
         correction: likewise, weights of the policy loss.
@@ -162,12 +157,11 @@ def pack(
         exposure: [N] whole numbers, how often each trajectory counts; 0 is not packed; None is once each.
 
     Returns:
-        At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  Where nothing is trained
-        it is all
-        padding: its loss and gradient are 0.
+        At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  If nothing is trained,
+        it is all padding, with loss and gradient 0.
 
     Raises:
-        ValueError: sizes or lengths that do not fit, all of them in one message.
+        ValueError: sizes or lengths do not fit; all are in one message.
     """
     chosen = np.arange(len(trajectories)) if indices is None else np.asarray(indices)
     packed, weights = (
@@ -227,15 +221,14 @@ def pack(
 
 
 def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int) -> Denominators:
-    """Counts over all microbatches of one optimiser step, as float32 scalars; a trajectory counts as often as
-    its exposure says.
+    """Counts over all microbatches of one optimiser step, as float32 scalars, weighted by exposure.
 
     Args:
         batches: the microbatches that share one gradient.
         max_completion_tokens: longest completion, in tokens.
 
     Raises:
-        ValueError: no microbatch, or a longest completion of no token.
+        ValueError: no microbatch, or max_completion_tokens below 1.
     """
     if not batches or max_completion_tokens < 1:
         found = f"{len(batches)} microbatches and max_completion_tokens={max_completion_tokens}"
@@ -258,7 +251,7 @@ def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int
 def unpack(
     batches: Sequence[TrainBatch], values: Sequence[ArrayLike], num_trajectories: int
 ) -> list[NDArray[Any]]:
-    """Per-token results brought back to trajectories, to be packed again in another order.
+    """Per-token results by trajectory, so that they can be packed again in another order.
 
     Args:
         batches: microbatches of `pack`.
@@ -266,11 +259,11 @@ def unpack(
         num_trajectories: N given to `pack`.
 
     Returns:
-        N arrays, one value per trained token (per sampled token, where `pack` had no ``keep``); empty for
+        N arrays, with one value per trained token (per sampled token if `pack` had no ``keep``); empty for
         trajectories that were not packed.
 
     Raises:
-        ValueError: values of other shapes, or trajectories beyond N.
+        ValueError: values have other shapes, or there are more than N trajectories.
     """
     masks = [np.asarray(b.loss_mask) for b in batches]
     shapes, most = (
@@ -285,7 +278,7 @@ def unpack(
         )
     index = np.concatenate([np.asarray(b.sequence_index)[m] for b, m in zip(batches, masks, strict=True)])
     flat = np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks, strict=True)])
-    order = np.argsort(index, kind="stable")  # a trajectory lies in one row, in order
+    order = np.argsort(index, kind="stable")  # a trajectory is in one row, in order
     counts = np.bincount(index, minlength=num_trajectories)
     return np.split(flat[order], np.cumsum(counts)[:-1])
 
@@ -293,11 +286,9 @@ def unpack(
 def _first_fit_decreasing(
     lengths: NDArray[np.int64], row_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Row and first position of each sequence, and the number of rows;
-    at most 11/9 of the optimum and a row.
-    """
+    """Row and first position of each sequence, and the number of rows (at most 11/9 of the optimum + 1)."""
     row, start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    free = np.full(len(lengths), row_tokens, np.int64)  # an unopened row is a free one
+    free = np.full(len(lengths), row_tokens, np.int64)  # an unopened row is free
     for i in np.argsort(-lengths, kind="stable"):
         r = int(np.argmax(free >= lengths[i]))
         row[i] = r
@@ -357,7 +348,7 @@ def _check_sequences(
     advantages: Any,
     per_token: dict[str, list[Any]],
 ) -> None:
-    """Everything that is wrong with the trajectories to be packed, the first few in one message."""
+    """Raises ValueError with the first few problems of the trajectories to be packed, in one message."""
     problems = []
     for i in (int(c) for c in chosen):
         total, sampled, prompt = (

@@ -1,20 +1,19 @@
-"""Per-token policy losses and how they become one number, in JAX; no state, no config.
+"""Per-token policy losses and their aggregation, as pure functions in JAX.
 
     ratio_t = exp(clip(logprobs_t − old_logprobs_t, ±20))
     PPO     L_t = max(−A·ratio, −A·clip(ratio, 1 − clip_low, 1 + clip_high))
             dual clip, A < 0: min(L_t, −A·c)
-    GSPO    the same with ratio_t = exp(mean of the log ratios of the sequence), differentiated at t alone
+    GSPO    the same with ratio_t = exp(mean of the log ratios of the sequence), differentiated only at t
     CISPO   L_t = −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs
     KL      d = logprobs − ref_logprobs;  k1 = d,  k2 = d²/2,  k3 = e^(−d) − 1 + d
 
-Token arrays are [R, T] (packed rows; but for GSPO nothing here looks along an axis) and aligned with targets:
-``logprobs[r, t]`` is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is
-true at the tokens that are trained.  A masked value enters no exponential and no sum: −inf, inf or NaN there
-changes neither the value nor the gradient.  A non-finite value that is not masked is not hidden: it reaches
-the loss.
+Token arrays are packed rows [R, T] (only GSPO depends on the axes), aligned with targets: ``logprobs[r, t]``
+is the log-probability of ``token_ids[r, t]`` given the tokens before it.  ``loss_mask`` is true at trained
+tokens.  Values outside it enter no exponential and no sum, so that −inf, inf or NaN there changes neither the
+value nor the gradient.  A non-finite value at a trained token reaches the loss.
 
-Statistics are sums over the masked tokens of a call, so that those of microbatches add up;
-`jetrl_jax.rl.metrics` turns the sums into fractions and means.
+Statistics are sums over the trained tokens of a call, so that those of microbatches add up;
+`jetrl_jax.rl.metrics` turns them into fractions and means.
 
 Sources: PPO (clip); dual clip: "Mastering Complex Control in MOBA Games"; clip-higher and token mean: DAPO;
 GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585; constant denominator: Dr.GRPO; KL estimators: Schulman,
@@ -36,18 +35,16 @@ from jetrl_jax.rl import LOG_RATIO_LIMIT
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-K3_LIMIT = 10.0  # of the value of k3
+K3_LIMIT = 10.0  # the value of k3 is clamped to this
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums over the global batch of one optimiser step are divided by: across microbatches and
-    devices.
+    """The denominators of sums over the global batch of one optimiser step, across microbatches and devices.
 
-    A pytree of scalars, so that other counts do not compile again.  A microbatch's loss divided by the global
-    counts is
-    its share of the loss: shares add up, and so do their gradients.
+    A pytree of scalars, so that other counts need no new compilation.  A microbatch's loss divided by the
+    global counts is its share of the loss; shares add up, and so do their gradients.
 
     Attributes:
         tokens: trained tokens of the batch (``token_mean``).
@@ -62,7 +59,7 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequence each token of packed rows belongs to.
+    """The sequences of the tokens of packed rows.
 
     Attributes:
         segment_ids: 0 to T, unique within a row.
@@ -84,20 +81,21 @@ def policy_loss(
     dual_clip: float | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, ""]]]:
-    """Clipped importance-ratio loss of each token.
+    """The clipped importance-ratio loss of each token.
 
-    At a ratio exactly on a bound the token counts as not clipped and keeps its gradient.
+    A token whose ratio is exactly on a bound is not clipped and keeps its gradient.
 
     Args:
-        logprobs: of the policy now; the only argument that receives a gradient.
-        old_logprobs: of the policy that the ratio compares with; None takes ``logprobs`` itself
-            without gradient (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
+        logprobs: of the present policy; only this argument receives a gradient.
+        old_logprobs: of the policy with which the ratio compares; None takes ``logprobs`` itself without
+            gradient (on-policy: every ratio is 1 and the gradient is −A·∇logprobs).
         loss_mask: bool or 0/1.
         clip_low: the ratio is clipped below at 1 − clip_low; acts only where A < 0.
         clip_high: the ratio is clipped above at 1 + clip_high; acts only where A > 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −A·c; None is off.
-        sequences: GSPO: a token's ratio is that of its sequence, s = exp(mean over its trained tokens of the
-            log ratio), with the gradient of s·π/sg(π) (the paper's GSPO-token); None: each token has its own.
+        sequences: for GSPO, where a token's ratio is that of its sequence, s = exp(mean over its trained
+            tokens of the log ratio), with the gradient of s·π/sg(π) (the paper's GSPO-token).  None: each
+            token has its own ratio.
 
     Returns:
         The loss, 0 where masked, in float32 (float64 of float64), and a dict of scalar sums over the
@@ -125,8 +123,7 @@ def policy_loss(
 
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
     below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
-    # The maximum picks the clipped term exactly in these two cases; saying so gives both the loss and the
-    # statistics.
+    # The maximum selects the clipped term exactly in these two cases, which also define the statistics.
     loss = jnp.where(positive & above, -advantages * (1.0 + clip_high), -advantages * ratio)
     loss = jnp.where(negative & below, -advantages * (1.0 - clip_low), loss)
     dual = jnp.zeros_like(mask)
@@ -149,11 +146,10 @@ def cispo_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, ""]]]:
-    """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs; every token keeps a
-    gradient.
+    """CISPO (MiniMax-M1): −sg(clip(ratio, 1 − clip_low, 1 + clip_high))·A·logprobs.
 
-    Arguments and results as in `policy_loss`; the four ``clipped`` and ``outside`` sums count tokens whose
-    weight is cut. clip_low of 1 or more never cuts.
+    Every token keeps a gradient.  Arguments and results as in `policy_loss`; the four ``clipped`` and
+    ``outside`` sums count tokens whose weight is cut.  A clip_low of 1 or more never cuts.
     """
     mask = jnp.asarray(loss_mask).astype(bool)
     log_ratio = jax.lax.stop_gradient(_log_ratio(logprobs, old_logprobs, mask))
@@ -200,9 +196,7 @@ def _statistics(
 def sequence_mean(
     values: Float[Array, "R T"], loss_mask: Shaped[Array, "R T"], sequences: Sequences
 ) -> Float[Array, "R T"]:
-    """Each token's value replaced by the mean over the trained tokens of its sequence,
-    0 in a sequence without any.
-    """
+    """The mean over the trained tokens of each token's sequence; 0 in a sequence without any."""
     rows, tokens = values.shape
     segment = (sequences.segment_ids + (tokens + 1) * jnp.arange(rows, dtype=jnp.int32)[:, None]).reshape(-1)
     weighted = masked(values, loss_mask) * masked(sequences.inverse_length, loss_mask)
@@ -217,13 +211,12 @@ def kl_penalty(
     *,
     estimator: KLEstimator,
 ) -> Float[Array, "*S"]:
-    """Estimate of KL(policy ‖ reference) at each token, from tokens that the policy sampled.
+    """An estimate of KL(policy ‖ reference) at each token, from tokens that the policy sampled.
 
-    The value and the gradient are two things.  All three have the KL as their mean (k2 approximately, k3 with
-    less variance than k1), but as a term of the loss their mean gradients, over tokens of the present policy,
-    are:
+    Value and gradient differ.  All three estimators have the KL as their mean (k2 approximately, k3 with less
+    variance than k1).  As a term of the loss, their mean gradients over tokens of the present policy are:
 
-        k1   E[∇logprobs] = 0: the term does nothing but add noise
+        k1   E[∇logprobs] = 0: the term only adds noise
         k2   E[d·∇logprobs] = ∇ KL(policy ‖ reference): the reverse KL's own gradient
         k3   E[(1 − e^(−d))·∇logprobs] = ∇ KL(reference ‖ policy): the forward KL's gradient, close to k2's
              for small d
@@ -265,11 +258,11 @@ def aggregate(
     denominators: Denominators,
     exposure: Float[Array, "R T"] | None = None,
 ) -> Float[Array, ""]:
-    """The share of these tokens in the loss of the global batch: shares of microbatches add up to the whole.
+    """The share of these tokens in the loss of the global batch; shares of microbatches add up to the loss.
 
         token_mean      Σ_t v_t / N_tokens                 every token weighs the same
         sequence_mean   Σ_t v_t / len(sequence of t) / B   every sequence weighs the same
-        constant        Σ_t v_t / (B · max_tokens)         no length enters
+        constant        Σ_t v_t / (B · max_tokens)         independent of lengths
 
     Args:
         loss_mask: bool or 0/1.
@@ -277,8 +270,8 @@ def aggregate(
           ``sequence_mean`` only.
         aggregation: one of the names above.
         exposure: how often the token's sequence counts; None is once.
-        denominators: counts of the global batch, exposures included.  A count of zero (nothing to train) acts
-            as one: the loss is 0, not NaN.
+        denominators: counts of the global batch, including exposures.  A count of zero (nothing to train)
+            counts as one, so that the loss is 0, not NaN.
 
     Returns:
         In float32 (float64 of float64).
@@ -312,9 +305,7 @@ def masked_sum(values: Float[Array, "*S"], loss_mask: Shaped[Array, "*S"]) -> Fl
 
 
 def masked(values: Shaped[Array, "*S"], mask: Shaped[Array, "*S"]) -> Float[Array, "*S"]:
-    """``values`` in float32 (float64 stays), 0 where ``mask`` (bool or 0/1) is false;
-    the gradient there is exactly 0.
-    """
+    """``values`` in float32 (float64 stays); 0, with gradient 0, where ``mask`` (bool or 0/1) is false."""
     values, mask = jnp.asarray(values), jnp.asarray(mask).astype(bool)
     dtype = values.dtype if values.dtype == jnp.float64 else jnp.float32
     return jnp.where(mask, values.astype(dtype), jnp.zeros((), dtype))

@@ -1,24 +1,22 @@
-"""What the trainer needs of a rollout engine: weights by version in, requests in, trajectories out as they
-are done.
+"""The interface of a rollout engine, which takes weights by version and requests, and returns trajectories.
 
-    load        a published policy version, and every hook of `after_load` on it
-    submit      requests, which are checked at once
-    results     their trajectories, each as it is done; generate = submit + results, in the order asked
-    score       log-probabilities of given tokens
-    sleep       until the next `load` nothing is asked: memory may be given back
-    close       the end
+    load        takes a published policy version, and calls every hook of `after_load` on it
+    submit      takes requests, which are checked at once
+    results     yields their trajectories as they finish; generate = submit + results, in the order requested
+    score       returns log-probabilities of given tokens
+    sleep       announces that nothing is requested until the next `load`, so that memory may be freed
+    close       ends the engine
 
-An engine samples completions from one policy version and reports, for every sampled token, its
-log-probability over the full vocabulary at the sampling temperature.  Token ids travel from here to the loss
-as they are; nothing is tokenised a second time.
+An engine samples completions from one policy version.  For every sampled token it reports the log-probability
+over the full vocabulary at the sampling temperature.  Token ids go from here to the loss unchanged; nothing
+is tokenised again.
 
-One submission is under way at a time.  It ends when its results are read, when reading raises, or when the
-iterator is closed or dropped; requests without a result are then given up, and the engine takes the next.  A
-request is lost in no
-other way: a submission whose results are unread is an error for whatever comes next.
+Only one submission is active at a time.  It ends when its results are read, when reading raises, or when the
+iterator is closed or dropped.  Requests without a result are then dropped, and the engine takes the next
+submission.  Requests are never lost otherwise, as any call while results are unread is an error.
 
 Engines: `rollout.embedded.jax_engine`, `rollout.embedded.data_parallel`, `bridge.vllm.in_process`,
-  `bridge.vllm.server`.
+`bridge.vllm.server`.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ Results = Generator[Trajectory, None, None]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load` did.
+    """The report of a `load`.
 
-    version: of the weights; seconds: that handing them over took, without the hooks.
-    manifest: of the tensors handed over; None where the engine multiplies the trainer's own arrays.
+    version: of the weights; seconds: time to transfer them, without the hooks.
+    manifest: of the transferred tensors; None if the engine multiplies the trainer's own arrays.
     """
 
     version: int
@@ -57,11 +55,9 @@ class LoadReport:
 
 
 def check_kinds(requests: Sequence[Request]) -> None:
-    """Raises ValueError for prompts that are no sequence of whole numbers,
-    and for seeds that no generator takes: no engine rounds them.
-    """
+    """Raises ValueError for prompts that are not sequences of whole numbers, and for invalid seeds."""
     problems = []
-    # those of a group are often one list
+    # the prompts of a group are often the same list
     prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}
     kinds = {key: _kind_of_ids(ids) for key, ids in prompts.items()}
     for request in requests:
@@ -80,7 +76,7 @@ def check_kinds(requests: Sequence[Request]) -> None:
 
 
 def _kind_of_ids(ids: Any) -> str | None:
-    """What stands in place of token ids; None: they are whole numbers, or there are none."""
+    """The kind of values given instead of token ids; None if they are whole numbers, or empty."""
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -91,9 +87,7 @@ def _kind_of_ids(ids: Any) -> str | None:
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], longest: int, vocab_size: int) -> None:
-    """Raises ValueError for token ids that cannot be scored by an engine whose sequences have at most
-    `longest` tokens.
-    """
+    """Raises ValueError for token ids that an engine for sequences of up to `longest` tokens cannot score."""
     problems = []
     for place, ids in enumerate(sequences):
         if not 0 < len(ids) <= longest:
@@ -115,11 +109,12 @@ AfterLoad = Callable[[Any, LoadReport], None]  # (published weights, report)
 class RolloutEngine(abc.ABC):
     """Samples from one policy version at a time.
 
-    An engine implements `check`, `describe`, `_load`, `_sample` and `_score`; `_sleep` and `_close` where it
-    holds something.
+    An engine implements `check`, `describe`, `_load`, `_sample` and `_score`, and if it holds resources also
+    `_sleep` and `_close`.
 
     Attributes:
-      after_load: called in order at the end of each `load`; may score, and stops the load by raising.
+      after_load: hooks called in order at the end of each `load`; they may score, and stop the load by
+        raising.
     """
 
     def __init__(self) -> None:
@@ -133,19 +128,19 @@ class RolloutEngine(abc.ABC):
 
     @property
     def policy_version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load`."""
+        """The version of the loaded weights; -1 before the first `load`."""
         return self._version
 
     def load(self, published: Any, version: int) -> LoadReport:
-        """Takes the weights that `PrecisionPlan.publish` made, and calls the hooks on them.
+        """Takes weights made by `PrecisionPlan.publish`, and calls the hooks on them.
 
-        Where the weights are refused, the version before stays loaded unless the engine says otherwise.
-        Where a hook raises, the new ones are held and may be scored, and nothing is sampled until a `load`
+        If the weights are refused, the previous version stays loaded unless the engine documents otherwise.
+        If a hook raises, the new weights are held and may be scored, but nothing is sampled until a `load`
         succeeds.
 
         Raises:
-          RuntimeError: results are unread, the engine is closed, or a hook loads.
-          ValueError: a version that is no whole number from 0 on.
+          RuntimeError: results are unread, the engine is closed, or a hook calls `load`.
+          ValueError: the version is not a whole number from 0 on.
         """
         self._require("load", weights=False)
         if self._loading:
@@ -163,7 +158,7 @@ class RolloutEngine(abc.ABC):
             self._version = version
             self._accepted = False
             self._sleeping = False
-            # a hook may take itself out, and the next one is called all the same
+            # a copy, as a hook may remove itself
             for hook in tuple(self.after_load):
                 hook(published, report)
             self._accepted = True
@@ -172,15 +167,16 @@ class RolloutEngine(abc.ABC):
         return report
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Takes requests, also none, whose trajectories `results` gives.  Work begins with the first result
-        asked for.
+        """Takes any number of requests; `results` yields their trajectories.
+
+        Work begins when the first result is read.
 
         Raises:
           RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the
             engine sleeps or is closed.
-          ValueError: ids that stand twice, or requests that this engine cannot answer; none of them is taken.
+          ValueError: an id occurs twice, or this engine cannot answer a request; no request is taken.
         """
-        requests = list(requests)  # an iterator gives them once only
+        requests = list(requests)  # an iterator can be read only once
         self._require("submit")
         if not self._accepted:
             raise RuntimeError(
@@ -199,13 +195,12 @@ class RolloutEngine(abc.ABC):
         self._submitted = requests, sampling
 
     def results(self) -> Results:
-        """The trajectories of what was submitted, each when it is done, in whatever order that is.
+        """The trajectories of the submitted requests, in the order in which they finish.
 
-        Closing or dropping the iterator gives up the requests that it has not answered.  Where it raises,
-        these are given up too.
+        If the iterator is closed or dropped, or raises, unanswered requests are dropped.
 
         Raises:
-          RuntimeError: nothing was submitted, or its results are being read already.  While reading: the
+          RuntimeError: nothing was submitted, or the results are already being read; while reading, if the
             engine left out a request.
         """
         if self._submitted is None:
@@ -227,12 +222,11 @@ class RolloutEngine(abc.ABC):
         return [done[request.id] for request in requests]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32[np.ndarray, " length"]]:
-        """Log-probabilities of each sequence's tokens given those before, at temperature 1;
-        entry 0 is 0.
+        """Log-probabilities of each sequence's tokens given those before, at temperature 1; entry 0 is 0.
 
         Raises:
-          RuntimeError: as `submit`, but for weights that a hook has not accepted.
-          ValueError: a sequence that this engine cannot take.
+          RuntimeError: as `submit`, except that hooks need not have accepted the weights.
+          ValueError: this engine cannot take a sequence.
         """
         self._require("score")
         given = list(sequences)
@@ -243,11 +237,10 @@ class RolloutEngine(abc.ABC):
         return self._score([np.asarray(ids).tolist() for ids in given])
 
     def sleep(self) -> None:
-        """The trainer samples nothing until the next `load`: an engine with memory of its own may give it
-        back.
+        """Announces that nothing is sampled until the next `load`; an engine may free its memory.
 
         Raises:
-          RuntimeError: results are unread, the engine is closed, or a hook of `load` asks.
+          RuntimeError: results are unread, the engine is closed, or a hook of `load` calls this.
         """
         self._require("sleep", weights=False)
         if self._loading:
@@ -260,14 +253,14 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Raises ValueError for requests that this engine cannot answer, all named."""
+        """Raises ValueError that names all requests which this engine cannot answer."""
 
     @abc.abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """What runs, as JSON values, for the run's record and certificates."""
+        """A description of the engine as JSON values, for the run's record and certificates."""
 
     def close(self) -> None:
-        """Ends the engine and gives up what it has not answered; again does nothing."""
+        """Ends the engine and drops unanswered requests; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -282,28 +275,26 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def _load(self, published: Any, version: int) -> Manifest | None:
-        """Takes weights, whole or not at all; returns the manifest of what was handed over."""
+        """Takes weights, whole or not at all; returns the manifest of the transferred tensors."""
 
     @abc.abstractmethod
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """The trajectories of checked requests, also none; leaves the engine free when it ends,
-        raises or is closed.
-        """
+        """Yields the trajectories of checked requests; leaves the engine free when it ends in any way."""
 
     @abc.abstractmethod
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """As `score`."""
 
     def _sleep(self) -> None:  # noqa: B027  # not abstract: not every engine has memory of its own
-        """Gives back what can be given back."""
+        """Frees the memory that can be freed."""
 
     def _close(self) -> None:  # noqa: B027  # nor something that runs outside
-        """Ends what runs outside this object."""
+        """Ends everything that runs outside this object."""
 
-    # What it may be asked now
+    # Checks of the state
 
     def _require(self, what: str, *, weights: bool = True) -> None:
-        """Raises RuntimeError where a call may not be made now; `weights`: those of a version are needed."""
+        """Raises RuntimeError if a call is not allowed now; `weights`: whether it needs loaded weights."""
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed.")
         if self._submitted is not None or self._active() is not None:
@@ -328,7 +319,7 @@ class RolloutEngine(abc.ABC):
         )
 
     def _answers(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """`_sample`, held to one trajectory a request."""
+        """`_sample`, checked to yield one trajectory per request."""
         waiting = {request.id for request in requests}
         with contextlib.closing(self._sample(requests, sampling)) as sampled:
             for trajectory in sampled:

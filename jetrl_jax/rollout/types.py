@@ -1,4 +1,4 @@
-"""What goes into a rollout engine and comes out: sampling parameters, requests, trajectories."""
+"""The input and output of a rollout engine: sampling parameters, requests, trajectories."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from numpy.typing import ArrayLike
 
 from jetrl_jax.config.types import TEMPERATURES
 
-FinishReason = Literal["stop", "length"]  # a stop token was sampled, or max_tokens were
+FinishReason = Literal["stop", "length"]  # a stop token was sampled, or max_tokens was reached
 Role = Literal["prompt", "policy", "environment"]
 MAX_SEED = 2**32 - 1
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of Python or numpy; a bool is none."""
+    """Whether a value is a whole number of Python or numpy, not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one submission samples.
+    """The sampling parameters of one submission.
 
     temperature: divides the float32 logits; within `TEMPERATURES` (ignored when greedy).
     max_tokens: longest completion, in tokens, including the stop token.
-    stop_token_ids: a sampled token of these ends the completion and is its last token.
-    seed: of the whole submission; a request's noise depends on this, on the request's own seed and on the
-        token's position, and on nothing else.
+    stop_token_ids: one of these, when sampled, ends the completion and is its last token.
+    seed: of the whole submission; a request's noise depends only on this, on the request's own seed and on
+        the token's position.
     greedy: take the most likely token (the lowest id among equals); logprobs are then those at temperature 1.
 
     Raises:
@@ -86,9 +86,9 @@ class SamplingParams:
 class Request:
     """One completion to sample.
 
-    id: the caller's name for it, returned in the trajectory.
+    id: chosen by the caller, returned in the trajectory.
     prompt_ids: at least one token.
-    seed: of this request, 0 .. 2**32 - 1; requests of a group share the prompt and differ in the seed.
+    seed: 0 .. 2**32 - 1; requests of a group share the prompt and differ in the seed.
     """
 
     id: int
@@ -98,10 +98,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """A stretch of a trajectory that one side wrote.
+    """A range of a trajectory's tokens written by one side.
 
-    start, stop: of its tokens.
-    role: "prompt" (the first turn), "policy", or "environment" (what an environment answered).
+    start, stop: the range of tokens.
+    role: "prompt" (the first turn), "policy", or "environment" (an environment's answer).
     finish_reason: of a policy's turn, else None.
     """
 
@@ -113,17 +113,17 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A prompt and what followed, as the policy saw it; the policy is trained on the sampled tokens only.
+    """A prompt and the tokens after it, as the policy saw them; only sampled tokens are trained.
 
     token_ids: the prompt, then every turn, stop tokens included.
     sampled: true where the policy wrote the token.
-    logprobs: log p(token | what stands before it) over the full vocabulary at the sampling
-        temperature (at temperature 1 when greedy); 0 where nothing was sampled.
-    turns: who wrote which tokens, in order, without a gap.
-    versions: (start, stop, policy version) of the weights that sampled the tokens between, in order.
+    logprobs: log p(token | the tokens before it) over the full vocabulary at the sampling temperature (at
+        temperature 1 when greedy); 0 where nothing was sampled.
+    turns: the turns in order, without a gap.
+    versions: (start, stop, policy version) of the weights that sampled this range of tokens, in order.
 
     Raises:
-      ValueError: arrays, turns and versions that do not fit each other.
+      ValueError: arrays, turns and versions do not fit each other.
     """
 
     request_id: int
@@ -152,7 +152,7 @@ class Trajectory:
         ]
 
     def _problems_of_parts(self) -> list[str]:
-        """What does not fit of turns and versions."""
+        """The problems of turns and versions."""
         total, problems = len(self.token_ids), []
         edges = [0, *(turn.stop for turn in self.turns)]
         if [turn.start for turn in self.turns] != edges[:-1] or edges != sorted(edges) or edges[-1] != total:
@@ -197,7 +197,7 @@ class Trajectory:
         """One prompt and one completion, sampled from one version of the weights.
 
         Raises:
-          ValueError: token ids that are no int32, or not one log-probability for each of the completion.
+          ValueError: token ids are not int32, or the completion lacks one log-probability per token.
         """
         prompt, completion = _token_ids(prompt_ids), _token_ids(completion_ids)
         if np.shape(logprobs) != completion.shape:
@@ -222,17 +222,17 @@ class Trajectory:
 
     @property
     def completion_ids(self) -> Int32[np.ndarray, " completion"]:
-        """All that follows the prompt, whoever wrote it."""
+        """All tokens after the prompt, from any writer."""
         return self.token_ids[self.turns[0].stop :]
 
     @property
     def sampled_logprobs(self) -> Float32[np.ndarray, " sampled"]:
-        """Those of the tokens that the policy wrote."""
+        """The log-probabilities of the tokens that the policy wrote."""
         return self.logprobs[self.sampled]
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the policy wrote."""
+        """The number of tokens that the policy wrote."""
         return int(np.count_nonzero(self.sampled))
 
     @property
@@ -242,7 +242,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled it."""
+        """The oldest policy version that sampled it."""
         return min(version for *_, version in self.versions)
 
 

@@ -1,14 +1,14 @@
-"""The compiled programs of the embedded engine, one per shape, and the slots' state that they pass on.
+"""The compiled programs of the embedded engine, one per shape, and the state of the slots.
 
     prefill[T]      prompts [R, T]  ->  keys and values, logits of the last tokens
-    insert[B, S]    prefilled prompts -> the slots that ask for them, and each slot's first token
-    decode[B, S]    up to `chunk` tokens in every active slot, leaving early when enough slots are idle
+    insert[B, S]    prefilled prompts -> the slots that need them, and each slot's first token
+    decode[B, S]    up to `chunk` tokens in every active slot, stopping early when enough slots are idle
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
 B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program
-needs besides the state is an argument, so nothing is compiled twice; the state is donated.  With `run=False`
-a method only compiles.  A report is one int32 array
-[2, C, B]: token ids (-1 where nothing was sampled) and the bits of the float32 log-probabilities.
+needs is an argument, so that nothing is compiled twice; the state is donated.  With `run=False` a method only
+compiles.  A report is one int32 array [2, C, B]: token ids (-1 where nothing was sampled) and the bits of the
+float32 log-probabilities.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from jetrl_jax.rollout.embedded.shapes import EngineShapes
 class SlotState:
     """Sequences in flight, one per slot.
 
-    cache: of each layer.
+    cache: the cache of each layer.
     keys: the requests' random keys.
-    token: sampled last and not yet in the cache.
-    position: where it goes (0 in an idle slot, so that it writes inside its own row).
-    remaining: tokens still to sample; 0 is idle.
+    token: the last sampled token, not yet in the cache.
+    position: its position (0 in an idle slot, so that it writes inside its own row).
+    remaining: number of tokens still to sample; 0 in an idle slot.
     """
 
     cache: list[KVCache]
@@ -63,7 +63,7 @@ class SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts ready to be inserted, with cache rows [R, K, T, H] of each layer."""
+    """Prefilled prompts to insert, with cache rows [R, K, T, H] of each layer."""
 
     cache: list[KVCache]
     logits: Float32[Array, "R V"]
@@ -80,12 +80,12 @@ class EnginePrograms:
 
     Args:
       model: gives structure and numerics; its parameters are not read and may be abstract.
-      plan: says in which format the published weights come.
-      shapes: for which `compile_all` compiles; prefilled prompts are padded to its longest bucket.
-      layout: the devices that the layers are split over (axis "tensor"; caches by heads); None is one device.
+      plan: gives the formats of the published weights.
+      shapes: the shapes of `compile_all`; prefilled prompts are padded to its longest bucket.
+      layout: the devices over which the layers are split ("tensor"; caches by heads); None is one device.
 
     Attributes:
-      compilations: programs compiled so far.
+      compilations: number of programs compiled so far.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class EnginePrograms:
         )()
 
     def abstract_state(self, slots: int, length: int) -> SlotState:
-        """As `empty_state`: shapes, dtypes and, on split layers, shardings, without any array."""
+        """As `empty_state`, without arrays: shapes, dtypes and, if layers are split, shardings."""
         empty = self._mapped("empty", functools.partial(self._empty_program, slots, length))
         state = jax.eval_shape(empty)
         return state if self.layout is None else placed(self._shardings(STATE_SPEC), state)
 
     def abstract_weights(self) -> nnx.State:
-        """The weights that an engine holds: shapes, dtypes and, on split layers, shardings."""
+        """The weights that an engine holds, as shapes, dtypes and, if layers are split, shardings."""
         return (
             self.published
             if self.layout is None
@@ -140,7 +140,7 @@ class EnginePrograms:
         for slots in shapes.batch_sizes:
             source, seeds = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
             for length in shapes.cache_buckets:
-                # real, since an abstract float64 array would become float32
+                # a real state, since an abstract float64 array would become float32
                 state = self.empty_state(slots, length)
                 self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
                 self.decode(weights, state, controls, np.int32(0), run=False)
@@ -150,9 +150,7 @@ class EnginePrograms:
                     self.resize(state, source[:fewer], length, run=False)
 
     def prefill(self, weights: list[Any], tokens: Any, lengths: Any, *, run: bool = True) -> Any:
-        """Prefills int32 prompts [R, T], padded at the right; lengths int32 [R], at least 1.
-        Returns `Prefilled`.
-        """
+        """`Prefilled` of int32 prompts [R, T], padded on the right; lengths int32 [R], at least 1."""
         args = (weights, tokens, lengths)
         program = self._program(("prefill", tokens.shape[1]), self._prefill_program, args)
         return program(*args) if run else None
@@ -170,8 +168,8 @@ class EnginePrograms:
     ) -> Any:
         """Puts prompt source[b] into slot b where source[b] >= 0 and samples its first token.
 
-        source int32 [B], seeds uint32 [B]; `budget` (int32, at least 1) tokens may be sampled.  The state is
-        consumed. Returns the next state and a report with C = 1.
+        source int32 [B], seeds uint32 [B]; budget: int32, the number of tokens that may be sampled, at least
+        1.  Consumes the state; returns the next one and a report with C = 1.
         """
         args = (state, prompts, source, seeds, budget, controls)
         program = self._program(("insert", *state.shape), self._insert_program, args, donate=0)
@@ -180,9 +178,9 @@ class EnginePrograms:
     def decode(
         self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any, *, run: bool = True
     ) -> Any:
-        """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.  The state is consumed.
+        """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.
 
-        Returns the next state and a report.
+        Consumes the state; returns the next one and a report.
         """
         args = (weights, state, controls, idle_limit)
         program = self._program(("decode", *state.shape), self._decode_program, args, donate=1)
@@ -212,7 +210,7 @@ class EnginePrograms:
         args: tuple[Any, ...],
         donate: int | None = None,
     ) -> Any:
-        """The compiled program `key`, compiled now if it is new (the arguments give the shapes)."""
+        """The compiled program `key`, compiled now if new, for the shapes of the arguments."""
         if key not in self._compiled:
             options: dict[str, Any] = {"donate_argnums": () if donate is None else (donate,)}
             if self.layout is not None:
@@ -222,7 +220,7 @@ class EnginePrograms:
         return self._compiled[key]
 
     def _mapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as each device that holds a part of the layers runs it."""
+        """`function`, mapped over the devices that hold parts of the layers."""
         return function if self.layout is None else self.layout.map(function, *self._specs(kind))
 
     def _shardings(self, specs: Any) -> Any:
@@ -232,7 +230,7 @@ class EnginePrograms:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
     def _specs(self, kind: str) -> tuple[Any, Any]:
-        """How a kind of program's arguments and results lie on the mesh."""
+        """The partition specs of a kind of program's arguments and results."""
         assert self.layout is not None
         weights = [spec for _, spec in named_params(self.layout.specs(self.published))]
         return {
@@ -249,7 +247,7 @@ class EnginePrograms:
         return nnx.merge(self.graphdef, state if self.layout is None else self.layout.shards(state))
 
     def _logits(self, model: Decoder, hidden: jax.Array) -> jax.Array:
-        """Over the whole vocabulary, on every device."""
+        """The logits over the whole vocabulary, on every device."""
         head = model.head()
         logits = model.logits(hidden, head)
         return tensor_parallel.gather(logits) if model.splits(head) else logits
@@ -290,7 +288,7 @@ class EnginePrograms:
 
             def put(old: jax.Array, prefilled: jax.Array) -> jax.Array:
                 one = jax.lax.dynamic_index_in_dim(prefilled[:, :, :length], row[slot], 0)
-                # zeros behind: a NaN of the slot's last sequence would reach this one
+                # zeros after it, or a NaN of the slot's last sequence would reach this one
                 with jax.enable_x64(self.numerics.exact):
                     one = jnp.pad(one, ((0, 0), (0, 0), (0, old.shape[2] - length), (0, 0)))
                 return jax.lax.dynamic_update_slice(old, one, (slot, zero, zero, zero))

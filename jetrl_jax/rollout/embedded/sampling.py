@@ -1,17 +1,16 @@
-"""Sampling as a function of (logits, seed, position): a token does not depend on slot, batch mates or
-program.
+"""Sampling as a function of (logits, seed, position), independent of slot, batch and program.
 
 Token v is drawn by an exponential race, which is the Gumbel-max rule without its outer logarithm:
 
     E_v = -log(1 - U_v),  U_v uniform        token = argmax_v p_v / E_v,   p_v = exp(logits_v / temperature)
 
-U depends on the request's key and the absolute position of the token alone (Threefry), so a refilled slot,
-another batch size or a run that was resumed draws the same token from the same logits.  `numerics.exact`
-races in float64.
+U depends only on the request's key and the absolute position of the token (Threefry), so that a refilled
+slot, another batch size or a resumed run draws the same token from the same logits.  `numerics.exact`
+computes the race in float64.
 
-The reported log-probability is over the full vocabulary at the sampling temperature, by the very operations
-that the trainer uses (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  There is no top-k and no
-top-p: a truncated distribution is not the policy that is trained.
+The reported log-probability is over the full vocabulary at the sampling temperature, by the same operations
+as in the trainer (`vocabulary.scale_logits`, `vocabulary.token_logprobs`).  Top-k and top-p are not offered,
+as a truncated distribution is not the policy that is trained.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KEY_IMPLEMENTATION = "threefry2x32"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Controls:
-    """What a call of `generate` fixes, as device values, so that changing it compiles nothing.
+    """The parameters of a call of `generate` as device values, so that a change needs no compilation.
 
     seed: of the call.
     """
@@ -43,7 +42,7 @@ class Controls:
 
 
 def request_keys(call_seed: UInt32[Array, ""], request_seeds: UInt32[Array, " B"]) -> UInt32[Array, "B 2"]:
-    """Key data of requests with these seeds in a call with `call_seed`."""
+    """The key data of requests with these seeds in a call with `call_seed`."""
     key = jax.random.key(call_seed, impl=KEY_IMPLEMENTATION)
     return jax.vmap(lambda seed: jax.random.key_data(jax.random.fold_in(key, seed)))(request_seeds)
 
@@ -64,7 +63,7 @@ def sample(
 
     Args:
       logits: not yet divided by the temperature.
-      keys: of `request_keys`.
+      keys: from `request_keys`.
       positions: absolute positions of the tokens to draw.
       controls: temperature (1 when greedy) and whether to take the argmax.
 
@@ -79,7 +78,7 @@ def sample(
         uniform = (bits.astype(wide.dtype) + 0.5) * 2.0**-32  # in (0, 1]
         race = jnp.where(controls.greedy, wide, weight / -jnp.log1p(-uniform))
         best = race == race.max(-1, keepdims=True)
-    # The first of the best, by two plain reductions: XLA's argmax is slow on CPU.
+    # The first of the best, by two plain reductions, as XLA's argmax is slow on CPU.
     ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32)[None], logits.shape)
     tokens = jnp.where(best, ids, logits.shape[-1] - 1).min(-1)
     return tokens, vocabulary.token_logprobs(scaled, tokens, exact=numerics.exact)
