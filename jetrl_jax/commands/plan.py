@@ -272,7 +272,7 @@ def _print_check(
 
 
 def _print_count(console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices) -> None:
-    from jetrl_jax.planning.count import PAPER, StepCount, combined
+    from jetrl_jax.planning.count import PAPER, StepCount
 
     if devices.name != "H100":
         raise UserError(
@@ -290,8 +290,7 @@ def _print_count(console: Console, config: RunConfig, sizes: ModelConfig, device
         },
         "the gradient's program without its layers": {preset: one.rest for preset, one in gradients.items()},
         f"a training step of these: {sizes.num_layers} layers, the rest, the gradient added to a sum": {
-            preset: combined(one.whole, counts[preset].program("add").whole)
-            for preset, one in gradients.items()
+            preset: count.training_step for preset, count in counts.items()
         },
     }
     if first.slots:

@@ -102,7 +102,14 @@ def linear(
         )
     if isinstance(weight, TrainableFp8Weight):
         out = _trainable(
-            flat, codes, weight.master, weight.quantized, weight.fp8_backward, split_input, numerics
+            flat,
+            codes,
+            weight.master,
+            weight.quantized,
+            weight.total,
+            weight.fp8_backward,
+            split_input,
+            numerics,
         )
     elif isinstance(weight, ScaledArray):
         assert codes is not None
@@ -206,12 +213,13 @@ def _whole_input(codes: ScaledArray, split_input: bool) -> ScaledArray:
     return tensor_parallel.gather_input_codes(codes) if split_input else codes
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _trainable(
     x: jax.Array,
     codes: Codes,
     master: jax.Array,
     weight: ScaledArray,
+    total: jax.Array | None,
     fp8_backward: bool,
     split_input: bool,
     numerics: Numerics,
@@ -224,6 +232,7 @@ def _forward(
     codes: Codes,
     master: jax.Array,
     weight: ScaledArray,
+    total: jax.Array | None,
     fp8_backward: bool,
     split_input: bool,
     numerics: Numerics,
@@ -233,13 +242,13 @@ def _forward(
         assert codes.wgrad is not None
         saved = codes.wgrad
     # not `_trainable`, since the master is not read
-    return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight)
+    return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight, total)
 
 
 def _backward(
     fp8_backward: bool, split_input: bool, numerics: Numerics, residuals: Any, dy: jax.Array
 ) -> Any:
-    saved, weight = residuals
+    saved, weight, total = residuals
     saved = _whole_input(saved, split_input)
     dx_dtype = tensor_parallel.input_cotangent_dtype(dy.dtype)
     if not fp8_backward:
@@ -260,10 +269,10 @@ def _backward(
         if numerics.wgrad_operand == "requantize":
             chosen = numerics.choices.quantizer(saved.shape[1]).name
             operand = requantize(saved, scale_format=numerics.scale_format, implementation=chosen)
-        dw = wgrad(tokens, operand, **fast)
+        dw = wgrad(tokens, operand, accumulator=total, **fast)
     if split_input and tensor_parallel.degree() > 1:
         dx = tensor_parallel.scatter_sum(dx, dy.dtype)
-    return dx, None, dw, None
+    return dx, None, dw, None, None
 
 
 _trainable.defvjp(_forward, _backward)

@@ -105,12 +105,18 @@ class AbstractRun:
         return TrainBatch(ids, ids, ids, mask, number, number, ids, number, **optional)
 
     def trace(self, program: str) -> Any:
-        """A traced program (`jax.stages.Traced`): gradient, add, logprobs, check, step, prefill or decode."""
-        if program == "gradient":
+        """A traced program (`jax.stages.Traced`).
+
+        program: gradient, next gradient (whose kernels add it to a sum), add, logprobs, check, step, prefill
+          or decode.
+        """
+        if program in ("gradient", "next gradient"):
             count: Any = jax.ShapeDtypeStruct((), jnp.float32)
-            return self.programs.trace_gradient(
-                self.state, self.batch(), Denominators(count, count, count), self.algorithm
+            arguments = self.state, self.batch(), Denominators(count, count, count), self.algorithm
+            trace = (
+                self.programs.trace_gradient if program == "gradient" else self.programs.trace_next_gradient
             )
+            return trace(*arguments)
         if program == "add":
             return self.programs.trace_add(self.state.params)
         if program == "logprobs":

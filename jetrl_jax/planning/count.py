@@ -156,12 +156,18 @@ class StepCount:
         """Keys that a decoded token sees, on average: a prompt, and half a completion."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_completion_tokens / 2
 
+    @property
+    def training_step(self) -> Count:
+        """Of a microbatch whose gradient is added to that of others."""
+        if self.runs[0].programs.adds_in_kernels:
+            return self.program("next gradient").whole
+        return combined(self.program("gradient").whole, self.program("add").whole)
+
     def phases(self) -> dict[str, float]:
         """Predicted seconds of a step's phases on one device, every sequence as long as it may be."""
         run, rollout = self.runs[0], self.config.rollout
-        several = run.microbatches - 1
-        training = self.program("gradient").seconds * run.microbatches
-        training += (self.program("add").seconds * several) if several else 0
+        training = self.program("gradient").seconds
+        training += (run.microbatches - 1) * total(self.training_step).seconds
         training += self.program("check").seconds + self.program("step").seconds
         forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
         scoring = self.program("logprobs").seconds * forwards * run.microbatches if forwards else 0

@@ -33,6 +33,7 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import Value, peak
+from jetrl_jax.precision.parameters import named_params
 
 DEPTHS = (2, 4)  # numbers of layers at which programs are traced
 CODES, WEIGHTS, LOGITS, VOCABULARY, ACTIVATIONS = (
@@ -181,7 +182,7 @@ def phases(
         own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
         found.append(Phase("scoring", held | own | used("logprobs")))
     gradient = {"gradient": held["FP32 masters"]}
-    several = {"gradients' sum": held["FP32 masters"]} if run.microbatches > 1 else {}
+    several = {"gradients' sum": gradients_apart(run)} if run.microbatches > 1 else {}
     found.append(Phase("gradient", held | gradient | several | used("gradient")))
     found.append(Phase("update", held | gradient | {"temporaries": largest_master(run)}))
     if copy:
@@ -215,6 +216,13 @@ def _rollout(run: AbstractRun, shallow: tuple[AbstractRun, ...]) -> dict[str, in
         sum(temporaries(shallow, run.sizes.num_layers, program).values()) for program in ("prefill", "decode")
     )
     return {"prefilled prompts": prompts, "cache that grows": smaller, "temporaries": temporary}
+
+
+def gradients_apart(run: AbstractRun) -> int:
+    """Bytes of the gradients that stand beside the sum that they are added to."""
+    masters = named_params(run.state.params)
+    within = run.plan.adds if run.programs.adds_in_kernels else lambda path: False
+    return sum(on_one_device(value) for path, value in masters if not within(path))
 
 
 def largest_master(run: AbstractRun) -> int:

@@ -160,22 +160,30 @@ class PrecisionPlan:
 
         return map_params(publish_one, params)
 
-    def training_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
+    def training_weights(
+        self, params: nnx.State, published: nnx.State, totals: nnx.State | None = None
+    ) -> nnx.State:
         """The weights of the trainer's forward: masters, bound to their published codes where FProp is FP8.
 
         Gradients reach the masters (straight-through); the codes are constants within the step.
+
+        Args:
+          totals: sums to which the gradients of `adds` are added as they are made.
         """
         codes = dict(named_params(published))
+        sums = {} if totals is None else dict(named_params(totals))
 
         def bind(path: str, value: jax.Array) -> Any:
-            flow = self.flow(path)
-            return (
-                TrainableFp8Weight(value, codes[path], flow.dgrad.quantized)
-                if flow.fprop.quantized
-                else value
-            )
+            if not self.flow(path).fprop.quantized:
+                return value
+            total = sums.get(path) if self.adds(path) else None
+            return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 
         return map_params(bind, params)
+
+    def adds(self, path: str) -> bool:
+        """Whether the product that makes a parameter's gradient can add it to a sum."""
+        return path in self._linear and self.flow(path).dgrad.quantized
 
     def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
         """`training_weights` without masters: the same forward, no gradient; used for a reference policy."""

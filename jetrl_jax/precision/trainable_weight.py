@@ -16,8 +16,11 @@ class TrainableFp8Weight:
 
     master: float32 [N, K]; quantized: its published `ScaledArray` in 128x128 blocks.
     fp8_backward: whether DGrad and WGrad run in FP8 (else in BF16 on the dequantised operands).
+    total: float32 [N, K], a sum that WGrad adds the gradient to, so that the master's cotangent is the next
+      sum; None: it is the gradient.
     """
 
     master: jax.Array
     quantized: ScaledArray
     fp8_backward: bool = field(metadata={"static": True})
+    total: jax.Array | None = None

@@ -28,7 +28,7 @@ from jetrl_jax.devices.processes import fetch, jit, place
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.models.sharded import ROW_AXES
-from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
@@ -118,7 +118,13 @@ class PolicyPrograms:
                 *arrays
             )
 
+        def next_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
+            return self._policy_gradient_program(algorithm, *arrays)
+
         self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
+        self._next_gradient = jit(next_gradient, static_argnames="algorithm", donate_argnums=5)
+        # On a GPU's kernels.  Shards of gradients are formed by collectives, which add to nothing.
+        self.adds_in_kernels = layout is None and model.numerics.choices.dense_backward.name == "xla_direct"
         self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
 
     def init(self, params: nnx.State) -> TrainState:
@@ -162,6 +168,13 @@ class PolicyPrograms:
             state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm
         )
 
+    def trace_next_gradient(
+        self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
+    ) -> Any:
+        """`next_gradient`, where kernels add, traced; the arguments may be abstract."""
+        arrays = state.params, state.published, _factor(state), batch, denominators, state.params
+        return self._next_gradient.trace(*arrays, algorithm=algorithm)
+
     def trace_add(self, grads: nnx.State) -> Any:
         """`add` of two gradients traced; they may be abstract."""
         return self._add.trace(grads, grads)
@@ -190,6 +203,24 @@ class PolicyPrograms:
         return self._policy_gradient(
             state.params, state.published, _factor(state), batch, denominators, algorithm=algorithm
         )
+
+    def next_gradient(
+        self,
+        total: nnx.State | None,
+        state: TrainState,
+        batch: TrainBatch,
+        denominators: Denominators,
+        algorithm: ResolvedAlgorithm,
+    ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
+        """As `policy_gradient`, its gradient added to `total` (None is zero), whose buffers are consumed.
+
+        On one GPU the products that make the gradients of FP8 matrices add them: the bits of `add`.
+        """
+        if total is not None and self.adds_in_kernels:
+            arrays = state.params, state.published, _factor(state), batch, denominators, total
+            return self._next_gradient(*arrays, algorithm=algorithm)
+        grads, stats, logprobs = self.policy_gradient(state, batch, denominators, algorithm)
+        return self.add(total, grads), stats, logprobs
 
     def supervised_gradient(
         self, state: TrainState, batch: TrainBatch, tokens: float
@@ -244,9 +275,10 @@ class PolicyPrograms:
         factor: Any,
         batch: TrainBatch,
         denominators: Denominators,
+        total: nnx.State | None = None,
     ) -> Any:
         def loss(params: nnx.State) -> Any:
-            weights = self.plan.training_weights(params, published)
+            weights = self.plan.training_weights(params, published, total)
             logprobs, entropy = self._completion_logprobs(
                 weights, batch.token_ids, batch.positions, batch.segment_ids
             )
@@ -254,6 +286,9 @@ class PolicyPrograms:
             return _scaled(value, factor), (stats | {"loss": value}, logprobs)
 
         (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        if total is not None:
+            sums = dict(named_params(total))
+            grads = map_params(lambda path, own: own if self.plan.adds(path) else sums[path] + own, grads)
         return grads, self._sum(stats), logprobs
 
     def _supervised_gradient_program(

@@ -209,10 +209,9 @@ class RLStep:
         micro, denominators = minibatch.microbatches, minibatch.denominators
         grads, loss, logprobs = None, 0.0, []
         for part in micro:
-            share, stats, values = self.programs.policy_gradient(
-                self.state, part, denominators, self.algorithm
+            grads, stats, values = self.programs.next_gradient(
+                grads, self.state, part, denominators, self.algorithm
             )
-            grads = self.programs.add(grads, share)
             host_stats, host_values = fetch((stats, values))
             loss += float(host_stats.pop("loss"))
             for name, value in host_stats.items():

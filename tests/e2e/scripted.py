@@ -102,6 +102,9 @@ class ScriptedPrograms:
         self.losses.append(float(loss))
         return {}, stats | {"loss": loss}, logprobs
 
+    def next_gradient(self, total: Any, *arguments: Any) -> Any:
+        return self.policy_gradient(*arguments)
+
     def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> Any:
         self.supervised.append(batch.token_ids)
         return {}, 1.0

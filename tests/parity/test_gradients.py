@@ -269,6 +269,27 @@ def test_gradient_matches_float64_differences_of_the_oracle_decoder() -> None:
         )
 
 
+def test_products_that_add_give_the_bits_of_adding_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the kernels of WGrad add to the sum over the microbatches before."""
+    programs, state = flow("fp8_unified").programs, flow("fp8_unified").state
+    assert not programs.adds_in_kernels and programs.plan.adds("layers.0.mlp.up_proj.weight")
+    expected = flow("fp8_unified").gradient(dealt(), global_denominators())[0]
+    monkeypatch.setattr(programs, "adds_in_kernels", True)
+    total: Any = None
+    for batch in dealt():
+        total, stats, _ = programs.next_gradient(total, state, batch, global_denominators(), ALGORITHM)
+    assert np.isfinite(float(stats["loss"]))
+    added = 0
+    for path, value in named_params(total):
+        if programs.plan.adds(path):
+            np.testing.assert_array_equal(np.asarray(value), expected[path], err_msg=path)
+            added += 1
+        else:  # XLA may begin a sum over tokens with what was there before
+            error = np.linalg.norm(np.asarray(value) - expected[path])
+            assert error <= 1e-6 * np.linalg.norm(expected[path]), path
+    assert added == 7 * CONFIG.num_layers
+
+
 def test_supervised_gradient_is_that_of_the_mean_cross_entropy() -> None:
     """The same program with weights one: -mean(logprob) has the policy gradient of advantage one at ratio
     one.

@@ -17,11 +17,11 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.planning.abstract_run import AbstractRun
+from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.check import check
 from jetrl_jax.planning.devices import parse_devices
 from jetrl_jax.planning.liveness import peak
-from jetrl_jax.planning.memory import MemoryPlan, shallow_runs, temporaries
+from jetrl_jax.planning.memory import MemoryPlan, gradients_apart, shallow_runs, temporaries
 from jetrl_jax.planning.traffic import traffic, work
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,13 @@ def test_one_microbatch_needs_no_sum_and_one_device_no_copy() -> None:
         {item for phase in one.phases for item in phase.bytes}
     )
     assert "sync" not in [phase.name for phase in one.phases]
+
+
+def test_gradients_that_kernels_add_have_no_place_of_their_own() -> None:
+    """On one device the sum has those of FP8 matrices from the start: embedding, head and norms are apart."""
+    one, two = (AbstractRun(small(f"sharding.fsdp={degree}"), SIZES) for degree in (1, 2))
+    assert gradients_apart(one) == 4 * (2 * V * D + D + LAYERS * VECTORS)
+    assert gradients_apart(two) == on_one_device(two.state.params)
 
 
 @pytest.mark.parametrize("changes", [["algorithm.minibatches=2"], ["algorithm.kl_coef=0.1"]])
