@@ -102,9 +102,9 @@ class NumericsSection(Section):
 
     head_gradient: Literal["auto", "fp32", "bf16x3", "bf16x2", "bf16"] = option(
         "auto",
-        "How the head multiplies the FP32 gradient of its logits: in FP32, or in three, two or one BF16 parts "
-        "on tensor cores, which are all of it, or miss at most 2^-15 or 2^-8 of a value. auto: bf16x3 on a "
-        "GPU in flows whose values are BF16, else fp32.",
+        "How the head multiplies the FP32 gradient of its logits: in FP32, or in three, two or one BF16 "
+        "parts on tensor cores, which are all of it, or miss at most 2^-15 or 2^-8 of a value. auto: bf16x3 "
+        "on a GPU in flows whose values are BF16, else fp32.",
     )
 
     def rules(self) -> Iterator[Rule]:

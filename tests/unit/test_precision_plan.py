@@ -19,7 +19,6 @@ from flax import nnx
 
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.precision import NumericsSection, PrecisionOverride
-from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.schema import look_up
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision import formats as known_formats
