@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bridge.vllm.settings import EngineSettings
-from jetrl_jax.config.load import shaped
 from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection
 from jetrl_jax.config.run_config import RunConfig
 
 
 def _section(section: str, fields: dict[str, Any]) -> Any:
-    return getattr(RunConfig.model_validate(shaped({section: fields}, RunConfig)), section)
+    return getattr(RunConfig.model_validate({section: fields}), section)
 
 
 def task_section(**fields: Any) -> Any:

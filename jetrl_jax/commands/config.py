@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
+
 from jetrl_jax.commands.entry import command_parser
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import Found, all_fields, default_of, look_up
-from jetrl_jax.config.shipped import shipped_config, shipped_configs
+from jetrl_jax.config.schema import Place, all_fields, look_up
+from jetrl_jax.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 REFERENCE_INTRODUCTION = """
 A config is one YAML file; every entry point takes it as `--config FILE`. Fields that are left out have their
@@ -35,36 +40,37 @@ def reference() -> str:
         "",
         *REFERENCE_INTRODUCTION.strip().splitlines(),
     ]
-    fields = dict(all_fields())
     for name in RunConfig.model_fields:
-        section = look_up((name,))
-        assert section is not None
-        lines += ["", f"## {name}", "", section.meaning, ""]
+        lines += ["", f"## {name}", "", look_up((name,)).meaning, ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(path, found) for path, found in fields.items() if path.split(".")[0] == name]
+        lines += [_row(*field) for field in all_fields() if field[0].split(".")[0] == name]
     return "\n".join(lines).replace("| `required` |", "| required |") + "\n"
 
 
-def _row(path: str, found: list[Found]) -> str:
-    """A field's row; it names variants of the section that lack the field or have another default."""
-    types = dict.fromkeys(field.takes.in_words() for field in found)
-    meanings = " ".join(dict.fromkeys(field.meaning for field in found))
-    parts, only, default, others = path.split("."), "", default_of(found[0].info), []
-    for end in range(1, len(parts)):
-        parent = look_up(tuple(parts[:end]))
-        if parent is None or parent.takes.kind != "section":
-            break
-        having = [section for section in parent.takes.sections if parts[end] in section.model_fields]
-        if len(having) < len(parent.takes.sections):
-            only += f"Of {parent.takes.named(having)}. "
-        if end == len(parts) - 1 and parts[end] != parent.takes.tag:
-            own = {section: default_of(section.model_fields[parts[end]]) for section in having}
-            others = [
-                f"{parent.takes.named([section])}: `{value}`"
-                for section, value in own.items()
-                if value != default
-            ]
-    return f"| `{path}` | {'; or '.join(types)} | {'; '.join([f'`{default}`', *others])} | {only}{meanings} |"
+def _row(path: str, only: str, found: dict[str, Place]) -> str:
+    """A field's row; it says which kinds of the section have other defaults, or the field at all."""
+    types = "; or ".join(dict.fromkeys(place.words for place in found.values()))
+    meanings = " ".join(dict.fromkeys(place.meaning for place in found.values()))
+    default, *_ = (place.default for place in found.values())
+    others = [f"{kind}: `{place.default}`" for kind, place in found.items() if place.default != default]
+    return f"| `{path}` | {types} | {'; '.join([f'`{default}`', *others])} | {only}{meanings} |"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of the configs that come with the project: of `configs/`, or of the installed wheel."""
+    installed, checkout = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+    folder = installed if installed.is_dir() else checkout
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _shipped_config(name: str) -> str:
+    """The text of the config of that name; raises `UserError`, with the names that there are."""
+    configs = shipped_configs()
+    if name not in configs:
+        close = difflib.get_close_matches(name, configs, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"config: no such config: got {name!r}, expected one of {', '.join(configs)}.{hint}")
+    return configs[name].read_text(encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
@@ -76,5 +82,5 @@ def main(argv: list[str]) -> int:
         "name", nargs="?", metavar="NAME", help=f"one of {', '.join(shipped_configs())}: print its file"
     )
     arguments = parser.parse_args(argv)
-    print(reference() if arguments.name is None else shipped_config(arguments.name), end="")
+    print(reference() if arguments.name is None else _shipped_config(arguments.name), end="")
     return 0

@@ -1,3 +1,1 @@
-"""The YAML file of a run as types: one file for each group of sections, `load` reads,
-`rules` says what fits.
-"""
+"""The YAML file of a run as types, one file a group of sections; `load` reads, `rules` says what fits."""

@@ -8,27 +8,28 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jetrl_jax.config.rule import Rule
-from jetrl_jax.config.types import INT32_MAX, NonNegativeInt, PositiveInt, Section, Text
+from jetrl_jax.config.types import INT32_MAX, NonNegativeInt, PositiveInt, Rule, Section, Text, must, option
 
-ADDRESS = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
+ADDRESS = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):0*([1-9]\d{0,4})")
+
+
+def _is_address(text: str) -> bool:
+    found = ADDRESS.fullmatch(text)
+    return found is not None and int(found[2]) < 65536
+
+
+Address = Annotated[Text, must(_is_address, "not an address", "HOST:PORT of process 0, such as node1:8476")]
+
+
+Timeout = Annotated[int, Field(ge=5)]
 
 
 class ShardingSection(Section):
     """The mesh of devices that a run trains and samples on."""
 
-    data: PositiveInt = Field(1, description="Copies of the policy; the rows of a batch are split over them.")
-    fsdp: PositiveInt = Field(
-        1,
-        description="Devices that one copy is split over: masters, moments and published codes; the "
-        "rows of a batch are split as well.",
-    )
-
-    tensor: PositiveInt = Field(
-        1,
-        description="Devices that every layer is split over, in training and in the embedded engine: "
-        "heads, MLP channels, vocabulary.",
-    )
+    data: PositiveInt = option(1, "Copies of the policy; the rows of a batch are split over them.")
+    fsdp: PositiveInt = option(1, "Devices that share one copy: masters, moments, codes; rows are split too.")
+    tensor: PositiveInt = option(1, "Devices that share every layer: heads, MLP channels, vocabulary.")
 
     @property
     def devices(self) -> int:
@@ -44,46 +45,25 @@ class ShardingSection(Section):
 class DistributedSection(Section):
     """The processes that a run is shared by, one start of the same command each."""
 
-    processes: PositiveInt | None = Field(
-        1,
-        description="Number of processes; 1 is off. null: JAX_NUM_PROCESSES in the environment, or "
-        "what the cluster (SLURM, MPI) says.",
+    processes: PositiveInt | None = option(
+        1, "Number of processes; null: JAX_NUM_PROCESSES or the cluster's."
     )
-    process_id: NonNegativeInt | None = Field(
-        None,
-        description="Which of them this one is, from 0; no part of the run's record. null: "
-        "JAX_PROCESS_ID, or what the cluster says.",
+    process_id: NonNegativeInt | None = option(
+        None, "This one, from 0; null: JAX_PROCESS_ID or the cluster's."
     )
-    coordinator: Text | None = Field(
-        None,
-        description="Address host:port at which process 0 listens; null: JAX_COORDINATOR_ADDRESS, or "
-        "what the cluster says.",
+    coordinator: Address | None = option(
+        None, "Host:port of process 0; null: JAX_COORDINATOR_ADDRESS or the cluster's."
     )
-    timeout_s: Annotated[int, Field(ge=5)] = Field(
-        100,
-        description="Time within which all processes must be there at the start, and a lost one ends "
-        "the others, in seconds.",
-    )
+    timeout_s: Timeout = option(100, "Time for all to start, or for a lost one to end the rest, in seconds.")
 
     @property
     def on(self) -> bool:
-        """Whether the run is one of several processes (where a cluster says how many,
-        there may turn out to be one).
-        """
+        """Whether the run is one of several processes (of which a cluster may turn out to have one)."""
         return self.processes != 1
 
-    def _rules(self) -> Iterator[Rule]:
+    def rules(self) -> Iterator[Rule]:
         if not self.on:
             yield from self.idle("distributed.processes is 1", "process_id", "coordinator", "timeout_s")
         last = (self.processes or INT32_MAX) - 1
-        holds = self.process_id is None or self.process_id <= last
-        yield Rule(
-            holds,
-            "process_id",
-            "no such process",
-            f"0 to distributed.processes - 1 = {last}",
-            involves=("processes",),
-        )
-        found = ADDRESS.fullmatch(self.coordinator or "node:1")
-        holds = found is not None and 0 < int(found[2]) < 65536
-        yield Rule(holds, "coordinator", "not an address", "HOST:PORT of process 0, such as node1:8476")
+        expected = f"0 to distributed.processes - 1 = {last}"
+        yield Rule((self.process_id or 0) <= last, "process_id", "no such process", expected)

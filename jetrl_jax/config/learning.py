@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.rule import Rule
 from jetrl_jax.config.types import (
     Decay,
     Fraction,
@@ -16,40 +15,31 @@ from jetrl_jax.config.types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rule,
     Section,
+    option,
     show,
 )
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+AboveOne = Annotated[float, Field(gt=1)]
 OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
 
 
 class _Algorithm(Section):
-    name: str = Field(description="Algorithm: advantage and loss, with its own defaults.")
-    loss_aggregation: Aggregation = Field("token_mean", description="How token losses become one number.")
-    clip_low: PositiveFloat = Field(
-        0.2, description="Distance below 1 at which the importance ratio is clipped; from 1 on it never is."
-    )
-    clip_high: PositiveFloat = Field(
-        0.2, description="Distance above 1 at which the importance ratio is clipped."
-    )
-    kl_coef: NonNegativeFloat = Field(
-        0.0, description="Factor of the KL term to the frozen start policy; 0 is off."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
-    epochs: PositiveInt = Field(1, description="Passes over a rollout batch.")
-    minibatches: PositiveInt = Field(1, description="Optimiser steps of one pass.")
-    mask_truncated: bool = Field(
-        False, description="Whether completions cut at max_completion_tokens get no gradient."
-    )
-    dynamic_sampling: bool = Field(
-        False, description="Whether groups with equal rewards are replaced by new ones."
-    )
-    max_generation_rounds: PositiveInt = Field(10, description="Most rounds of dynamic sampling in a step.")
-    overlong_buffer_tokens: NonNegativeInt | None = Field(
-        0,
-        description="Length of the soft penalty zone before max_completion_tokens, in tokens; 0 is "
-        "off, null a fifth of it.",
+    name: str
+    loss_aggregation: Aggregation = option("token_mean", "How token losses become one number.")
+    clip_low: PositiveFloat = option(0.2, "Distance below 1 where the importance ratio is clipped; 1: never.")
+    clip_high: PositiveFloat = option(0.2, "Distance above 1 where the importance ratio is clipped.")
+    kl_coef: NonNegativeFloat = option(0.0, "Factor of the KL term to the frozen start policy; 0 is off.")
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "Estimator of the KL term.")
+    epochs: PositiveInt = option(1, "Passes over a rollout batch.")
+    minibatches: PositiveInt = option(1, "Optimiser steps of one pass.")
+    mask_truncated: bool = option(False, "Whether completions cut at their longest get no gradient.")
+    dynamic_sampling: bool = option(False, "Whether groups with equal rewards are replaced by new ones.")
+    max_generation_rounds: PositiveInt = option(10, "Most rounds of dynamic sampling in a step.")
+    overlong_buffer_tokens: NonNegativeInt | None = option(
+        0, "Soft penalty zone before max_completion_tokens, in tokens; 0 is off, null a fifth of it."
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:
@@ -57,23 +47,21 @@ class _Algorithm(Section):
         given = self.overlong_buffer_tokens
         return max_completion_tokens // OVERLONG_FRACTION if given is None else given
 
-    def _rules(self) -> Iterator[Rule]:
+    def rules(self) -> Iterator[Rule]:
         if not self.dynamic_sampling:
-            yield from self.idle("dynamic sampling is off", "max_generation_rounds")
+            yield from self.idle("algorithm.dynamic_sampling is false", "max_generation_rounds")
 
 
 class ClippedSection(_Algorithm):
     """A loss whose ratio is clipped."""
 
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Bound c of the loss of negative advantages (3 is common); null: off."
-    )
+    dual_clip: AboveOne | None = option(None, "Bound of losses of negative advantages, such as 3; null: off.")
 
 
 class GrpoSection(ClippedSection):
-    """Group-relative advantages, divided by the group's standard deviation."""
+    """Advantages within a group (rloo: against the mean of its others), or over the batch (reinforce_pp)."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "rloo", "reinforce_pp"] = option("grpo", "Advantage and loss, with their defaults.")
 
 
 class DapoSection(ClippedSection):
@@ -90,18 +78,6 @@ class DrGrpoSection(ClippedSection):
 
     name: Literal["dr_grpo"] = "dr_grpo"
     loss_aggregation: Aggregation = "constant"
-
-
-class RlooSection(ClippedSection):
-    """Advantages against the mean of the others of a group."""
-
-    name: Literal["rloo"] = "rloo"
-
-
-class ReinforceSection(ClippedSection):
-    """Advantages normalised over the batch."""
-
-    name: Literal["reinforce_pp"] = "reinforce_pp"
 
 
 class GspoSection(ClippedSection):
@@ -122,36 +98,28 @@ class CispoSection(_Algorithm):
 
 
 AlgorithmSection = Annotated[
-    GrpoSection | DapoSection | DrGrpoSection | RlooSection | ReinforceSection | GspoSection | CispoSection,
-    Field(discriminator="name"),
+    GrpoSection | DapoSection | DrGrpoSection | GspoSection | CispoSection, Field(discriminator="name")
 ]
 
 
-class _Weight(Section):
-    kind: str = Field(
-        description="Importance weight of trainer against engine: truncated (TIS) or zeroed outside "
-        "bounds (MIS, IcePop); none: 1."
+class NoWeightSection(Section):
+    kind: Literal["none"] = option(
+        "none",
+        "Weight of trainer against engine: truncated (TIS), zeroed outside bounds (MIS, IcePop); none: 1.",
     )
 
 
-class NoWeightSection(_Weight):
-    """No token is weighted."""
-
-    kind: Literal["none"] = "none"
-
-
-class BoundedWeightSection(_Weight):
+class BoundedWeightSection(Section):
     """A weight with an upper bound."""
 
-    high: PositiveFloat = Field(
-        2.0, description="Ratio at which a weight is truncated, or above which a mask weight is 0."
+    kind: str
+    high: PositiveFloat = option(
+        2.0, "Ratio at which a weight is truncated, or above which a mask weight is 0."
     )
-    normalize: bool = Field(False, description="Whether weights are divided by their mean over the batch.")
+    normalize: bool = option(False, "Whether weights are divided by their mean over the batch.")
 
 
 class TruncatedWeightSection(BoundedWeightSection):
-    """A weight that is truncated."""
-
     kind: Literal["token_truncate", "sequence_truncate"] = "token_truncate"
 
 
@@ -159,17 +127,11 @@ class MaskWeightSection(BoundedWeightSection):
     """A weight that is 0 outside its bounds."""
 
     kind: Literal["token_mask", "sequence_mask"] = "token_mask"
-    low: PositiveFloat = Field(0.5, description="Ratio below which a mask weight is 0.")
+    low: PositiveFloat = option(0.5, "Ratio below which a mask weight is 0.")
 
-    def _rules(self) -> Iterator[Rule]:
-        expected = f"at most correction.weight.high = {show(self.high)}"
-        yield Rule(
-            self.low <= self.high,
-            "low",
-            "no ratio lies between the bounds of the mask",
-            expected,
-            involves=("high",),
-        )
+    def rules(self) -> Iterator[Rule]:
+        holds, expected = self.low <= self.high, f"at most correction.weight.high = {show(self.high)}"
+        yield Rule(holds, "low", "no ratio lies between the bounds of the mask", expected)
 
 
 WeightSection = Annotated[
@@ -177,27 +139,18 @@ WeightSection = Annotated[
 ]
 
 
-class _Reject(Section):
-    kind: str = Field(
-        description="Statistic by which tokens or sequences leave the loss; none: they all stay."
-    )
+class NoRejectSection(Section):
+    kind: Literal["none"] = option("none", "Statistic by which tokens or sequences leave the loss.")
 
 
-class NoRejectSection(_Reject):
-    """Nothing leaves the loss."""
-
-    kind: Literal["none"] = "none"
-
-
-class StatisticSection(_Reject):
+class StatisticSection(Section):
     """A statistic with an upper bound."""
 
-    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
-        "sequence_mean", description="Over what the statistic is taken; a sequence is kept or rejected whole."
+    kind: str
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = option(
+        "sequence_mean", "Over what the statistic is taken; a sequence is kept or rejected whole."
     )
-    high: PositiveFloat = Field(
-        1e-3, description="Largest value that is kept, of k1 the largest inverse ratio."
-    )
+    high: PositiveFloat = option(1e-3, "Largest value that is kept; of k1 the largest inverse ratio.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -210,27 +163,19 @@ class RatioStatisticSection(StatisticSection):
 
     kind: Literal["k1"] = "k1"
     high: PositiveFloat = 1.001
-    low: PositiveFloat = Field(0.999, description="Smallest inverse ratio that k1 keeps.")
+    low: PositiveFloat = option(0.999, "Smallest inverse ratio that k1 keeps.")
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Smallest and largest statistic that is kept."""
         return math.log(self.low), math.log(self.high)
 
-    def _rules(self) -> Iterator[Rule]:
-        expected = f"at most correction.reject.high = {show(self.high)}"
-        yield Rule(
-            self.low <= self.high,
-            "low",
-            "no ratio lies between the bounds of the rejection",
-            expected,
-            involves=("high",),
-        )
+    def rules(self) -> Iterator[Rule]:
+        holds, expected = self.low <= self.high, f"at most correction.reject.high = {show(self.high)}"
+        yield Rule(holds, "low", "no ratio lies between the bounds of the rejection", expected)
 
 
 class DistanceStatisticSection(StatisticSection):
-    """A distance of the two log-probabilities."""
-
     kind: Literal["k2", "k3"] = "k2"
 
 
@@ -239,43 +184,25 @@ RejectSection = Annotated[
 ]
 
 
-class _Correction(Section):
-    mode: str = Field(
-        description="decoupled: the ratio compares with the trainer's own logprobs, the weight "
-        "corrects for the engine; "
-        "bypass: the ratio compares with the engine's logprobs, nothing is recomputed.",
-    )
-
-
-class DecoupledSection(_Correction):
+class DecoupledSection(Section):
     """The trainer's own log-probabilities in the ratio (`jetrl_jax.rl.correction`)."""
 
-    mode: Literal["decoupled"] = "decoupled"
-    weight: WeightSection = Field(
-        NoWeightSection(), description="Importance weight of trainer against engine."
+    mode: Literal["decoupled"] = option(
+        "decoupled",
+        "decoupled: the ratio compares with the trainer's own logprobs, the weight corrects for the engine; "
+        "bypass: the ratio compares with the engine's logprobs, nothing is recomputed.",
     )
-    reject: RejectSection = Field(NoRejectSection(), description="What leaves the loss.")
-    veto: PositiveFloat | None = Field(
-        None,
-        description="A sequence with a token of a smaller ratio leaves the loss whole (1e-4 is "
-        "common); null: off.",
-    )
+    weight: WeightSection = option(NoWeightSection(), "Importance weight of trainer against engine.")
+    reject: RejectSection = option(NoRejectSection(), "What leaves the loss.")
+    veto: PositiveFloat | None = option(None, "Least ratio of a token in a kept sequence (1e-4); null: off.")
 
     @property
     def acts(self) -> bool:
-        """Whether it does anything: the trainer's log-probabilities at the behaviour version are then
-        needed before the loss.
-        """
-        return (
-            not isinstance(self.weight, NoWeightSection)
-            or not isinstance(self.reject, NoRejectSection)
-            or self.veto is not None
-        )
+        """Whether it does anything: the loss then needs the trainer's log-probabilities of the behaviour."""
+        return (self.weight.kind, self.reject.kind, self.veto) != ("none", "none", None)
 
 
-class BypassSection(_Correction):
-    """The engine's log-probabilities in the ratio."""
-
+class BypassSection(Section):
     mode: Literal["bypass"] = "bypass"
 
 
@@ -285,51 +212,35 @@ CorrectionSection = Annotated[DecoupledSection | BypassSection, Field(discrimina
 class OptimizerSection(Section):
     """AdamW of the RL phase; masters and moments are FP32."""
 
-    learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Course of the learning rate after warm-up; linear and cosine end at 0."
+    learning_rate: PositiveFloat = option(1e-6, "Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", "Course of the learning rate after warm-up; linear and cosine end at 0."
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Optimiser steps of linear warm-up.")
-    b1: Decay = Field(0.9, description="Decay of the first moment per optimiser step.")
-    b2: Decay = Field(0.999, description="Decay of the second moment per optimiser step.")
-    eps: PositiveFloat = Field(1e-8, description="Epsilon added to the root of the second moment.")
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="Decoupled weight decay, multiplied by the learning rate."
-    )
-    grad_clip: PositiveFloat = Field(
-        1.0, description="Largest global norm of the gradient; a longer one is scaled down."
-    )
+    warmup_steps: NonNegativeInt = option(0, "Optimiser steps of linear warm-up.")
+    b1: Decay = option(0.9, "Decay of the first moment per optimiser step.")
+    b2: Decay = option(0.999, "Decay of the second moment per optimiser step.")
+    eps: PositiveFloat = option(1e-8, "Epsilon added to the root of the second moment.")
+    weight_decay: NonNegativeFloat = option(0.1, "Decoupled weight decay, times the learning rate.")
+    grad_clip: PositiveFloat = option(1.0, "Largest global norm of the gradient, which is scaled down to it.")
 
 
 class BatchSection(Section):
     """Shapes of the training batch."""
 
-    row_tokens: PositiveInt | None = Field(
-        None, description="Length of a packed row, in tokens; null: longest prompt plus longest completion."
+    row_tokens: PositiveInt | None = option(None, "Tokens of a packed row; null: the longest sequence.")
+    microbatch_tokens: PositiveInt = option(
+        8192, "Size of one forward and backward pass of one device, in tokens (with padding), in whole rows."
     )
-    microbatch_tokens: PositiveInt = Field(
-        8192,
-        description="Size of one forward and backward pass of one device, in tokens (padding "
-        "included); rounded down to whole rows.",
+    remat: Literal["none", "layer"] = option(
+        "none", "What the backward computes again: nothing; or all within a layer, but its input."
     )
-    remat: Literal["none", "layer"] = Field(
-        "none",
-        description="What the backward computes again: nothing; or all within a layer, of which only "
-        "the input is kept.",
-    )
-    logprob_chunk_tokens: PositiveInt = Field(
-        1024, description="Number of tokens whose logits exist at once."
-    )
+    logprob_chunk_tokens: PositiveInt = option(1024, "Number of tokens whose logits exist at once.")
 
 
 class WarmStartSection(Section):
     """Supervised steps on the task's worked solutions, for a model that begins from scratch."""
 
     steps: PositiveInt = Field(description="Supervised optimiser steps before RL.")
-    batch_size: PositiveInt = Field(256, description="Number of examples of one supervised step.")
-    learning_rate: PositiveFloat = Field(
-        2e-3, description="Peak learning rate of the supervised steps, cosine to a tenth of it."
-    )
-    noise: Fraction = Field(
-        0.0, description="Chance that a token of the worked solution is replaced by another of the alphabet."
-    )
+    batch_size: PositiveInt = option(256, "Number of examples of one supervised step.")
+    learning_rate: PositiveFloat = option(2e-3, "Peak learning rate, which a cosine takes to a tenth of it.")
+    noise: Fraction = option(0.0, "Chance that a token of the solution is replaced by another one.")

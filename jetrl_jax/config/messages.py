@@ -1,266 +1,162 @@
-"""Mistakes in a config, in the user's words: what is wrong, where, got, expected,
-hint and what the field means.
-"""
+"""Mistakes in a config in the user's words: what is wrong, where, got, expected, hint and meaning."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jetrl_jax.config.rule import Problem
-from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import (
-    FieldType,
-    Path,
-    about,
-    belongs,
-    dotted,
-    look_up,
-    split,
-    suggest,
-    type_of,
-    value_in,
-)
-from jetrl_jax.config.types import INT32_MAX, show
+from jetrl_jax.config.schema import Path, Place, dotted, look_up, split, suggest, value_in
+from jetrl_jax.config.types import INT32_MAX, Problem, show
 from jetrl_jax.config.yaml_text import Mark, Source, labelled
 from jetrl_jax.errors import UserError
 
-_RANGE_ERRORS = (
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-    "too_short",
-    "string_too_short",
-    "too_long",
-)
+_WHAT = {
+    "literal_error": "not one of the choices",
+    "union_tag_invalid": "not one of the choices",
+    "finite_number": "not a finite number",
+    "string_unicode": "half a character (a lone surrogate)",
+}
+_RANGE = re.compile("(greater|less)_than(_equal)?|multiple_of|(string_)?too_short")
+_TYPES = {bool: "a boolean", int: "a whole number", float: "a number", type(None): "null"}
+_TYPES |= {str: "text", dict: "a section", list: "a list", tuple: "a list"}
+_MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _NUMBER = re.compile(r"[-+]?(\d[\d_, ]*)?\.?\d+([eE][-+]?\d+)?")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+\D?.*")
 
 
 def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
     """One entry of ``ValidationError.errors()`` as a `Problem`."""
-    path, kind = without_tags(tuple(error["loc"])), error["type"]
-    mark = source.mark(path)
-    where = mark.where if mark else ""
-    if path[-1:] == ("[key]",) or kind == "invalid_key":
-        return Problem(
-            dotted(path[:-1] if len(path) == 1 else path[:-2]),
-            "a key that is not text",
-            show(error["input"]),
-            "a name",
-            where=where,
-        )
+    path, kind, value = without_kinds(error["loc"]), error["type"], error["input"]
+    where, exact = source.mark(path).where, source.marks.get(path, Mark(""))
+    if kind == "invalid_key" or path[-1:] == ("[key]",):
+        section = path[:-2] if path[-1] == "[key]" else path[:-1]
+        return Problem(dotted(section), "a key that is not text", show(value), "a name", where=where)
+    place = look_up(path, source.data)
+    if kind == "union_tag_invalid":  # whose kind stands in its place, or in its field
+        path, value = (*path, place.tag), value[place.tag]
+        place, exact = look_up(path, source.data), source.marks.get(path, exact)
+        where = exact.where or where
+    got = exact.got() or show(value)
     if kind == "extra_forbidden":
-        return unknown_key(path, source, where, error["input"])
-    found = look_up(path, source.data)
-    expected = found.takes.in_words() if found else ""
-    if kind == "missing":  # a --set of the section's kind asks for it
-        where = next(
-            (mark.where for place, mark in source.marks.items() if place[:-1] == path[:-1] and mark.from_set),
-            where,
-        )
-        return Problem(dotted(path), "missing", "nothing", expected, where=where)
-    exact = source.marks.get(path)
-    if found is not None and kind == "union_tag_invalid":
-        return _unknown_variant(path, found.takes, source, where)
-    got = (exact.got() if exact else None) or show(error["input"])
-    if kind == "config_value":
-        return Problem(dotted(path), error["ctx"]["what"], got, error["ctx"]["expected"], where=where)
-    what = (
-        "not one of the choices"
-        if kind == "literal_error"
-        else "out of range"
-        if kind in _RANGE_ERRORS
-        else "wrong type"
-    )
-    if kind == "less_than_equal" and error["ctx"]["le"] == INT32_MAX:
-        expected += f", at most {error['ctx']['le']}"
-    if what == "wrong type":
-        got += f" ({_name_of(error['input'], exact)})"
-    return Problem(
-        dotted(path),
-        what,
-        got,
-        expected,
-        _hint(error["input"], exact, found.takes if found else None),
-        where=where,
-    )
+        return _unknown_key(path, got, source)
+    what = _WHAT.get(kind, "out of range" if _RANGE.fullmatch(kind) else "wrong type")
+    expected = place.words
+    hint = _hint(value, exact, place)
+    if kind == "value_error":
+        what, expected = error["ctx"]["error"].args
+    elif kind == "missing":  # blamed on a --set of the section's kind
+        of_section = [inner for inner in source.marks if inner[:-1] == path[:-1] and source.is_set(inner)]
+        where = source.mark(of_section[0]).where if of_section else where
+        what, got, hint = "missing", "nothing", ""
+    elif kind == "less_than_equal" and error["ctx"]["le"] == INT32_MAX:
+        expected += f", at most {INT32_MAX}"
+    elif what == "wrong type":
+        because = ", because it stands in quotes" if exact.quoted else ""
+        got += f" ({_TYPES.get(type(value), type(value).__name__)}{because})"
+    return Problem(dotted(path), what, got, expected, hint, where)
 
 
-def without_tags(loc: Path) -> Path:
-    """A place as pydantic has it, without the names of variants that it puts after a section that is one
-    of several.
-    """
+def without_kinds(loc: Path) -> Path:
+    """A place as pydantic has it, without the names of kinds that it puts after a section of several."""
     path: Path = ()
-    within: FieldType | None = None
+    named = False
     for part in loc:
-        if within is not None and len(within.sections) > 1:
-            within = FieldType("section", variants=tuple(item for item in within.variants if item[0] == part))
-            continue
-        path = (*path, part)
-        section = (
-            RunConfig
-            if within is None and len(path) == 1
-            else within.sections[0]
-            if within and within.sections
-            else None
-        )
-        if isinstance(part, int):
-            within = FieldType("section", variants=within.variants) if within else None
-        else:
-            within = (
-                type_of(section, part)
-                if section is not None and part in section.model_fields
-                else FieldType("text")
-            )
+        if not named:
+            path = (*path, part)
+            place = look_up(path)
+        named = not named and len(place.kinds) > 1
     return path
 
 
-def unknown_key(path: Path, source: Source, where: str, value: Any) -> Problem:
-    """A key that its section does not have: of another variant, or of none."""
-    home = belongs(path, source.data)
-    if home is None:
-        return Problem(dotted(path), "unknown key", where=where, hint=suggest(path, source.data))
-    exact = source.marks.get(path)
-    what = f"{path[-1]} belongs to {home[0]}; this is {home[1]}"
-    return Problem(
-        dotted(path),
-        what,
-        (exact.got() if exact else None) or show(value),
-        f"the field left out, or {home[0]}",
-        where=where,
-    )
+def is_of_replaced_kind(path: Path, source: Source) -> bool:
+    """Whether the file gave a field of the kind that its section had before a ``--set`` of another kind."""
+    parent = look_up(path[:-1], source.data)
+    if not parent.having(path[-1]) or source.is_set(path):
+        return False
+    kind = parent.kinds[parent.kind_of(value_in(source.data, path[:-1]))]
+    named_by = [parent.tag] if parent.tag else kind.get("required", [])
+    return any(source.is_set((*path[:-1], name)) for name in named_by)
 
 
-def _unknown_variant(path: Path, kind: FieldType, source: Source, where: str) -> Problem:
-    """A tag that names no variant of a section."""
-    field = (*path, kind.tag)
-    mark, value = source.marks.get(field) or source.marks.get(path), value_in(source.data, path)
-    value = value.get(kind.tag) if isinstance(value, dict) else value
-    choice = FieldType("choice", choices=tuple(label for label, _ in kind.variants))
-    got = (mark.got() if mark else None) or show(value)
-    return Problem(
-        dotted(field),
-        "not one of the choices",
-        got,
-        choice.in_words(),
-        _hint(value, mark, choice),
-        where=mark.where if mark else where,
-    )
+def _unknown_key(path: Path, got: str, source: Source) -> Problem:
+    """A key that its section does not have: of another kind of the section, or of none."""
+    where, parent = source.mark(path).where, look_up(path[:-1], source.data)
+    having = parent.having(path[-1])
+    if not having:
+        return Problem(dotted(path), "unknown key", hint=suggest(path, source.data), where=where)
+    home = f"{parent.tag} {', '.join(having)}".strip()
+    kind = f"{parent.tag} {parent.kind_of(value_in(source.data, path[:-1]))}".strip()
+    what = f"{path[-1]} belongs to {home}; this is {kind}"
+    return Problem(dotted(path), what, got, f"the field left out, or {home}", where=where)
 
 
-def _name_of(value: Any, mark: Mark | None) -> str:
-    if isinstance(value, str):
-        return "text, because it stands in quotes" if mark and mark.quoted else "text"
-    if isinstance(value, dict):
-        return "a section" if value else "an empty section"
-    names = {
-        bool: "a boolean",
-        int: "a whole number",
-        float: "a number",
-        list: "a list",
-        tuple: "a list",
-        type(None): "null",
-    }
-    return names.get(type(value), type(value).__name__)
-
-
-def _hint(value: Any, mark: Mark | None, kind: FieldType | None) -> str:
+def _hint(value: Any, mark: Mark, place: Place) -> str:
     """What most likely went wrong, "" if there is nothing to say beyond got and expected."""
-    if kind is None:
-        return ""
-    quoted = mark is not None and mark.quoted
-    if kind.kind == "choice":
-        if isinstance(value, str) and re.match(r"\w+:\S", value):
-            return "a space is missing after the colon"
-        close = difflib.get_close_matches(str(value).replace("-", "_"), kind.choices, n=1, cutoff=0.5)
+    text = value if isinstance(value, str) else ""
+    if place.type in ("choice", "section", "array", "object") and re.match(r"\w+:\S", text):
+        return "a space is missing after the colon"
+    if place.choices:
+        close = difflib.get_close_matches(str(value).replace("-", "_"), place.choices, n=1, cutoff=0.5)
         return f"did you mean {close[0]}?" if close else ""
-    if isinstance(value, str):
-        return _hint_for_text(value, quoted, kind)
     if value is None:
-        return (
-            "remove the line for the default"
-            if not kind.variants
-            else "remove the line, or put fields under it"
-        )
-    if kind.kind == "text":
-        if isinstance(value, dict | list | tuple):
-            return "text that begins with { or [ needs quotes"
-        return f'put it in quotes: "{mark.raw}"' if mark and mark.raw else "put it in quotes"
-    if kind.kind == "int" and isinstance(value, float) and value == int(value):
+        return "remove the line" + (", or put fields under it" if place.kinds else " for the default")
+    if place.type == "boolean":
+        if text.lower() in ("true", "false"):
+            return "remove the quotes" if mark.quoted else f"write {text.lower()}"
+        meant = _MEANT.get(text.lower())
+        return f"write {meant}: yes, no, on and off are text in YAML 1.2" if meant else ""
+    if place.type in ("integer", "number") and _NUMBER.fullmatch(text.strip()):
+        plain = re.sub("[_ ]", "", text).replace(",", "" if _THOUSANDS.fullmatch(text) else ".")
+        return f"remove the quotes: {plain}" if mark.quoted else f"write {plain}"
+    if place.type == "integer" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}" if abs(value) < 1e15 else ""
-    if kind.kind == "list" and isinstance(value, dict):
+    if place.type == "string" and not text:
+        if isinstance(value, dict | tuple | list):
+            return "text that begins with { or [ needs quotes"
+        return f'put it in quotes: "{mark.raw}"' if mark.raw else ""
+    if place.type == "array" and isinstance(value, dict):
         return 'each entry of a list begins with "- "'
     return ""
 
 
-def _hint_for_text(value: str, quoted: bool, kind: FieldType) -> str:
-    if kind.variants or kind.kind == "options":
-        return "a space is missing after the colon" if re.match(r"\w+:\S", value) else ""
-    if kind.kind == "bool":
-        if value.lower() in ("true", "false"):
-            return "remove the quotes" if quoted else f"write {value.lower()}"
-        meant = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}.get(
-            value.lower()
-        )
-        return f"write {meant}: yes, no, on and off are text in YAML 1.2" if meant else ""
-    if kind.kind in ("int", "float") and _NUMBER.fullmatch(value.strip()):
-        is_decimal_comma = re.fullmatch(r"[-+]?\d+,\d+", value) and not re.fullmatch(
-            r"[-+]?\d{1,3},\d{3}", value
-        )
-        plain = value.replace(",", ".") if is_decimal_comma else re.sub(r"[_, ]", "", value)
-        return f"remove the quotes: {plain}" if quoted else f"write {plain}"
-    return ""
-
-
-def raise_all(problems: Iterable[Problem], source: Source, name: str) -> None:
-    """Raise one `UserError` that tells every problem, in the order of the file and then of the command
-    line.
-    """
-    placed = [
-        problem if problem.where else dataclasses.replace(problem, where=_place(problem, source))
-        for problem in problems
-    ]
-    unique = list(dict.fromkeys(placed))
-    if not unique:
-        return
-    unique.sort(key=lambda problem: _reading_order(problem, source))
-    count = f"{len(unique)} problems" if len(unique) > 1 else "a problem"
-    body = "\n\n".join(_paragraph(problem, name, source) for problem in unique)
-    raise UserError(
-        f"{count} in the config\n\n{body}\n\nNothing was started. All fields: python -m jetrl_jax config"
-    )
+def raise_all(source: Source, name: str) -> None:
+    """Raise one `UserError` of every problem, in the order of the file and then of the command line."""
+    placed = [dataclasses.replace(problem, where=_place(problem, source)) for problem in source.problems]
+    problems = sorted(dict.fromkeys(placed), key=lambda problem: _reading_order(problem.where, source))
+    if problems:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        told = [_paragraph(problem, name, source) for problem in problems]
+        end = "Nothing was started. All fields: python -m jetrl_jax config"
+        message = "\n\n".join([f"{count} in the config", *told, end])
+        raise UserError(message.encode("utf-8", "backslashreplace").decode())
 
 
 def _place(problem: Problem, source: Source) -> str:
-    """Where the blamed field, else one that made it wrong, was written."""
-    for path in (problem.path, *problem.involves):
-        mark = source.marks.get(split(path))
-        if mark is None:  # a section that was named by its kind only
-            outer = source.marks.get(split(path)[:-1])
-            mark = outer if outer is not None and outer.raw else None
-        if mark is not None:
-            return mark.where
-    return ""
+    """Where it was met, else where the blamed field, or one that made it wrong, was written."""
+    for path in map(split, () if problem.where else problem.involves):
+        mark = source.marks.get(path)
+        around = source.marks.get(path[:-1], Mark(""))
+        if mark is not None or around.raw is not None:  # a kind by itself
+            return (mark or around).where
+    return problem.where
 
 
-def _reading_order(problem: Problem, source: Source) -> tuple[int, int]:
-    if problem.where in source.overrides:
-        return 1, source.overrides.index(problem.where)
-    line = re.search(r":(\d+)$", problem.where)
+def _reading_order(where: str, source: Source) -> tuple[int, int]:
+    if where in source.overrides:
+        return 1, source.overrides.index(where)
+    line = re.search(r":(\d+)$", where)
     return (0, int(line.group(1))) if line else (2, 0)
 
 
 def _paragraph(problem: Problem, name: str, source: Source) -> str:
-    head = (
-        f"{problem.where or name}: {problem.path}: {problem.what}"
-        if problem.path
-        else f"{problem.where or name}: {problem.what}"
-    )
-    lines = [("got", problem.got), ("expected", problem.expected), ("hint", problem.hint)]
-    if problem.what != "unknown key":
-        lines.append(("meaning", about(split(problem.path), source.data) if problem.path else ""))
-    return "\n".join([head, *(labelled(label, text) for label, text in lines if text)])
+    place = look_up(split(problem.path), source.data)
+    has_default = place.type not in ("section", "array") and "default" in place.node
+    default = f" Default: {place.default}." if has_default else ""
+    lines = {"got": problem.got, "expected": problem.expected, "hint": problem.hint}
+    if problem.path and problem.what != "unknown key":
+        lines["meaning"] = place.meaning + default
+    told = [labelled(label, text) for label, text in lines.items() if text]
+    return "\n".join([": ".join(filter(None, (problem.where or name, problem.path, problem.what))), *told])

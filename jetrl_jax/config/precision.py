@@ -7,72 +7,54 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.rule import Rule
-from jetrl_jax.config.types import PositiveInt, Section, Text
+from jetrl_jax.config.types import PositiveInt, Rule, Section, Text, option
+
+StartScale = Annotated[float, Field(ge=1, le=2**24)]
 
 
 class PrecisionOverride(Section):
     """One exception to the preset."""
 
     pattern: Text = Field(
-        description="Glob over parameter paths, such as layers.0.* or *.down_proj.weight; one that "
-        "matches nothing is an error."
+        description="Glob over parameter paths, such as *.down_proj.weight; it must match one."
     )
-    format: Literal["bf16", "fp8"] = Field(
-        description="bf16 takes the matched linear layers out of FP8; fp8 puts them in."
-    )
+    format: Literal["bf16", "fp8"] = Field(description="bf16 takes the layers out of FP8; fp8 puts them in.")
 
 
-class _Precision(Section):
-    preset: str = Field(
-        description="Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward "
-        "has a BF16 backward; "
-        "fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none either and scales its loss."
-    )
-
-
-class UnquantizedSection(_Precision):
+class UnquantizedSection(Section):
     """One format for every product."""
 
-    preset: Literal["fp32", "bf16"] = "bf16"
+    preset: Literal["fp32", "bf16"] = option(
+        "bf16",
+        "Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 "
+        "backward; fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none and scales its loss.",
+    )
 
 
 class LossScaleSection(Section):
     """Dynamic loss scaling."""
 
-    initial: Annotated[float, Field(ge=1, le=2**24)] = Field(
-        32768.0, description="Factor of the loss at the first update."
-    )
-    growth_interval: PositiveInt = Field(
-        400, description="Finite updates in a row after which the factor doubles; an overflow halves it."
-    )
+    initial: StartScale = option(32768.0, "Factor of the loss at the first update.")
+    growth_interval: PositiveInt = option(400, "Finite updates until the scale doubles; overflow halves it.")
 
 
-class Fp16Section(_Precision):
-    """FP16, with a scaled loss."""
-
+class Fp16Section(Section):
     preset: Literal["fp16"] = "fp16"
     loss_scale: LossScaleSection = LossScaleSection()
 
 
-class Fp8Section(_Precision):
+class Fp8Section(Section):
     """FP8 with block scales."""
 
-    overrides: tuple[PrecisionOverride, ...] = Field(
-        (), description="Exceptions to the preset; the last match wins."
-    )
-    scale_format: Literal["float32", "power_of_two"] = Field(
-        "float32", description="Values that a block's scale may take."
-    )
-    promotion_order: Literal["deepgemm", "triton"] = Field(
-        "deepgemm",
-        description="Order of the two scale products when a 128-block enters the FP32 accumulator.",
+    preset: str
+    overrides: tuple[PrecisionOverride, ...] = option((), "Exceptions to the preset; the last match wins.")
+    scale_format: Literal["float32", "power_of_two"] = option("float32", "Values of a block's scale.")
+    promotion_order: Literal["deepgemm", "triton"] = option(
+        "deepgemm", "Order of the two scale products when a 128-block enters the FP32 accumulator."
     )
 
 
 class Fp8WithoutWgradSection(Fp8Section):
-    """FP8 where WGrad has none."""
-
     preset: Literal["fp8_forward", "fp8_rollout_only"] = "fp8_forward"
 
 
@@ -80,11 +62,10 @@ class Fp8UnifiedSection(Fp8Section):
     """FP8 in every product of the linear layers."""
 
     preset: Literal["fp8_unified"] = "fp8_unified"
-    wgrad_operand: Literal["requantize", "dual", "block"] = Field(
+    wgrad_operand: Literal["requantize", "dual", "block"] = option(
         "requantize",
-        description="How the saved activation reaches WGrad: from its FP8 codes (requantize, the "
-        "paper's), quantised a second time "
-        "from BF16 (dual) or in 128x128 blocks (block).",
+        "How the saved activation reaches WGrad: from its FP8 codes (requantize, the paper's), quantised "
+        "again from BF16 (dual) or in 128x128 blocks (block).",
     )
 
 
@@ -96,58 +77,40 @@ PrecisionSection = Annotated[
 
 def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
     """What a preset says of FP8, with the defaults of what it does not say."""
-    said = {
-        name: getattr(section, name)
-        for name in type(section).model_fields
-        if name in Fp8UnifiedSection.model_fields
-    }
+    said = {name: value for name, value in section if name in Fp8UnifiedSection.model_fields}
     return Fp8UnifiedSection.model_validate(said | {"preset": "fp8_unified"})
 
 
 class NumericsSection(Section):
     """Rounding points and exactness of the forward pass."""
 
-    exact: bool = Field(
-        True,
-        description="Shape-independent reductions, so that rollout and training logprobs are the same "
-        "bits; false is faster.",
+    exact: bool = option(True, "Whether rollout and training logprobs are the same bits; false is faster.")
+    engine_variant: Literal["native", "cuda"] = option(
+        "native", "Those operations of vLLM whose rounding the model mirrors."
     )
-    engine_variant: Literal["native", "cuda"] = Field(
-        "native",
-        description="Whose rounding points the model mirrors: those of vLLM's native operations or of "
-        "its CUDA kernels.",
-    )
-    kernels: Literal["auto", "xla", "xla_fast", "mosaic_gpu", "mosaic_interpret"] = Field(
+    kernels: Literal["auto", "xla", "xla_fast", "mosaic_gpu", "mosaic_interpret"] = option(
         "auto",
-        description="What forms the FP8 products, and the codes that they multiply: Pallas kernels on "
-        "a Hopper GPU (mosaic_gpu; "
-        "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: the kernels where "
-        "they run, else xla for the "
-        "forward of an exact run and xla_fast elsewhere.",
+        "What forms the FP8 products and their codes: Pallas kernels on a Hopper GPU (mosaic_gpu; "
+        "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: kernels where they run, "
+        "else xla for the forward of an exact run and xla_fast elsewhere.",
     )
-    attention: Literal["auto", "xla", "cudnn"] = Field(
+    attention: Literal["auto", "xla", "cudnn"] = option(
         "auto",
-        description="What computes attention, in training and in the embedded engine: cuDNN's flash "
-        "kernels, which keep no scores and "
-        "are not exact, or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
+        "What computes attention, in training and in the embedded engine: cuDNN's flash kernels, not exact, "
+        "or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
     )
 
-    head_gradient: Literal["auto", "fp32", "bf16x3", "bf16x2", "bf16"] = Field(
+    head_gradient: Literal["auto", "fp32", "bf16x3", "bf16x2", "bf16"] = option(
         "auto",
-        description="How the head multiplies the FP32 gradient of its logits: in FP32, or in three, two or "
-        "one BF16 parts on tensor cores, which are all of it, or miss at most 2^-15 or 2^-8 of a value. "
-        "auto: bf16x3 on a GPU in flows whose values are BF16, else fp32.",
+        "How the head multiplies the FP32 gradient of its logits: in FP32, or in three, two or one BF16 "
+        "parts on tensor cores, which are all of it, or miss at most 2^-15 or 2^-8 of a value. auto: bf16x3 "
+        "on a GPU in flows whose values are BF16, else fp32.",
     )
 
-    def _rules(self) -> Iterator[Rule]:
-        for name, inexact, what, other in (
-            (
-                "kernels",
-                "xla_fast",
-                "bits of xla_fast depend on the number of rows",
-                "auto, xla or a mosaic kernel",
-            ),
-            ("attention", "cudnn", "bits of cuDNN's attention depend on shapes", "auto or xla"),
+    def rules(self) -> Iterator[Rule]:
+        for name, inexact, depends in (
+            ("kernels", "xla_fast", "bits of xla_fast depend on the number of rows"),
+            ("attention", "cudnn", "bits of cuDNN's attention depend on shapes"),
         ):
             holds = not (self.exact and getattr(self, name) == inexact)
-            yield Rule(holds, name, what, f"{other}, or numerics.exact: false", involves=("exact",))
+            yield Rule(holds, name, depends, "another one, or numerics.exact: false")

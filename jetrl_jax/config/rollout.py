@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from jetrl_jax.config.rule import Rule
 from jetrl_jax.config.types import (
     INT32_MAX,
     TEMPERATURES,
@@ -16,94 +15,89 @@ from jetrl_jax.config.types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rule,
     Section,
     Text,
-    show,
+    must,
+    option,
 )
 
 RESERVE = 0.1  # of a device's memory, left to the driver, NCCL and fragmentation
 
 
-class _Engine(Section):
-    kind: str = Field(
-        description="Rollout engine: jax is the embedded one on the trainer's own model; vllm runs in "
-        "the trainer's process, "
-        "vllm_server in a server that the trainer starts and ends, vllm_external in one that runs already."
-    )
+def _is_address(url: str) -> bool:
+    """Whether an URL names http or https and a host."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as http://[::1 or a port that is no number
+        return False
 
 
-class JaxEngineSection(_Engine):
+Url = Annotated[Text, must(_is_address, "an address names http or https and a host", "http://HOST:PORT")]
+Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
+One = Annotated[float, must(lambda p: p == 1, "training rollouts cannot be truncated", "1")]
+Zero = Annotated[int, must(lambda k: k == 0, "training rollouts cannot be truncated", "0 (off)")]
+GroupSize = Annotated[int, Field(ge=2, le=INT32_MAX)]
+Share = Annotated[float, Field(gt=0, lt=1 - RESERVE)]
+
+
+class JaxEngineSection(Section):
     """The embedded engine."""
 
-    kind: Literal["jax"] = "jax"
-    slots: PositiveInt = Field(256, description="Number of sequences decoded at once, on each device.")
-    prefill_rows: PositiveInt = Field(32, description="Number of prompts prefilled at once.")
-    decode_chunk_tokens: PositiveInt = Field(
-        8, description="Tokens decoded between two looks at finished sequences."
+    kind: Literal["jax"] = option(
+        "jax",
+        "Rollout engine: jax is the embedded one on the trainer's own model; vllm runs in its process, "
+        "vllm_server in a server that the trainer starts and ends, vllm_external in one that runs already.",
     )
+    slots: PositiveInt = option(256, "Number of sequences decoded at once, on each device.")
+    prefill_rows: PositiveInt = option(32, "Number of prompts prefilled at once.")
+    decode_chunk_tokens: PositiveInt = option(8, "Tokens between two looks at finished sequences.")
 
 
-class VllmSection(_Engine):
+class VllmSection(Section):
     """vLLM, wherever it runs: what is checked after each weight sync."""
 
-    probe_tokens: NonNegativeInt = Field(
-        32,
-        description="Length of the probe scored on both sides after each weight sync, in tokens, at "
-        "most the longest sequence; 0 is off.",
-    )
-    probe_logprob_tolerance: NonNegativeFloat | None = Field(
+    kind: str
+    probe_tokens: NonNegativeInt = option(32, "Tokens scored on both sides after a weight sync; 0 is off.")
+    probe_logprob_tolerance: NonNegativeFloat | None = option(
         None,
-        description="Largest mean difference of the probe's log-probabilities between engine and "
-        "trainer, in nats; null: 1e-6 with "
-        "numerics.exact, whose two sides are the same bits, else 0.02.",
+        "Largest mean difference of the probe's log-probabilities between engine and trainer, in nats; null: "
+        "1e-6 with numerics.exact, whose two sides are the same bits, else 0.02.",
     )
-    on_mismatch: Literal["stop", "warn"] = Field(
-        "stop", description="What a weight sync does whose certificate does not hold."
-    )
+    on_mismatch: Literal["stop", "warn"] = option("stop", "What a failed certificate of a weight sync does.")
 
-    def _rules(self) -> Iterator[Rule]:
+    def rules(self) -> Iterator[Rule]:
         if self.probe_tokens == 0:
-            yield from self.idle("probe_tokens is 0", "probe_logprob_tolerance")
+            yield from self.idle("rollout.engine.probe_tokens is 0", "probe_logprob_tolerance")
 
 
 class StartedVllmSection(VllmSection):
     """A vLLM that the trainer starts on its device: its limits."""
 
-    max_num_seqs: PositiveInt = Field(256, description="Number of sequences that vLLM decodes at once.")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1 - RESERVE)] = Field(
-        0.4, description="Share of the GPU's memory that vLLM may take while it is awake. Nothing on CPU."
-    )
-    sleep: bool | None = Field(
+    max_num_seqs: PositiveInt = option(256, "Number of sequences that vLLM decodes at once.")
+    gpu_memory_utilization: Share = option(0.4, "Share of the GPU's memory for vLLM awake. Nothing on CPU.")
+    sleep: bool | None = option(
         None,
-        description="Whether vLLM gives its memory to the trainer from the end of a rollout to the "
-        "next weights; JAX must then return "
-        "freed memory, which the commands see to. null: on a GPU, where the two share it; a CPU has no "
-        "sleep mode.",
+        "Whether vLLM gives its memory to the trainer from a rollout's end to the next weights; JAX must "
+        "then return freed memory, which the commands see to. null: on a GPU; a CPU has no sleep mode.",
     )
-    kv_cache_memory_mb: PositiveInt | None = Field(
-        None, description="Size of vLLM's KV cache, in MiB; null leaves it to vLLM."
+    kv_cache_memory_mb: PositiveInt | None = option(
+        None, "Size of vLLM's KV cache, in MiB; null leaves it to vLLM."
     )
-    enforce_eager: bool = Field(
-        True,
-        description="Whether vLLM runs without compilation, whose fusions round elsewhere than the "
-        "trainer; an exact run needs it.",
+    enforce_eager: bool = option(
+        True, "Whether vLLM runs without compilation, whose fusions round elsewhere; an exact run needs it."
     )
 
 
 class ServedVllmSection(VllmSection):
     """A vLLM in another process: how long it may take."""
 
-    request_timeout_s: PositiveFloat = Field(
-        600.0, description="Time within which a server must answer a batch of prompts, in seconds."
-    )
-    sync_timeout_s: PositiveFloat = Field(
-        300.0, description="Time within which a server must take new weights, in seconds."
-    )
+    request_timeout_s: PositiveFloat = option(600.0, "Time for the answer to a batch of prompts, in seconds.")
+    sync_timeout_s: PositiveFloat = option(300.0, "Time within which a server takes new weights, in seconds.")
 
 
 class InProcessVllmSection(StartedVllmSection):
-    """vLLM in the trainer's process."""
-
     kind: Literal["vllm"] = "vllm"
 
 
@@ -111,27 +105,15 @@ class VllmServerSection(StartedVllmSection, ServedVllmSection):
     """A vLLM server that the trainer starts and ends."""
 
     kind: Literal["vllm_server"] = "vllm_server"
-    startup_timeout_s: PositiveFloat = Field(
-        600.0, description="Time within which the server must be ready, in seconds."
-    )
-    restarts: NonNegativeInt = Field(
-        0,
-        description="How often in a run a server that died or hung is started anew and the call "
-        "repeated; then the run stops.",
-    )
+    startup_timeout_s: PositiveFloat = option(600.0, "Time until the server is ready, in seconds.")
+    restarts: NonNegativeInt = option(0, "Times in a run that a dead or hung server is started anew.")
 
 
 class ExternalVllmSection(ServedVllmSection):
     """A vLLM server that runs already."""
 
     kind: Literal["vllm_external"] = "vllm_external"
-    url: Text = Field(description="Address of the server, such as http://127.0.0.1:8000.")
-
-    def _rules(self) -> Iterator[Rule]:
-        yield from super()._rules()
-        yield Rule(
-            _is_address(self.url), "url", "an address names http or https and a host", "http://HOST:PORT"
-        )
+    url: Url = Field(description="Address of the server, such as http://127.0.0.1:8000.")
 
 
 EngineSection = Annotated[
@@ -143,50 +125,11 @@ EngineSection = Annotated[
 class RolloutSection(Section):
     """What is generated in a step and how."""
 
-    engine: EngineSection = Field(JaxEngineSection(), description="What generates.")
-    prompts_per_step: PositiveInt = Field(32, description="Number of prompts of one step (P).")
-    group_size: Annotated[int, Field(ge=2, le=INT32_MAX)] = Field(
-        16, description="Completions of one prompt (G); a group of one has no advantage."
-    )
-    max_prompt_tokens: PositiveInt = Field(
-        32, description="Longest prompt, in tokens; a longer one is skipped and counted."
-    )
-    max_completion_tokens: PositiveInt = Field(32, description="Longest completion, in tokens.")
-    temperature: PositiveFloat = Field(
-        1.0,
-        description="Sampling temperature of training rollouts, 0.001 to 1e6, with vLLM 0.01 to 2; "
-        "logprobs are taken at it.",
-    )
-    top_p: float = Field(
-        1.0,
-        description="Nucleus of the sampling; must be 1, since a truncated distribution is not the "
-        "policy that is trained.",
-    )
-    top_k: int = Field(
-        0,
-        description="Candidate tokens of the sampling; must be 0 (off), since a truncated distribution "
-        "is not the policy that is trained.",
-    )
-
-    def _rules(self) -> Iterator[Rule]:
-        yield Rule(
-            TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1],
-            "temperature",
-            "FP32 cannot sample at such a temperature",
-            "a number from {} to {}".format(*map(show, TEMPERATURES)),
-            "below, the roundoff of the logits decides; greedy decoding is measured by every "
-            "evaluation, and generate has --temperature 0",
-        )
-        truncated = "training rollouts cannot be truncated"
-        hint = "a truncated distribution is not the policy that is trained; remove the line"
-        yield Rule(self.top_p == 1.0, "top_p", truncated, "1", hint)
-        yield Rule(self.top_k == 0, "top_k", truncated, "0 (off)", hint)
-
-
-def _is_address(url: str) -> bool:
-    """Whether an URL names http or https and a host."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as http://[::1 or a port that is no number
-        return False
+    engine: EngineSection = option(JaxEngineSection(), "What generates.")
+    prompts_per_step: PositiveInt = option(32, "Number of prompts of one step (P).")
+    group_size: GroupSize = option(16, "Completions of one prompt (G); a group of one has no advantage.")
+    max_prompt_tokens: PositiveInt = option(32, "Longest prompt, in tokens; a longer one is skipped.")
+    max_completion_tokens: PositiveInt = option(32, "Longest completion, in tokens.")
+    temperature: Temperature = option(1.0, "Sampling temperature, of logprobs too; with vLLM 0.01 to 2.")
+    top_p: One = option(1.0, "Nucleus; 1, since a truncated distribution is not the policy that is trained.")
+    top_k: Zero = option(0, "Candidates of the sampling; 0 (off), as top_p is 1.")

@@ -1,7 +1,4 @@
-"""What the sections of a config demand of each other; what a section demands of itself stands in its class.
-
-Run by `jetrl_jax.config.load` once every field is valid by itself.
-"""
+"""What sections of a config demand of each other; what a section demands of itself stands in its class."""
 
 from __future__ import annotations
 
@@ -11,286 +8,162 @@ from collections.abc import Iterator
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
 from jetrl_jax.config.precision import Fp8Section
 from jetrl_jax.config.rollout import VllmSection
-from jetrl_jax.config.rule import Problem, Rule
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGymSection, RowsSection
-from jetrl_jax.config.types import VLLM_TEMPERATURES, Section, show, value_at
-from jetrl_jax.models.anatomy import MATRICES, Matrix, fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
+from jetrl_jax.models.anatomy import MATRICES, fitting_degrees, fitting_tensor_degrees
 
-LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")
+LONGEST = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+SIZES = (
+    "the sizes follow from model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size and "
+    "model.intermediate_size; precision.preset says whether there are blocks"
+)
+SHARDS = "sharding.data * sharding.fsdp"
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
     """Every violation of the rules by a config whose fields are valid one by one."""
-    return [
-        Problem(
-            rule.field, rule.what, show(value_at(config, rule.field)), rule.expected, rule.hint, rule.involves
-        )
-        for rule in all_rules(config)
-        if not rule.holds
-    ]
+    broken = {rule: show(value_at(config, rule.field)) for rule in all_rules(config) if not rule.holds}
+    return [Problem(rule.field, rule.what, got, rule.expected, rule.hint) for rule, got in broken.items()]
 
 
 def all_rules(config: RunConfig) -> Iterator[Rule]:
     """Every rule, kept or broken, with dotted paths from the config's root."""
-    yield from _own_rules(config, "")
+    yield from _own_rules(config)
     for rules in (_policy, _engine, _batch, _devices, _rewards):
         yield from rules(config)
 
 
-def _own_rules(section: Section, path: str) -> Iterator[Rule]:
+def _own_rules(section: Section, path: str = "") -> Iterator[Rule]:
     for rule in section.rules():
-        involves = tuple(path + other for other in rule.involves)
-        yield dataclasses.replace(rule, field=path + rule.field, involves=involves)
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        parts = (
-            {f"{name}.{i}": part for i, part in enumerate(value)}
-            if isinstance(value, tuple)
-            else {name: value}
-        )
-        for inner, part in parts.items():
-            if isinstance(part, Section):
-                yield from _own_rules(part, f"{path}{inner}.")
+        yield dataclasses.replace(rule, field=path + rule.field)
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _own_rules(value, f"{path}{name}.")
 
 
 def _policy(config: RunConfig) -> Iterator[Rule]:
+    longest, preset = config.max_sequence_tokens, config.precision.preset
     if isinstance(config.model, NewModelSection):
-        yield Rule(
-            config.max_sequence_tokens <= config.model.max_position_embeddings,
-            "model.max_position_embeddings",
-            "the model is too short for the sequences of the run",
-            f"at least {' + '.join(LENGTHS)} = {config.max_sequence_tokens}",
-            involves=LENGTHS,
-        )
+        what = "the model is too short for the sequences of the run"
+        holds = config.model.max_position_embeddings >= longest
+        yield Rule(holds, "model.max_position_embeddings", what, f"at least {LONGEST} = {longest}")
     if isinstance(config.tokenizer, HuggingFaceSection):
         holds = (config.tokenizer.path or config.model_path) is not None
-        expected = "a directory or a tokenizer.json, here or by model.path"
-        yield Rule(
-            holds,
-            "tokenizer.path",
-            "tokenizer.kind: huggingface needs files",
-            expected,
-            involves=("tokenizer.kind", "model.path"),
-        )
-    preset = ("precision.preset",)
+        what, expected = "tokenizer.kind: huggingface needs files", "files, here or in model.path"
+        yield Rule(holds, "tokenizer.path", what, expected)
     if not isinstance(config.precision, Fp8Section):
-        for rule in config.numerics.idle("no layer is in FP8", "kernels"):
-            yield dataclasses.replace(rule, field=f"numerics.{rule.field}", involves=preset)
-    yield Rule(
-        not (config.precision.preset == "fp32" and config.numerics.attention == "cudnn"),
-        "numerics.attention",
-        "cuDNN's attention takes BF16 and FP16 only",
-        "auto or xla, or another preset than fp32",
-        involves=preset,
-    )
-    yield Rule(
-        config.precision.preset not in ("fp32", "fp16") or config.numerics.head_gradient in ("auto", "fp32"),
-        "numerics.head_gradient",
+        because = f"no layer is in FP8 (precision.preset: {preset})"
+        yield from config.numerics.idle(because, "kernels", path="numerics.")
+    holds = preset != "fp32" or config.numerics.attention != "cudnn"
+    expected = "auto, xla, or another precision.preset"
+    yield Rule(holds, "numerics.attention", "cuDNN's attention takes BF16 and FP16 only", expected)
+    holds = preset not in ("fp32", "fp16") or config.numerics.head_gradient in ("auto", "fp32")
+    what, expected = (
         "parts are BF16, and so must the head's operands be",
-        "auto or fp32, or another preset than fp32 and fp16",
-        involves=preset,
+        "auto, fp32, or another precision.preset",
     )
+    yield Rule(holds, "numerics.head_gradient", what, expected)
 
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
-    engine, kind = config.rollout.engine, ("rollout.engine.kind",)
+    engine, vllm = config.rollout.engine, config.shared_vllm
     if not isinstance(engine, VllmSection):
         return
-    yield Rule(
-        config.precision.preset not in ("fp32", "fp16"),
-        "rollout.engine.kind",
-        "vLLM runs in BF16 and FP8 here",
-        "jax, or another preset",
-        involves=("precision.preset",),
-    )
-    yield Rule(
-        VLLM_TEMPERATURES[0] <= config.rollout.temperature <= VLLM_TEMPERATURES[1],
-        "rollout.temperature",
-        "vLLM samples at another temperature than the trainer scores at, or refuses it",
-        "a number from {} to {}, or rollout.engine: jax".format(*map(show, VLLM_TEMPERATURES)),
-        involves=kind,
-    )
-    if config.shared_vllm is not None:
-        yield Rule(
-            config.shared_vllm.enforce_eager or not config.numerics.exact,
-            "rollout.engine.enforce_eager",
-            "what torch compiles rounds elsewhere, and no CUDA graph holds the exact operations",
-            "true, or numerics.exact: false",
-            involves=("numerics.exact",),
-        )
-    yield Rule(
-        config.sharding.devices == 1,
-        "sharding.data",
-        "vLLM samples beside a trainer on one device only",
-        "1, or rollout.engine: jax",
-        involves=("sharding.fsdp", "sharding.tensor", *kind),
-    )
-    yield Rule(
-        not config.distributed.on,
-        "distributed.processes",
-        "vLLM samples beside a trainer of one process only",
-        "1, or rollout.engine: jax",
-        involves=kind,
-    )
+    holds = config.precision.preset not in ("fp32", "fp16")
+    expected = "jax, or another precision.preset"
+    yield Rule(holds, "rollout.engine.kind", "vLLM runs in BF16 and FP8 here", expected)
+    least, most = VLLM_TEMPERATURES
+    what = "vLLM samples at another temperature than the trainer scores at, or refuses it"
+    expected = f"a number from {show(least)} to {show(most)}, or rollout.engine: jax"
+    yield Rule(least <= config.rollout.temperature <= most, "rollout.temperature", what, expected)
+    holds = vllm is None or vllm.enforce_eager or not config.numerics.exact
+    what = "what torch compiles rounds elsewhere, and no CUDA graph holds the exact operations"
+    yield Rule(holds, "rollout.engine.enforce_eager", what, "true, or numerics.exact: false")
+    what = "vLLM samples beside a trainer on one device only"
+    expected = "1, as for sharding.fsdp and sharding.tensor, or rollout.engine: jax"
+    yield Rule(config.sharding.devices == 1, "sharding.data", what, expected)
+    what = "vLLM samples beside a trainer of one process only"
+    yield Rule(not config.distributed.on, "distributed.processes", what, "1, or rollout.engine: jax")
 
 
 def _batch(config: RunConfig) -> Iterator[Rule]:
-    longest, algorithm, rollout = config.max_sequence_tokens, config.algorithm, config.rollout
-    yield Rule(
-        config.row_tokens >= longest,
-        "batch.row_tokens",
-        "a packed row is shorter than the longest sequence",
-        f"at least {' + '.join(LENGTHS)} = {longest}, or null for exactly that",
-        involves=LENGTHS,
-    )
-    yield Rule(
-        config.batch.microbatch_tokens >= config.row_tokens,
-        "batch.microbatch_tokens",
-        "a microbatch does not hold one row",
-        f"at least the length of a row, {config.row_tokens} tokens",
-        "a row is batch.row_tokens long; where that is null, as long as the longest prompt plus the "
-        "longest completion",
-        involves=("batch.row_tokens", *LENGTHS),
-    )
-    yield Rule(
-        config.optimizer.warmup_steps < config.total_updates,
-        "optimizer.warmup_steps",
-        "the warm-up lasts as long as the run: the learning rate never reaches optimizer.learning_rate",
-        f"less than run.steps * algorithm.epochs * algorithm.minibatches = {config.total_updates}",
-        involves=("run.steps", "algorithm.epochs", "algorithm.minibatches"),
-    )
-    yield Rule(
-        algorithm.minibatches <= rollout.prompts_per_step,
-        "algorithm.minibatches",
-        "more minibatches than prompts",
-        f"at most rollout.prompts_per_step = {rollout.prompts_per_step}",
-        involves=("rollout.prompts_per_step",),
-    )
-    yield Rule(
-        algorithm.overlong_tokens(rollout.max_completion_tokens) <= rollout.max_completion_tokens,
-        "algorithm.overlong_buffer_tokens",
-        "the soft penalty zone is longer than a completion",
-        f"at most rollout.max_completion_tokens = {rollout.max_completion_tokens}",
-        involves=("rollout.max_completion_tokens",),
-    )
+    longest, row, updates = config.max_sequence_tokens, config.row_tokens, config.total_updates
+    prompts, completion = config.rollout.prompts_per_step, config.rollout.max_completion_tokens
+    what = "a packed row is shorter than the longest sequence"
+    expected = f"at least {LONGEST} = {longest}, or null for exactly that"
+    yield Rule(row >= longest, "batch.row_tokens", what, expected)
+    expected = f"at least batch.row_tokens (null: {LONGEST}) = {row}"
+    holds = config.batch.microbatch_tokens >= row
+    yield Rule(holds, "batch.microbatch_tokens", "a microbatch does not hold one row", expected)
+    what = "the warm-up lasts as long as the run: the learning rate never reaches optimizer.learning_rate"
+    expected = f"less than run.steps * algorithm.epochs * algorithm.minibatches = {updates}"
+    yield Rule(config.optimizer.warmup_steps < updates, "optimizer.warmup_steps", what, expected)
+    holds, expected = config.algorithm.minibatches <= prompts, f"at most rollout.prompts_per_step = {prompts}"
+    yield Rule(holds, "algorithm.minibatches", "more minibatches than prompts", expected)
+    what = "the soft penalty zone is longer than a completion"
+    expected = f"at most rollout.max_completion_tokens = {completion}"
+    holds = config.algorithm.overlong_tokens(completion) <= completion
+    yield Rule(holds, "algorithm.overlong_buffer_tokens", what, expected)
 
 
 def _devices(config: RunConfig) -> Iterator[Rule]:
-    shards, product = config.sharding.row_shards, "sharding.data * sharding.fsdp"
-    sizes = (
-        "model.num_kv_heads",
-        "model.head_dim",
-        "model.hidden_size",
-        "model.intermediate_size",
-        "precision.preset",
-    )
+    shards, processes = config.sharding.row_shards, config.distributed.processes or 1
     if isinstance(config.model, NewModelSection):
-        fits = _tensor_misfits(config, config.model)
-        yield Rule(
-            not fits,
-            "sharding.tensor",
-            "shards would cut a head or a 128x128 block of a matrix's scales",
-            f"a degree that fits {'; '.join(fits)}",
-            involves=sizes,
-        )
-        cut = [] if fits else _cut(config, config.model)
-        yield Rule(
-            not cut,
-            "sharding.fsdp",
-            "shards would cut a matrix inside a row or a 128x128 block of its scales",
-            f"a degree that fits {'; '.join(cut)}",
-            involves=("sharding.tensor", *sizes),
-        )
+        heads, rows = _uneven(config, config.model)
+        what = "shards would cut a head or a 128x128 block of a matrix's scales"
+        yield Rule(not heads, "sharding.tensor", what, f"a degree that fits {heads}", SIZES)
+        what = "shards would cut a matrix inside a row or a 128x128 block of its scales"
+        expected = f"a degree that fits, beside sharding.tensor, {rows}"
+        yield Rule(not rows or bool(heads), "sharding.fsdp", what, expected, SIZES)
     if config.warm_start is not None:
-        yield Rule(
-            config.warm_start.batch_size % shards == 0,
-            "warm_start.batch_size",
-            "the examples of a supervised step are not shared evenly among the devices",
-            f"a multiple of {product} = {shards}",
-            involves=("sharding.data", "sharding.fsdp"),
-        )
-    yield Rule(
-        shards % (config.distributed.processes or 1) == 0,
-        "distributed.processes",
-        "the devices of the mesh are not shared evenly among the processes",
-        f"a divisor of {product} = {shards}",
-        "every process brings the same number of devices, and all that share a layer",
-        involves=("sharding.data", "sharding.fsdp"),
-    )
+        what = "the examples of a supervised step are not shared evenly among the devices"
+        holds = config.warm_start.batch_size % shards == 0
+        yield Rule(holds, "warm_start.batch_size", what, f"a multiple of {SHARDS} = {shards}")
+    what = "the devices of the mesh are not shared evenly among the processes"
+    expected = f"a divisor of {SHARDS} = {shards}: every process brings as many devices, which share layers"
+    yield Rule(shards % processes == 0, "distributed.processes", what, expected)
 
 
-def _matrices() -> dict[str, Matrix]:
-    """Name -> one of each kind of linear layer of a new model:
-    those of one shape and unit share a line of a message.
+def _uneven(config: RunConfig, model: NewModelSection) -> tuple[str, str]:
+    """The matrices that `sharding.tensor` cannot split, and those whose rest `sharding.fsdp` cannot, with
+    the degrees that can; the vocabulary is the tokenizer's.
     """
-    kinds: dict[tuple[str, str], list[Matrix]] = {}
+    fp8, sharding = isinstance(config.precision, Fp8Section), config.sharding
+    heads, rows = [], []
     for matrix in MATRICES:
-        kinds.setdefault((matrix.outputs, matrix.inputs), []).append(matrix)
-    return {" and ".join(matrix.name for matrix in kind): kind[0] for kind in kinds.values()}
-
-
-def _tensor_misfits(config: RunConfig, model: NewModelSection) -> list[str]:
-    """The kinds of matrices that `sharding.tensor` cannot split, each with the degrees that can;
-    the vocabulary is the tokenizer's.
-    """
-    told, fp8 = [], isinstance(config.precision, Fp8Section)
-    for name, matrix in _matrices().items():
-        outputs = matrix.shape(model)[0]
-        degrees = fitting_tensor_degrees(outputs, matrix.unit(model.head_dim, blocks=fp8))
-        if config.sharding.tensor not in degrees:
-            told.append(f"{name} ({outputs} outputs): {', '.join(map(str, degrees))}")
-    return told
-
-
-def _cut(config: RunConfig, model: NewModelSection) -> list[str]:
-    """The same of `sharding.fsdp`, which splits what `sharding.tensor` has left."""
-    told, degree, fp8 = [], config.sharding.fsdp, isinstance(config.precision, Fp8Section)
-    for name, matrix in _matrices().items():
         outputs, inputs = matrix.shape(model)
-        shape = (outputs // config.sharding.tensor, inputs)
-        if degree > 1 and shard_axis(shape, degree, fp8) is None:
-            told.append(f"{name} {list(shape)}: {', '.join(map(str, fitting_degrees(shape, fp8)))}")
-    return told
+        degrees = fitting_tensor_degrees(outputs, matrix.unit(model.head_dim, blocks=fp8))
+        if sharding.tensor not in degrees:
+            heads.append(f"{matrix.name} ({outputs} outputs): {degrees}")
+        rest = (outputs // sharding.tensor, inputs)
+        if sharding.fsdp not in fitting_degrees(rest, fp8):
+            rows.append(f"{matrix.name} {list(rest)}: {fitting_degrees(rest, fp8)}")
+    return "; ".join(heads), "; ".join(rows)
 
 
 def _rewards(config: RunConfig) -> Iterator[Rule]:
     names = [reward.name for reward in config.rewards]
     for i, reward in enumerate(config.rewards):
-        first = names.index(reward.name)
-        yield Rule(
-            first == i,
-            f"rewards.{i}.name",
-            "a reward stands twice",
-            "each name once, since rewards are logged by name",
-            "add the weights",
-            (f"rewards.{first}.name",),
-        )
-        separate, idle = _separate_process(config, reward.name), list[Rule]()
+        expected = f"each name once; rewards.{names.index(reward.name)}.name is the first: add the weights"
+        yield Rule(reward.name not in names[:i], f"rewards.{i}.name", "a reward stands twice", expected)
+        separate, path = _separate_process(config, reward.name), f"rewards.{i}."
+        because = f"{path}name with task.kind: {config.task.kind}"
         if separate is False and not reward.separate_process:
-            idle += reward.idle(
-                f"{reward.name} runs in the trainer's process, where nothing can end it", "timeout_s"
-            )
+            because += " runs in the trainer's process, where nothing can end it"
+            yield from reward.idle(because, "timeout_s", path=path)
         if separate is True:
-            idle += reward.idle(f"{reward.name} always runs in processes of its own", "separate_process")
-        for rule in idle:
-            involves = (f"rewards.{i}.name", f"rewards.{i}.separate_process", "task.kind")
-            yield dataclasses.replace(rule, field=f"rewards.{i}.{rule.field}", involves=involves)
-    weights = tuple(f"rewards.{i}.weight" for i in range(len(names)))
-    counts = any(reward.weight != 0 for reward in config.rewards)
-    yield Rule(counts, weights[0], "no reward counts", "one weight that is not 0", involves=weights[1:])
+            because += " always runs in processes of its own"
+            yield from reward.idle(because, "separate_process", path=path)
+    counts = any(reward.weight for reward in config.rewards)
+    yield Rule(counts, "rewards.0.weight", "no reward counts", "one weight that is not 0")
 
 
 def _separate_process(config: RunConfig, name: str) -> bool | None:
     """Whether a reward runs in processes of its own by itself; None where only the user's task knows."""
+    task = config.task
     if name == "task":
-        if isinstance(config.task, ReasoningGymSection):
-            return True
-        if isinstance(config.task, FunctionSection):
-            return None
-        name = (
-            config.task.options.get("verifier", "exact_match")
-            if isinstance(config.task, RowsSection)
-            else "exact_match"
-        )
+        if isinstance(task, ReasoningGymSection | FunctionSection):
+            return True if isinstance(task, ReasoningGymSection) else None
+        name = task.options.get("verifier", "exact_match") if isinstance(task, RowsSection) else "exact_match"
     return name not in UNTIMED_REWARDS

@@ -8,16 +8,15 @@
       optimizer  batch  warm_start              how the weights move
       eval  checkpoint  run                     what is measured, kept and written
 
-A task, a model source, an engine, an algorithm, a correction and a precision are classes with their own
-fields and defaults, of which the section's `kind` (`name`, `preset`, `mode`) names one.  Types and ranges are
-checked by pydantic: unknown keys are forbidden and nothing is converted silently.  `jetrl_jax.config.load`
-reads YAML and ``--set``, runs the rules between fields (`Section.rules`, `jetrl_jax.config.rules`) and turns
-every mistake into one message.  None of these modules imports jax: a mistake costs no device.
+What may be of several kinds is a class for each kind, with its own fields and defaults; the section's `kind`
+(`name`, `preset`, `mode`) names it.  pydantic checks types and ranges.  `jetrl_jax.config.load` reads YAML
+and ``--set``, runs the rules between fields and turns every mistake into one message.  Only
+`jetrl_jax.config.arithmetic` imports jax: a mistake costs no device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -42,43 +41,31 @@ from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection, Preci
 from jetrl_jax.config.record import CheckpointSection, EvalSection, RunSection
 from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection, VllmSection
 from jetrl_jax.config.task import ArithmeticSection, RewardSection, TaskSection, rewarded_verifier
-from jetrl_jax.config.types import NonNegativeInt, Section, value_at
+from jetrl_jax.config.types import NonNegativeInt, Section, option, value_at
 
 
 class RunConfig(Section):
     """The whole config of a run."""
 
-    seed: NonNegativeInt = Field(0, description="Seed of initialisation, data order and sampling.")
-    model: ModelSection = Field(
-        NewModelSection(), description="The policy: a checkpoint to start from, or the sizes of a new model."
-    )
-    tokenizer: TokenizerSection = Field(CharacterSection(), description="How text becomes token ids.")
-    precision: PrecisionSection = Field(
-        Fp8UnifiedSection(), description="Which matrix multiplication runs in which format."
-    )
+    seed: NonNegativeInt = option(0, "Seed of initialisation, data order and sampling.")
+    model: ModelSection = option(NewModelSection(), "The policy: a checkpoint, or the sizes of a new model.")
+    tokenizer: TokenizerSection = option(CharacterSection(), "How text becomes token ids.")
+    precision: PrecisionSection = option(Fp8UnifiedSection(), "Which matrix product runs in which format.")
     numerics: NumericsSection = NumericsSection()
     sharding: ShardingSection = ShardingSection()
     distributed: DistributedSection = DistributedSection()
-    task: TaskSection = Field(
-        ArithmeticSection(), description="Where prompts, answers and worked solutions come from."
-    )
-    rewards: tuple[RewardSection, ...] = Field(
-        (RewardSection(),), min_length=1, description="Reward functions, summed by weight."
+    task: TaskSection = option(ArithmeticSection(), "Where prompts, answers and worked solutions come from.")
+    rewards: Annotated[tuple[RewardSection, ...], Field(min_length=1)] = option(
+        (RewardSection(),), "Reward functions, summed by weight."
     )
     rollout: RolloutSection = RolloutSection()
-    algorithm: AlgorithmSection = Field(
-        GrpoSection(), description="Advantage, loss and the rules around them."
-    )
-    correction: CorrectionSection = Field(
-        DecoupledSection(), description="What is done about tokens whose rollout and trainer logprobs differ."
+    algorithm: AlgorithmSection = option(GrpoSection(), "Advantage, loss and the rules around them.")
+    correction: CorrectionSection = option(
+        DecoupledSection(), "What is done about tokens whose rollout and trainer logprobs differ."
     )
     optimizer: OptimizerSection = OptimizerSection()
     batch: BatchSection = BatchSection()
-    warm_start: WarmStartSection | None = Field(
-        None,
-        description="Supervised steps on the task's worked solutions, for a model that begins from "
-        "scratch; null: none.",
-    )
+    warm_start: WarmStartSection | None = option(None, "Supervised steps on solutions before RL; null: none.")
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     run: RunSection = RunSection()

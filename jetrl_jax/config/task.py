@@ -8,54 +8,50 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.rule import Rule
-from jetrl_jax.config.types import Options, PositiveFloat, Section, Text, UserPath
+from jetrl_jax.config.types import Options, PositiveFloat, Rule, Section, Text, UserPath, must, option
 
-# cheap and safe: they run in the trainer's process
-UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")
+UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: in the trainer's process
 BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
 _DOTTED_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-FUNCTION = re.compile(f"{_DOTTED_NAME}:{_DOTTED_NAME}")
-FUNCTION_FORM = "module:function, such as my_package.rewards:short_answer"
+_FUNCTION = re.compile(f"{_DOTTED_NAME}:{_DOTTED_NAME}")
+_FUNCTION_FORM = "module:function of an installed package or of the current directory, such as rewards:short"
+
+_NO_PLACE = "the prompt has no place in the template"
+Template = Annotated[Text, must(lambda text: "{prompt}" in text, _NO_PLACE, "text with {prompt} in it")]
+Share = Annotated[float, Field(gt=0, lt=1)]
+FunctionName = Annotated[Text, must(_FUNCTION.fullmatch, "no Python function", _FUNCTION_FORM)]
+_REWARDS = f"one of {', '.join(BUILTIN_REWARDS)}, or {_FUNCTION_FORM}"
+
+
+def _is_reward(name: str) -> bool:
+    return name in BUILTIN_REWARDS or _FUNCTION.fullmatch(name) is not None
+
+
+RewardName = Annotated[Text, must(_is_reward, "unknown reward", _REWARDS)]
 
 
 class _Task(Section):
-    kind: str = Field(
-        description="Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and "
-        "gsm8k read; function is yours."
-    )
-    prompt_template: Text = Field(
-        "{prompt}", description="How a prompt is written; {prompt} stands for the task's text."
-    )
-    options: Options = Field(
-        {},
-        description="Options of the task, by kind; an unknown one is an error that lists them. "
-        "function: its keyword arguments.",
-    )
-
-    def _rules(self) -> Iterator[Rule]:
-        holds = "{prompt}" in self.prompt_template
-        yield Rule(
-            holds, "prompt_template", "the prompt has no place in the template", "text with {prompt} in it"
-        )
+    kind: str
+    prompt_template: Template = option("{prompt}", "How a prompt is written; {prompt} is the task's text.")
+    options: Options = option({}, "Options of the task, by kind; of a function its keyword arguments.")
 
 
 class _SplitTask(_Task):
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="Share of the items held out where no eval file or split is given."
-    )
+    eval_fraction: Share = option(0.1, "Share of the items held out where no eval file or split is given.")
 
 
 class ArithmeticSection(_SplitTask):
     """Built-in problems."""
 
-    kind: Literal["arithmetic"] = "arithmetic"
-    name: Literal["sum", "chain", "reverse", "sort"] = Field("sum", description="Family of problems.")
+    kind: Literal["arithmetic"] = option(
+        "arithmetic",
+        "Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; "
+        "function is yours.",
+    )
+    name: Literal["sum", "chain", "reverse", "sort"] = option("sum", "Family of problems.")
 
 
 class ReasoningGymSection(_Task):
-    """Any dataset of reasoning-gym."""
-
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     name: Text = Field(description="Name of a reasoning-gym dataset, such as basic_arithmetic.")
 
@@ -63,8 +59,8 @@ class ReasoningGymSection(_Task):
 class RowsSection(_SplitTask):
     """Rows with a prompt and an answer."""
 
-    prompt_field: Text = Field("prompt", description="Field of the prompt in a row.")
-    answer_field: Text = Field("answer", description="Field of the answer in a row.")
+    prompt_field: Text = option("prompt", "Field of the prompt in a row.")
+    answer_field: Text = option("answer", "Field of the answer in a row.")
 
 
 class FileSection(RowsSection):
@@ -72,49 +68,32 @@ class FileSection(RowsSection):
 
     kind: Literal["jsonl", "parquet"] = "jsonl"
     path: UserPath = Field(description="Path of the training file.")
-    eval_path: UserPath | None = Field(
-        None, description="The held-out file; null holds out eval_fraction of path."
-    )
+    eval_path: UserPath | None = option(None, "The held-out file; null holds out eval_fraction of path.")
 
-    def _rules(self) -> Iterator[Rule]:
-        yield from super()._rules()
+    def rules(self) -> Iterator[Rule]:
         if self.eval_path is not None:
             yield from self.idle("task.eval_path gives the held-out items", "eval_fraction")
 
 
 class DatasetsSection(RowsSection):
-    """A Hugging Face dataset."""
-
     kind: Literal["datasets"] = "datasets"
     name: Text = Field(description="A hub name or a local directory.")
 
-    def _rules(self) -> Iterator[Rule]:
-        yield from super()._rules()
+    def rules(self) -> Iterator[Rule]:
         if "eval_split" in self.options:
             yield from self.idle("task.options.eval_split gives the held-out items", "eval_fraction")
 
 
 class Gsm8kSection(_Task):
-    """Grade school word problems."""
-
     kind: Literal["gsm8k"] = "gsm8k"
-    path: UserPath | None = Field(
-        None, description="Directory of the files; null takes $GSM8K_DIR or the one beside the checkout."
-    )
+    path: UserPath | None = option(None, "A directory; null takes $GSM8K_DIR or the one beside the checkout.")
 
 
 class FunctionSection(RowsSection):
     """A function of yours that returns a task or rows."""
 
     kind: Literal["function"] = "function"
-    name: Text = Field(description="The function, as module:function.")
-
-    def _rules(self) -> Iterator[Rule]:
-        yield from super()._rules()
-        hint = "the module is imported from the current directory or from the installed packages"
-        yield Rule(
-            FUNCTION.fullmatch(self.name) is not None, "name", "no Python function", FUNCTION_FORM, hint
-        )
+    name: FunctionName = Field(description="The function, as module:function.")
 
 
 TaskSection = Annotated[
@@ -126,29 +105,16 @@ TaskSection = Annotated[
 class RewardSection(Section):
     """One reward function."""
 
-    name: Text = Field(
+    name: RewardName = option(
         "task",
-        description="task: the task's own verifier; exact_match, gsm8k, boxed, last_number, "
-        "math_verify; or module:function.",
+        "task: its own verifier; exact_match, gsm8k, boxed, last_number, math_verify; or module:function.",
     )
-    weight: float = Field(1.0, description="Factor of this reward in the sum.")
-    timeout_s: PositiveFloat = Field(
-        10.0, description="Time after which a call counts as failed and its sample is masked, in seconds."
-    )
-    separate_process: bool = Field(
-        False, description="Whether it runs in worker processes; module:function always does."
-    )
-
-    def _rules(self) -> Iterator[Rule]:
-        known = self.name in BUILTIN_REWARDS or FUNCTION.fullmatch(self.name) is not None
-        yield Rule(
-            known, "name", "unknown reward", f"one of {', '.join(BUILTIN_REWARDS)}, or {FUNCTION_FORM}"
-        )
+    weight: float = option(1.0, "Factor of this reward in the sum.")
+    timeout_s: PositiveFloat = option(10.0, "Time until a sample counts as failed and is masked, in seconds.")
+    separate_process: bool = option(False, "Whether it runs in worker processes, as module:function does.")
 
 
 def rewarded_verifier(rewards: Iterable[tuple[str, float]]) -> str:
-    """The verifier among rewards, given by name and weight: task where it is one or none is,
-    else the first of positive weight.
-    """
+    """The verifier among rewards (name, weight): task if one is or none is, else the first of weight > 0."""
     named = [name for name, weight in rewards if weight > 0 and name in BUILTIN_REWARDS]
     return named[0] if named and "task" not in named else "task"

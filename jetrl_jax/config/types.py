@@ -1,6 +1,4 @@
-"""What every section of the config is made of: a strict base class, types of numbers and texts,
-how a value is found and shown.
-"""
+"""What every section of the config is made of: a strict base class with its rules, and types of fields."""
 
 from __future__ import annotations
 
@@ -8,22 +6,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from jetrl_jax.config.rule import Rule
 from jetrl_jax.errors import UserError
 
 INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
-# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (near 0 they are
-# infinite, or NaN).
+# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (at 0 they are infinite).
 TEMPERATURES = (1e-3, 1e6)
 VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM raises a lower one in silence and refuses a higher one
-PositiveInt = Annotated[int, Field(gt=0, le=INT32_MAX)]
+PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -32,36 +28,75 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _plain(value: Any, where: str = "") -> Any:
-    """`value` with tuples as lists, if YAML can hold it: text, finite numbers, true, false, null, lists,
-    mappings.
-    """
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}.{i}") for i, item in enumerate(value)]
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+def option(default: Any, meaning: str) -> Any:
+    """A field with its default, and its sentence in the reference and in messages."""
+    return Field(default, description=meaning)
+
+
+def must(holds: Callable[[Any], Any], what: str, expected: str) -> AfterValidator:
+    """A demand on one value, with what is wrong where it does not hold, and what is expected."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(what, expected)
         return value
-    what = f"{where.lstrip('.') or 'the value'} cannot be written to a config file"
-    raise PydanticCustomError(
-        "config_value",
-        "{what}",
-        {"what": what, "expected": "text, finite numbers, true, false, null, lists and mappings"},
-    )
+
+    return AfterValidator(check)
 
 
-Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+def is_plain(value: Any) -> bool:
+    """Whether YAML can hold it: text, finite numbers, true, false, null, lists and mappings of them."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(key) and is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, str):
+        return not re.search("[\ud800-\udfff]", value)
+    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
-def _known_home(value: str) -> str:
-    """A path whose ``~name`` is somebody's home, or that has none."""
-    if os.path.expanduser(value).startswith("~"):
-        expected = {"what": "there is no such home directory", "expected": "~ or the name of a user after it"}
-        raise PydanticCustomError("config_value", "{what}", expected)
-    return value
+def has_home(path: str) -> bool:
+    """Whether a ``~`` or ``~name`` at its beginning is a directory that is there."""
+    return not os.path.expanduser(path).startswith("~")
 
 
-UserPath = Annotated[Text, AfterValidator(_known_home)]
+_PLAIN = "text, finite numbers, true, false, null, lists and mappings of them"
+_HOME = "~ or the name of a user after it"
+Options = Annotated[dict[str, Any], must(is_plain, "cannot be written to a config file", _PLAIN)]
+UserPath = Annotated[Text, must(has_home, "there is no such home directory", _HOME)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A demand on `field` and on those that the texts name; `field` is blamed where it does not hold."""
+
+    holds: bool
+    field: str
+    what: str
+    expected: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: dotted path, what is wrong, got and expected, what to do, file:line or ``--set``."""
+
+    path: str
+    what: str
+    got: str = ""
+    expected: str = ""
+    hint: str = ""
+    where: str = ""
+
+    @property
+    def section(self) -> str:
+        """The path of the section that it lies in."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def involves(self) -> tuple[str, ...]:
+        """The fields whose values made this a mistake, first the one that is blamed: those that are named."""
+        return self.path, *re.findall(r"[a-z]\w*(?:\.\w+)+", f"{self.what} {self.expected} {self.hint}")
 
 
 class Section(BaseModel):
@@ -69,20 +104,29 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    def rules(self) -> Iterable[Rule]:
-        """What its fields demand of each other; `jetrl_jax.config.rules` has what they demand of other
-        sections.
-        """
-        return self._rules()
+    @model_validator(mode="before")
+    @classmethod
+    def _written_short(cls, data: Any) -> Any:
+        """Lists as tuples, and of a section that is one of several its kind: left out, or in its place."""
+        if not isinstance(data, dict):
+            return data
+        result = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        for name, info in cls.model_fields.items():
+            tag, value = info.discriminator, data.get(name)
+            if isinstance(tag, str) and isinstance(value, str | dict):
+                default = {tag: getattr(info.default, tag)}
+                result[name] = {tag: value} if isinstance(value, str) else default | value
+        return result
 
-    def _rules(self) -> Iterable[Rule]:
+    def rules(self) -> Iterable[Rule]:
+        """What its fields demand of each other; `jetrl_jax.config.rules` has the rules between sections."""
         return ()
 
-    def idle(self, because: str, *names: str) -> Iterator[Rule]:
-        """That fields which do nothing, for a reason, are left at their defaults."""
+    def idle(self, because: str, *names: str, path: str = "") -> Iterator[Rule]:
+        """That fields which do nothing, for a reason, are left at their defaults; path: of the section."""
         for name in names:
             same = getattr(self, name) == type(self).model_fields[name].default
-            yield Rule(same, name, "has no effect here", "the field left out", f"{because}; remove it")
+            yield Rule(same, path + name, "has no effect here", "the field left out", f"{because}; remove it")
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -93,27 +137,23 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it: ``~`` is the home directory, in configs and after ``--out=`` too, where no
-    shell sees it.
+    """A path as a user writes it: ``~`` is the home directory, after ``--out=`` too, where no shell sees it.
 
     Raises `UserError` on ``~name`` where there is no such user.
     """
-    expanded = os.path.expanduser(path)
-    if str(expanded).startswith("~"):
-        raise UserError(
-            f"no such home directory: got {str(path)!r}, expected ~ or the name of a user after it."
-        )
-    return Path(expanded)
+    if not has_home(str(path)):
+        raise UserError(f"no such home directory: got {str(path)!r}, expected {_HOME}.")
+    return Path(path).expanduser()
 
 
 def show(value: Any) -> str:
     """A value as it would be written in YAML, on one line, at most about 60 characters long."""
-    if isinstance(value, float):
-        text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
-    else:
-        text = json.dumps(
-            value,
-            ensure_ascii=False,
-            default=lambda part: part.model_dump() if hasattr(part, "model_dump") else str(part),
-        )
+    if isinstance(value, float):  # 1e-6, where Python writes 1e-06
+        return re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return cut(json.dumps(plain, ensure_ascii=False, default=str))
+
+
+def cut(text: str) -> str:
+    """The first 60 characters of a text."""
     return text if len(text) <= 60 else text[:57] + "..."

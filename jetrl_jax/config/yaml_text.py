@@ -1,44 +1,40 @@
-"""YAML text into plain values that remember where they stand.
+"""YAML text into plain values that remember where they stand, and plain values into YAML.
 
-The YAML of a config is the core of YAML 1.2 that JSON users expect: only true and false are booleans, 1e-6 is
-a number, 2024-01-01 and yes are text.  What makes a config unreadable or ambiguous is refused with its line:
-duplicate keys, keys that are not text, anchors and aliases, tags, more than one document, nan and infinity.
+The YAML of a config is the core of YAML 1.2 that JSON users expect: only true and false are booleans, 1e-6
+is a number, 2024-01-01 and yes are text.  Duplicate keys, keys that are not text, anchors and aliases, tags
+and a second document are refused with their line.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from jetrl_jax.config.rule import Problem
 from jetrl_jax.config.schema import Path, dotted
+from jetrl_jax.config.types import Problem, cut, is_plain, show
 from jetrl_jax.errors import UserError
 
-WIDTH = 110
-MAX_DEPTH = 40
-MAX_DIGITS = 300
-_SKIP = object()
+WIDTH = 110  # of a message
 _PREFIX = "tag:yaml.org,2002:"
-_SCALARS: tuple[tuple[str, str, str], ...] = (
+_FIRST = "-+.0123456789"
+# Tag, pattern and first characters; the digits are those that Python turns into a number and back.
+_SCALARS = (
     ("null", r"~|null|Null|NULL|", "~nN"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
+    ("int", r"[-+]?\d{1,3000}|0o[0-7]{1,3000}|0x[\da-fA-F]{1,3000}", _FIRST),
+    ("float", r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", _FIRST),
 )
+# What is read as text without quotes, by readers of YAML 1.1 too.
+_WORD = re.compile(r"(?!(true|false|null|yes|no|on|off|y|n)\Z)[a-z][\w./-]*", re.ASCII | re.IGNORECASE)
 SYNTAX_HINT = (
-    "fields of one section are indented by the same number of spaces, a colon is followed by a space, "
-    "and text needs quotes that "
-    'holds ": " or begins with one of * & ! % @ ` { ['
+    "fields of one section are indented by the same number of spaces, a colon is followed by a space, and "
+    'text needs quotes that holds ": " or begins with one of * & ! % @ ` { ['
 )
 
 
@@ -46,92 +42,34 @@ class _Loader(yaml.SafeLoader):
     """Composes nodes under the core schema of YAML 1.2, without anchors, aliases and tags."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - PyYAML's own protocol
-    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases (& and *) have no place in a config",
-                problem_mark=event.start_mark,
-            )
-        if event.tag is not None:
-            raise yaml.MarkedYAMLError(
-                problem="tags (!) have no place in a config", problem_mark=event.start_mark
-            )
-        if self.depth >= MAX_DEPTH:
-            raise yaml.MarkedYAMLError(
-                problem=f"values are nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
-            )
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        if event.anchor is not None or getattr(event, "tag", None) is not None:
+            refused = "tags (!)" if event.anchor is None else "anchors and aliases (& and *)"
+            problem = f"{refused} have no place in a config"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
 
 for _name, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(
-        _PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])]
-    )
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text in quotes wherever YAML 1.2 or YAML 1.1 would read something else than text."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-for _name, _pattern, _first in _SCALARS:
-    _Dumper.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), list(_first))
-
-
-def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    # 1e-06 -> 1e-6, then 1.0e-6, which YAML 1.1 reads too
-    text = re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value))
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")
-    return dumper.represent_scalar(_PREFIX + "float", text)
-
-
-def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # Line breaks and odd spaces survive all readers as escapes only.
-    plain = value.isprintable() and value == value.strip()
-    return dumper.represent_scalar(_PREFIX + "str", value, style=None if plain else '"')
-
-
-_Dumper.add_representer(float, _represent_float)
-_Dumper.add_representer(str, _represent_text)
-
-
-def write_yaml(data: Any) -> str:
-    """Plain values as YAML that `read_yaml`, and readers of YAML 1.1, read back equal; one line per value."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    _compiled = re.compile(rf"(?:{_pattern})\Z", re.ASCII)
+    _Loader.add_implicit_resolver(_PREFIX + _name, _compiled, [*_first, ""])
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value was written: "file:line" or the ``--set`` itself, and how, for scalars.
-
-    raw: the text of a scalar, None for a section or list; quoted: whether it stood in quotes.
-    from_set: whether it came from the command line.
-    """
+    """Where a value was written ("file:line" or the ``--set`` itself), and the text of a scalar."""
 
     where: str
     raw: str | None = None
     quoted: bool = False
-    from_set: bool = False
 
-    def got(self) -> str | None:
-        """The scalar as it was written."""
+    def got(self) -> str:
+        """The scalar as it was written; "" for a section or list."""
         if self.raw is None:
-            return None
-        text = (
-            json.dumps(self.raw, ensure_ascii=not encodable(self.raw))
-            if self.quoted
-            else self.raw or "nothing"
-        )
-        return text if len(text) <= 60 else text[:57] + "..."
+            return ""
+        return cut(json.dumps(self.raw, ensure_ascii=False) if self.quoted else self.raw or "nothing")
 
 
 @dataclass
@@ -143,187 +81,112 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
 
-    def mark(self, path: Path) -> Mark | None:
+    def mark(self, path: Path) -> Mark:
         """The mark of `path`, or of the closest thing around it that was written."""
-        return next(
-            (self.marks[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.marks), None
-        )
+        around = (self.marks.get(path[:end]) for end in range(len(path), -1, -1))
+        return next((mark for mark in around if mark is not None), Mark(""))
 
-    def report(
-        self, path: Path, what: str, where: str, *, got: str = "", expected: str = "", hint: str = ""
-    ) -> None:
+    def forget(self, path: Path) -> None:
+        """Drop the marks of `path` and of what lies below."""
+        self.marks = {place: mark for place, mark in self.marks.items() if place[: len(path)] != path}
+
+    def is_set(self, path: Path) -> bool:
+        """Whether the command line says what stands at `path`."""
+        return self.mark(path).where in self.overrides
+
+    def report(self, path: Path, what: str, where: str, got: str, expected: str, hint: str = "") -> None:
         """Note a problem at `path`."""
         self.problems.append(Problem(dotted(path), what, got, expected, hint, where=where))
 
+    def read(self, text: str, name: str, at: Path = (), where: str = "") -> Any:
+        """The value of a YAML document that is called `name`, None for an empty one; its marks are noted.
 
-def read_yaml(
-    text: str, name: str, *, source: Source | None = None, at: Path = (), where: str | None = None
-) -> Source:
-    """Read one YAML document.
+        at: path of the document in the config; where: the place for all marks (default: name:line).  Raises
+        `UserError`: the text is not YAML.  Duplicate and odd keys do not raise: they are noted.
+        """
+        try:
+            node = yaml.compose(text, _Loader)
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+            raise UserError(_syntax_message(error, text, name)) from None
+        if node is None:
+            return None
+        return self._value(node, at, lambda mark: where or f"{name}:{mark.line + 1}")
 
-    Args:
-      text: the document; name: what to call it in messages.
-      source: receives marks and problems (default: a new one); at: path of the document's root in the config.
-      where: the place that all marks name (default: name:line of each value).
-
-    Returns: the source, with the value in `data` (None for an empty document).
-
-    Raises:
-      UserError: the text is not YAML, or uses what the module docstring refuses.  Duplicate and odd keys do
-        not
-        raise: they are noted in the source.
-    """
-    source = Source() if source is None else source
-    loader: Any = None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        raise UserError(_syntax_message(error, text, name)) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        raise UserError(
-            f"{name}:{line}:{column}: not text: got the character U+{int(error.character):04X}, "
-            "expected printable text in UTF-8"
-        ) from None
-    except (ValueError, OverflowError):  # a \U escape beyond Unicode, a directive of a thousand digits
-        raise UserError(
-            f"{name}:{loader.line + 1}:{loader.column + 1}: YAML syntax: an escape or directive that "
-            "stands for no character"
-        ) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-    source.data = None
-    if node is not None:
-        value = _Reader(source, name, where).value(node, at)
-        source.data = None if value is _SKIP else value
-    return source
-
-
-class _Reader:
-    """Turns nodes into plain values, marking each path."""
-
-    def __init__(self, source: Source, name: str, where: str | None) -> None:
-        self.source = source
-        self.name = name
-        self.fixed = where
-
-    def where(self, node: yaml.Node) -> str:
-        return self.fixed or f"{self.name}:{node.start_mark.line + 1}"
-
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def _value(self, node: yaml.Node, path: Path, place: Callable[[yaml.Mark], str]) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            self.source.marks[path] = Mark(
-                self.where(node), node.value, node.style in ("'", '"', "|", ">"), self.fixed is not None
-            )
-            return self.scalar(node, path)
-        self.source.marks[path] = Mark(self.where(node), None, False, self.fixed is not None)
-        if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, path)
-        items = [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
-        return [None if item is _SKIP else item for item in items]
-
-    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+            self.marks[path] = Mark(place(node.start_mark), node.value, quoted=node.style is not None)
+            return _scalar(node.tag.removeprefix(_PREFIX), node.value)
+        self.marks.setdefault(path, Mark(place(node.start_mark)))
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, (*path, i), place) for i, item in enumerate(node.value)]
         result: dict[str, Any] = {}
-        first: dict[str, str] = {}
         for key_node, value_node in node.value:
-            where = self.where(key_node)
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _PREFIX + "str":
-                shown = (
-                    key_node.value or "nothing"
-                    if isinstance(key_node, yaml.ScalarNode)
-                    else "a list or section"
-                )
-                self.source.report(
-                    path,
-                    "a key that is not text",
-                    where,
-                    got=shown,
-                    expected="a name",
-                    hint="put it in quotes if it is one",
-                )
-                continue
-            key = key_node.value
-            if key in first:
-                again = (
-                    "merge the two sections"
-                    if isinstance(value_node, yaml.MappingNode)
-                    else "keep one of them"
-                )
-                self.source.report(
-                    (*path, key),
-                    "stands twice",
-                    where,
-                    got=f"a second {key}; the first: {first[key]}",
-                    expected="each key once",
-                    hint=again,
-                )
-                continue
-            if not encodable(key):
-                self.source.report(
-                    path, "a key with half a character (a lone surrogate)", where, expected="text in UTF-8"
-                )
-                continue
-            first[key] = where
-            value = self.value(value_node, (*path, key))
-            if not isinstance(value_node, yaml.ScalarNode):  # a section is where its key is
-                self.source.marks[(*path, key)] = Mark(where, from_set=self.fixed is not None)
-            if value is not _SKIP:
-                result[key] = value
+            key, where, inner = key_node.value, place(key_node.start_mark), (*path, key_node.value)
+            if key_node.tag != _PREFIX + "str" or not is_plain(key):
+                got = key or "nothing" if isinstance(key_node, yaml.ScalarNode) else "a list or section"
+                self.report(path, "a key that is not text", where, got, "a name, in quotes if it is one")
+            elif key in result:
+                got = f"a second {key}; the first: {self.marks[inner].where}"
+                self.report(inner, "stands twice", where, got, "each key once", "keep one of them")
+            else:
+                if not isinstance(value_node, yaml.ScalarNode):
+                    self.marks[inner] = Mark(where)  # a section is where its key is
+                result[key] = self._value(value_node, inner, place)
         return result
 
-    def scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
-        text, tag = node.value, node.tag.removeprefix(_PREFIX)
-        if tag == "null":
-            return None
-        if tag == "bool":
-            return text.lower() == "true"
-        if tag == "str":
-            if encodable(text):
-                return text
-            return self.refuse(node, path, "half a character (a lone surrogate)", "text in UTF-8")
-        if len(text) > MAX_DIGITS:
-            return self.refuse(node, path, "a number of too many digits", f"at most {MAX_DIGITS}")
-        if tag == "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        if text.lower().lstrip("+-") in (".inf", ".nan") or not math.isfinite(float(text)):
-            return self.refuse(node, path, "not a finite number", "a finite number")
-        return float(text)
 
-    def refuse(self, node: yaml.Node, path: Path, what: str, expected: str) -> Any:
-        mark = self.source.marks[path]
-        self.source.report(path, what, mark.where, got=mark.got() or "", expected=expected)
-        return _SKIP
+def write_yaml(data: Mapping[str, Any], notes: Mapping[str, Any], path: str = "", indent: str = "") -> str:
+    """Nested plain values as YAML that `Source.read`, and readers of YAML 1.1, read back equal.
+
+    notes: dotted path -> a value to be told behind what stands there.
+    """
+    text = ""
+    for name, value in data.items():
+        place, start = f"{path}{name}", f"{indent}{_in_line(name)}:"
+        if isinstance(value, dict) and value:
+            text += f"{start}\n{write_yaml(value, notes, place + '.', indent + '  ')}"
+        elif isinstance(value, list | tuple) and value:
+            text += f"{start}\n" + "".join(f"{indent}- {_in_line(item)}\n" for item in value)
+        else:
+            text += f"{start} {_in_line(value)}{f'  # {notes[place]}' if place in notes else ''}\n"
+    return text
 
 
-def encodable(text: str) -> bool:
-    """Whether the text can be written as UTF-8 (it has no lone surrogates)."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _in_line(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_in_line(key)}: {_in_line(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_line, value))}]"
+    if isinstance(value, float):
+        return re.sub(r"^([^.]+)e", r"\1.0e", show(value))  # 1.0e-6 is a number in YAML 1.1 too
+    if isinstance(value, str) and _WORD.fullmatch(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
-def _syntax_message(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
+def _scalar(tag: str, text: str) -> Any:
+    if tag == "int":
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if tag == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    return {"null": None, "bool": text.lower() == "true"}.get(tag, text)
+
+
+def _syntax_message(error: Exception, text: str, name: str) -> str:
     """PyYAML's complaint with its line and column, the line itself and a caret."""
-    lines = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
+    if not isinstance(error, yaml.MarkedYAMLError):  # a control character, or one escaped that does not exist
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        return f"{name}:{line}: not YAML: {str(error).splitlines()[0]}"
     marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
-    # of an end: its beginning
-    mark = next((mark for mark in marks if mark.line < len(lines) and lines[mark.line].strip()), marks[-1])
-    shown = lines[mark.line].replace("\t", "\N{RIGHTWARDS ARROW}") if mark.line < len(lines) else ""
+    shown = {mark: mark.get_snippet() or "" for mark in marks}
+    mark = next((mark for mark in marks if shown[mark].strip(" ^\n")), marks[-1])  # of an end: its beginning
     problem = ", ".join(part for part in (error.context, error.problem) if part)
-    message = f"{name}:{mark.line + 1}:{mark.column + 1}: YAML syntax: {problem}"
-    if len(shown) <= 160 and shown.isprintable():
-        message += f"\n\n    {shown}\n    {' ' * mark.column}^"
-    return f"{message}\n\n{labelled('hint', SYNTAX_HINT)}"
+    place = f"{name}:{mark.line + 1}:{mark.column + 1}"
+    return f"{place}: YAML syntax: {problem}\n\n{shown[mark]}\n\n{labelled('hint', SYNTAX_HINT)}"
 
 
 def labelled(label: str, text: str) -> str:
     """One line of a message, "  label     text", wrapped."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=f"  {label:<10}",
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent("\n".join(lines), " " * 12).replace(" " * 12, f"  {label:<10}", 1)

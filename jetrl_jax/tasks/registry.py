@@ -81,7 +81,7 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
             )
     if hasattr(dataset, "verify"):
         return _checked(dataset, name)
-    rows = section if isinstance(section, RowsSection) else _rows(section, name)
+    rows = section if isinstance(section, RowsSection) else _rows(section)
     if isinstance(dataset, Mapping) and set(dataset) == {"train", "eval"}:
         return records.task_from_rows(name, dataset["train"], dataset["eval"], rows)
     if isinstance(dataset, Mapping | str | bytes) or not (
@@ -95,14 +95,14 @@ def as_task(dataset: Any, section: TaskSection, name: str = "dataset") -> Task:
     return records.task_from_rows(name, dataset, None, rows)
 
 
-def _rows(section: TaskSection, name: str) -> RowsSection:
+def _rows(section: TaskSection) -> RowsSection:
     """How to read rows that replace another kind of task: by its fields, and defaults for those it lacks."""
     shared = {
         field: getattr(section, field)
         for field in RowsSection.model_fields
         if field in type(section).model_fields
     }
-    return FunctionSection.model_validate(shared | {"kind": "function", "name": name})
+    return RowsSection.model_validate(shared | {"kind": "function"})
 
 
 def _checked(task: Any, name: str) -> Task:

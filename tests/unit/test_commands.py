@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_jax.__main__ import COMMANDS, main
-from jetrl_jax.config.shipped import shipped_configs
+from jetrl_jax.commands.config import shipped_configs
 from jetrl_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from jetrl_jax.config.learning import BatchSection
 from jetrl_jax.config.load import config_from_dict, dump_config, load_config, override_config
 from jetrl_jax.config.run_config import RunConfig
-from jetrl_jax.config.schema import FieldType, all_fields, type_of
+from jetrl_jax.config.schema import ROOT, Place, all_fields
 from jetrl_jax.config.task import RewardSection
-from jetrl_jax.config.types import Section
 from jetrl_jax.errors import UserError
 from jetrl_jax.record.run_directory import flatten
 
@@ -321,11 +320,11 @@ VALUES = {
     "algorithm.dual_clip": st.floats(1.01, 10.0),
     "precision.loss_scale.initial": st.floats(1.01, 10.0),
     "rollout.engine.gpu_memory_utilization": st.floats(0.01, 0.89),
-    "int": st.integers(2, 200),
-    "float": st.floats(1e-300, 0.99) | st.sampled_from([1e-6, 3e-5, 0.1, 0.5]),
-    "bool": st.booleans(),
-    "text": st.text(min_size=1, max_size=12) | st.sampled_from([text for text in HOSTILE if text]),
-    "options": st.dictionaries(st.text(max_size=5), plain, max_size=3),
+    "integer": st.integers(2, 200),
+    "number": st.floats(1e-300, 0.99) | st.sampled_from([1e-6, 3e-5, 0.1, 0.5]),
+    "boolean": st.booleans(),
+    "string": st.text(min_size=1, max_size=12) | st.sampled_from([text for text in HOSTILE if text]),
+    "object": st.dictionaries(st.text(max_size=5), plain, max_size=3),
 }
 
 
@@ -335,29 +334,27 @@ def configs(draw: st.DrawFn) -> RunConfig:
     out again.
     """
 
-    def section(owner: type[Section], prefix: str) -> dict[str, Any]:
+    def section(place: Place, path: str) -> dict[str, Any]:
+        kind = draw(st.sampled_from([*place.kinds]))
+        fields = {name: place.field(name, kind) for name in place.kinds[kind]["properties"]}
         return {
-            name: value(type_of(owner, name), prefix + name)
-            for name, info in owner.model_fields.items()
-            if info.is_required() or draw(st.integers(0, 3)) == 0
+            name: kind if name == place.tag else value(field, f"{path}{name}")
+            for name, field in fields.items()
+            if name == place.tag or field.default == "required" or draw(st.integers(0, 3)) == 0
         }
 
-    def value(kind: FieldType, path: str) -> Any:
-        if kind.kind == "section":
-            label, owner = draw(st.sampled_from(kind.variants))
-            return section(owner, path + ".") | ({kind.tag: label} if kind.tag else {})
-        if kind.kind == "list":
-            return [section(kind.sections[0], path + ".0.") for _ in range(draw(st.integers(1, 2)))]
-        values = (
-            VALUES[path]
-            if path in VALUES
-            else st.sampled_from(kind.choices)
-            if kind.kind == "choice"
-            else VALUES[kind.kind]
-        )
-        return draw(st.none() | values if kind.optional else values)
+    def value(place: Place, path: str) -> Any:
+        if place.kinds:
+            return section(place, f"{path}.")
+        if place.type == "array":
+            return [
+                section(Place(place.takes["items"]), f"{path}.0.") for _ in range(draw(st.integers(1, 2)))
+            ]
+        choices = st.sampled_from(place.choices) if place.choices else VALUES[place.type]
+        values = VALUES.get(path, choices)
+        return draw(st.none() | values if place.optional else values)
 
-    data = section(RunConfig, "")
+    data = section(Place(ROOT), "")
     while True:
         try:
             return config_from_dict(data)
@@ -417,7 +414,7 @@ documents = st.text(max_size=60) | st.lists(PIECES, max_size=12).map("".join) | 
     overrides=st.lists(
         st.text(max_size=12)
         | st.tuples(
-            st.sampled_from([path.replace("N", "0") for path, _ in all_fields()]),
+            st.sampled_from([path.replace("N", "0") for path, _, _ in all_fields()]),
             st.text(max_size=8) | st.sampled_from(HOSTILE),
         ).map("=".join),
         max_size=2,
@@ -442,7 +439,7 @@ def test_arbitrary_text_ends_in_a_config_or_in_one_message(
     data=st.dictionaries(
         st.sampled_from([*RunConfig.model_fields, "x"]),
         st.dictionaries(
-            st.sampled_from([*sorted({path.split(".")[-1] for path, _ in all_fields()}), "0"]),
+            st.sampled_from([*sorted({path.split(".")[-1] for path, _, _ in all_fields()}), "0"]),
             plain,
             max_size=3,
         )

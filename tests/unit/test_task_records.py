@@ -385,8 +385,6 @@ def test_function_tasks(module):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("user_tasks", "expected module:function"),
-        ("user_tasks:", "expected module:function"),
         ("user_tasks:no", "has no 'no'"),
         ("user_broken:f", "cannot import 'user_broken': ModuleNotFoundError"),
         ("no_such_module:f", "cannot import"),
