@@ -12,7 +12,7 @@ after block:
 
     out[m, n] = sum_kb (sum_{k in kb} A[m, k] B[n, k]) * sa[m, kb] * sb[n, kb]
 
-A linear layer y = x Wᵀ has three products, and each contracts another axis, so the blocks differ:
+A linear layer y = x Wᵀ has three products, each of which contracts another axis, so their blocks differ:
 
     site    product      left operand             right operand                         contracted over
     fprop   y = x Wᵀ     x   [M, K] (1, 128)      W [N, K] (128, 128)                   K, input features
@@ -24,12 +24,11 @@ dgrad.
 
     x8 = quantize(x, (1, 128));  w8 = quantize(w, (128, 128));  y = fprop(x8, w8)        # y: bfloat16 [M, N]
 
-What stays in BF16 or FP16 has a product, too, whose bits do not depend on the rows beside a row:
-`dense_matmul`.
+`dense_matmul` is a product for BF16 and FP16 matrices in which the bits of a row do not depend on other rows.
 
-Everything rounds in one defined way (`formats`), so that a trainer, a rollout engine and an exported
-checkpoint can hold the same bits. This package imports jax, jaxtyping and numpy only and knows nothing of
-models or of reinforcement learning.
+All rounding is defined in `formats`, so that a trainer, a rollout engine and an exported checkpoint can hold
+the same bits. This package imports only jax, jaxtyping and numpy, and is independent of models and
+reinforcement learning.
 """
 
 from pallas_kernels.dense import dense_matmul

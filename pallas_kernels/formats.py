@@ -1,4 +1,4 @@
-"""The FP8 format and its rounding: the only place that spells its numbers.
+"""The FP8 format and its rounding; its numbers are defined only here.
 
 `float8_e4m3fn` has 1 sign, 4 exponent and 3 mantissa bits, no infinity and one NaN: largest value 448,
 smallest normal 2**-6, smallest subnormal 2**-9. A block of values shares one FP32 scale:
@@ -7,21 +7,21 @@ smallest normal 2**-6, smallest subnormal 2**-9. A block of values shares one FP
     scale = 2 ** ceil(log2(max(amax(block) / E4M3_MAX, AMAX_FLOOR)))     (scale_format "power_of_two")
     code  = cast(clip(x / scale, -E4M3_MAX, E4M3_MAX))
 
-all in FP32 with IEEE division and round to nearest, ties to even. `code * scale` gives the value back. The
-first formula is that of vLLM's CUDA operation `per_token_group_quant_fp8`; the floor keeps a zero block's
-scale positive. In the second one the power is exact (found from the bits of the ratio, not through a rounded
+all in FP32 with IEEE division and rounding to nearest, ties to even. The value is `code * scale`. The first
+formula is that of vLLM's CUDA operation `per_token_group_quant_fp8`; the floor keeps a zero block's scale
+positive. In the second formula the power is exact (found from the bits of the ratio, not by a rounded
 `log2`).
 
-Division. XLA rewrites `a / b` with a constant or broadcast `b` into `a * (1 / b)`, which is one unit in the
-last place off for about half of all values, and such a value can flip a code. Everything here divides in
-float64 and rounds once to FP32. That equals IEEE FP32 division even where XLA rewrites the float64 division:
-for 24-bit significands the exact quotient is never a midpoint of two normal FP32 numbers and stays at a
-relative distance of more than 2**-49 from every one, while a float64 reciprocal and product are off by at
-most about 2**-52. So `encode` multiplies by a float64
-reciprocal on purpose: one division per block instead of one per value, same bits.
-(tests/kernels/test_formats.py shows it bit for bit against numpy: jitted, fused, under vmap and scan.)
+Division. XLA rewrites `a / b` with a constant or broadcast `b` into `a * (1 / b)`, which is off by one unit
+in the last place for about half of all values, and can flip a code. Everything here divides in float64 and
+rounds once to FP32. That equals IEEE FP32 division even if XLA rewrites the float64 division: for 24-bit
+significands the exact quotient is never a midpoint of two normal FP32 numbers, and its relative distance from
+every midpoint is more than 2**-49, while a float64 reciprocal and product are off by at most about 2**-52. So
+`encode` deliberately multiplies by a float64 reciprocal, which gives the same bits with one division per
+block instead of one per value. (tests/kernels/test_formats.py compares bit for bit with numpy: jitted, fused,
+under vmap and scan.)
 
-Non-finite values make their block's scale non-finite (`compute_scale`), which is what `quantize` shows;
+Non-finite values make their block's scale non-finite (`compute_scale`), so that `quantize` shows them;
 `encode` by itself clips an infinity under a finite scale.
 """
 
@@ -62,7 +62,7 @@ _SUBNORMAL_SHIFT = E4M3_MIN_SUBNORMAL * 2.0**23
 
 
 def to_float64(x: Shaped[Array, "*S"]) -> Float64[Array, "*S"]:
-    """`x` as float64, whatever the global x64 flag. Inside jit only as an intermediate."""
+    """`x` as float64, whatever the global x64 flag; inside jit only as an intermediate."""
     with jax.enable_x64(True):
         return lax.convert_element_type(x, jnp.float64)
 
@@ -70,9 +70,9 @@ def to_float64(x: Shaped[Array, "*S"]) -> Float64[Array, "*S"]:
 def round_to_float32(x: Float64[Array, "*S"]) -> Float32[Array, "*S"]:
     """Rounds float64 to FP32, to nearest even, so that XLA cannot drop the rounding.
 
-    A plain convert may be deleted where the result is widened again (`xla_allow_excess_precision`, on by
-    default), so the 29 bits that FP32 lacks are rounded away first, on the integer side. Infinities and NaN
-    stay; a result below the smallest normal FP32 number may be rounded twice or flushed to zero.
+    A plain convert may be deleted if the result is widened again (`xla_allow_excess_precision`, on by
+    default), so the 29 bits that FP32 lacks are first rounded away by integer operations. Infinities and NaN
+    are kept; a result below the smallest normal FP32 number may be rounded twice or flushed to zero.
     """
     with jax.enable_x64(True):
         bits = lax.bitcast_convert_type(x, jnp.uint64)
@@ -82,9 +82,9 @@ def round_to_float32(x: Float64[Array, "*S"]) -> Float32[Array, "*S"]:
 
 
 def round_output(accumulator: Float32[Array, "*S"], out_dtype: Any) -> Float[Array, "*S"]:
-    """FP32 to `out_dtype`. `reduce_precision` forbids XLA to drop a rounding to BF16 that is widened again.
+    """FP32 to `out_dtype`; `reduce_precision` keeps XLA from dropping a BF16 rounding that is widened again.
 
-    A precaution: jax 0.10.2 and 0.12.0 on CPU keep this one without it, but drop others of the same form.
+    This is a precaution: jax 0.10.2 and 0.12.0 on CPU keep this rounding anyway, but drop similar ones.
     """
     if out_dtype == jnp.bfloat16:
         accumulator = lax.reduce_precision(accumulator, exponent_bits=8, mantissa_bits=7)
@@ -92,22 +92,19 @@ def round_output(accumulator: Float32[Array, "*S"], out_dtype: Any) -> Float[Arr
 
 
 def add_finished(accumulator: Float32[Array, "*S"], product: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
-    """accumulator + product: one addition to the product as it was rounded,
-    which XLA cannot make a multiply-add.
-    """
+    """accumulator + product, added to the rounded product so that XLA cannot fuse a multiply-add."""
     return accumulator + round_to_float32(to_float64(product))
 
 
 def divide(a: jax.Array | float, b: jax.Array | float) -> Float32[Array, ...]:
-    """IEEE FP32 quotient of two FP32 numbers or arrays (broadcast), immune to XLA's rewrite into a
-    reciprocal.
+    """The IEEE FP32 quotient of two numbers or arrays (broadcast), in spite of XLA's rewrite to a reciprocal.
 
     Args:
       a: dividend, any float type exact in FP32.
       b: divisor, the same.
     Returns:
-      The quotient, round to nearest even, for every normal quotient; a subnormal one becomes zero.
-      Division by zero, infinities and NaN follow IEEE. Not meant to be differentiated.
+      The quotient rounded to nearest even if it is normal; a subnormal one becomes zero. Division by zero,
+      infinities and NaN follow IEEE. Not meant to be differentiated.
     """
     a = jnp.asarray(a, jnp.float32)
     b = jnp.asarray(b, jnp.float32)
@@ -116,13 +113,13 @@ def divide(a: jax.Array | float, b: jax.Array | float) -> Float32[Array, ...]:
 
 
 def compute_scale(amax: Float[Array, "*S"], scale_format: str = "float32") -> Float32[Array, "*S"]:
-    """FP32 scale of blocks with the largest magnitude `amax`.
+    """The FP32 scale of blocks with the largest magnitude `amax`.
 
     Args:
-      amax: non-negative, non-finite where the block holds a non-finite value.
+      amax: non-negative; non-finite if the block contains a non-finite value.
       scale_format: "float32" or "power_of_two" (rounded up before any value is divided by it).
     Returns:
-      Positive where `amax` is finite, non-finite where it is not.
+      Positive if `amax` is finite, else non-finite.
     Raises:
       ValueError: unknown `scale_format`.
     """
@@ -143,11 +140,10 @@ def encode(x: Float[Array, "*S"], scale: Float32[Array, "*#S"]) -> Float8e4m3fn[
       x: float32, bfloat16 or float16.
       scale: positive, from `compute_scale`.
     Returns:
-      `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity /
-      infinity, stays NaN. A quotient outside -448 .. 448 is clipped, and the code does not show it:
-      encode(inf, 1.0) is 448. `compute_scale` of the values' own amax excludes that: no finite value is then
-      clipped by more than a rounding, and an infinite one has an infinite scale, which `nonfinite_blocks`
-      counts.
+      The codes. `x / scale` is the IEEE FP32 quotient; a NaN, such as infinity / infinity, stays NaN. A
+      quotient outside -448 .. 448 is clipped, which the code does not show: encode(inf, 1.0) is 448. With
+      `compute_scale` of the values' own amax this cannot happen: no finite value is clipped by more than a
+      rounding, and an infinite one has an infinite scale, which `nonfinite_blocks` counts.
     """
     with jax.enable_x64(True):
         reciprocal = 1.0 / to_float64(scale)
@@ -156,16 +152,15 @@ def encode(x: Float[Array, "*S"], scale: Float32[Array, "*#S"]) -> Float8e4m3fn[
 
 
 def round_to_e4m3(x: Float32[Array, "*S"]) -> Float8e4m3fn[Array, "*S"]:
-    """FP32 to float8_e4m3fn, round to nearest even, for |x| <= 448; any other value, NaN among them, becomes
-    NaN.
+    """FP32 to float8_e4m3fn, rounded to nearest even, for |x| <= 448; all other values become NaN.
 
-    Written on the bits because XLA's own cast takes three times as long on CPU; the codes are the same
+    It works on the bits, because XLA's own cast takes three times as long on CPU; the codes are the same
     (tests/kernels/test_formats.py).
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = (bits >> 24) & jnp.uint32(0x80)
     magnitude = bits & jnp.uint32(0x7FFFFFFF)
-    # Normal codes: round the 20 mantissa bits that go, then move the exponent's bias from 127 to 7.
+    # Normal codes: round away the 20 lower mantissa bits, then change the exponent's bias from 127 to 7.
     normal = ((magnitude + jnp.uint32(0x7FFFF) + ((magnitude >> 20) & jnp.uint32(1))) >> 20) - jnp.uint32(
         (127 - 7) << 3
     )
@@ -178,7 +173,7 @@ def round_to_e4m3(x: Float32[Array, "*S"]) -> Float8e4m3fn[Array, "*S"]:
 
 
 def _next_power_of_two(x: jax.Array) -> jax.Array:
-    """Smallest power of two >= x for positive normal FP32 `x`; non-finite values stay."""
+    """The smallest power of two >= x for positive normal FP32 `x`; non-finite values are kept."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     bits = (bits + jnp.uint32(_FP32_MANTISSA_MASK)) & jnp.uint32(_FP32_EXPONENT_MASK)
     return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x)

@@ -1,4 +1,4 @@
-"""`ScaledArray`: FP8 codes with one FP32 scale per block, and what must hold for them.
+"""`ScaledArray`: FP8 codes with one FP32 scale per block, and their invariants.
 
 With codes `qvalue` [R, C], block shape (r, c) and scales [ceil(R / r), ceil(C / c)]
 
@@ -6,10 +6,10 @@ With codes `qvalue` [R, C], block shape (r, c) and scales [ceil(R / r), ceil(C /
 
 Invariants (`check` reports both shapes when one is broken):
   * `qvalue.dtype == float8_e4m3fn`, `scale.dtype == float32`, both two-dimensional
-  * `scale.shape == (ceil(R / r), ceil(C / c))`: edge blocks are partial, nothing is padded
+  * `scale.shape == (ceil(R / r), ceil(C / c))`: edge blocks may be partial, without padding
   * `block_shape` is static and one of (1, 128), (128, 128), (128, 1)
 
-The scale multiplies to dequantise. It is what block-FP8 checkpoints call `weight_scale_inv`.
+Multiplying by the scale dequantises. Block-FP8 checkpoints call it `weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1))
 
 
 def grid_shape(shape: tuple[int, ...], block_shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scales of an array of `shape` [R, C]: (ceil(R / r), ceil(C / c))."""
+    """The shape of the scales of an array of `shape` [R, C]: (ceil(R / r), ceil(C / c))."""
     rows, columns = shape
     return -(-rows // block_shape[0]), -(-columns // block_shape[1])
 
@@ -39,8 +39,7 @@ def grid_shape(shape: tuple[int, ...], block_shape: tuple[int, int]) -> tuple[in
 class ScaledArray:
     """Codes, scales and block shape of one two-dimensional array.
 
-    The plain constructor checks nothing, so that tree operations may put anything into the leaves; `create`
-    checks.
+    The constructor checks nothing, so that tree operations may put anything into the leaves; `create` checks.
 
     Attributes:
       qvalue: float8_e4m3fn [R, C].
@@ -61,17 +60,17 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape (R, C)."""
+        """The logical shape (R, C)."""
         return tuple(self.qvalue.shape)
 
     @property
     def dtype(self) -> Any:
-        """Of the codes. With `shape` it lets signatures name axes: `Float8e4m3fn[ScaledArray, "R C"]`."""
+        """The dtype of the codes, so that signatures can name axes: `Float8e4m3fn[ScaledArray, "R C"]`."""
         return self.qvalue.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
+        """The number of bytes of codes and scales."""
         return int(self.qvalue.size) + 4 * int(self.scale.size)
 
     def check(self) -> ScaledArray:
@@ -98,26 +97,24 @@ class ScaledArray:
         return self
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "R C"]:
-        """Values in `dtype`: the product code * scale rounded to FP32, then to `dtype`."""
+        """The values: code * scale rounded to FP32, then to `dtype`."""
         return _dequantize(self.qvalue, self.scale, self.block_shape, jnp.dtype(dtype))
 
     def transpose(self) -> ScaledArray:
-        """The transposed array, exactly: codes and scales transposed, block shape swapped.
-        Nothing is requantised.
-        """
+        """The exact transpose: codes and scales transposed, block shape swapped, nothing requantised."""
         return ScaledArray(self.qvalue.T, self.scale.T, (self.block_shape[1], self.block_shape[0]))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _dequantize(qvalue: jax.Array, scale: jax.Array, block_shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """Values [R, C] of codes and scales."""
+    """The values [R, C] of codes and scales."""
     return (qvalue.astype(jnp.float32) * expand_scale(scale, qvalue.shape, block_shape)).astype(dtype)
 
 
 def expand_scale(
     scale: Float32[Array, "I J"], shape: tuple[int, ...], block_shape: tuple[int, int]
 ) -> Float32[Array, "R C"]:
-    """Scales [ceil(R / r), ceil(C / c)] repeated to one per value, `shape` (R, C)."""
+    """Scales [ceil(R / r), ceil(C / c)], repeated to one per value of `shape` (R, C)."""
     for axis, edge in enumerate(block_shape):
         if edge > 1:
             scale = jnp.repeat(scale, edge, axis=axis)

@@ -1,6 +1,4 @@
-"""Batch-invariant products of BF16 or FP16 matrices: see `api` for use, `reference` for the definition,
-`mosaic` for Hopper.
-"""
+"""Batch-invariant products of BF16 or FP16: `api` to call, `reference` defines, `mosaic` for Hopper."""
 
 from pallas_kernels.dense.api import dense_matmul
 

@@ -1,23 +1,21 @@
-"""The product of a linear layer on unquantised operands: x Wᵀ in BF16 or FP16 with FP32 sums,
-batch-invariant.
+"""The batch-invariant product x Wᵀ of a linear layer in BF16 or FP16, with FP32 sums.
 
     out[m, n] = sum over k of x[m, k] w[n, k]        products exact, sums FP32, rounded once to `out_dtype`
 
-cuBLAS takes another algorithm for one row than for thousands, and with it another order of sums: a token's
-logprob in decode and in training would differ in its last bits. Here one element's bits depend on its row of
-x and of W alone:
+cuBLAS uses another algorithm, and another order of sums, for one row than for thousands, so that a token's
+logprob would differ in its last bits between decode and training. Here the bits of an element depend only on
+its rows of x and W:
 
     xla               the definition (`reference`): summed in float64, rounded once to FP32. Another order of
-                      the float64 sums changes an FP32 result only where it is within some 1e-15 of a tie
-    xla_fast          XLA's own product with FP32 sums: their order may depend on every size
+                      the float64 sums changes an FP32 result only if it is within some 1e-15 of a tie
+    xla_fast          XLA's own product with FP32 sums, whose order may depend on every size
     mosaic_gpu        one kernel with one tile and one order of K for every M, N and K (`mosaic`), on Hopper's
                       tensor cores
     mosaic_interpret  the same kernel on a CPU, with race detection, for tests
-    auto              mosaic_gpu where it can run, else xla
+    auto              mosaic_gpu if it can run, else xla
 
-The kernel takes every size: K in multiples of 64, M of 8 and N of 16 need no copy, others are filled up with
-  zeros, exactly.
-Not meant to be differentiated: it is called from custom differentiation rules.
+The kernel takes every size. K in multiples of 64, M of 8 and N of 16 need no copy; other sizes are padded
+with zeros, exactly. The product is not meant to be differentiated; custom differentiation rules call it.
 """
 
 from __future__ import annotations
@@ -52,17 +50,17 @@ def dense_matmul(
       out_dtype: float32, bfloat16 or float16, rounded once from the FP32 sum.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      Against float64 within the roundings of FP32 sums, and rows and columns the same
-      bits whatever stands beside them, `xla_fast` apart (tests/kernels/test_dense.py).
+      The product, within the roundings of FP32 sums of the float64 one. Except in `xla_fast`, the bits of an
+      element do not depend on other rows and columns (tests/kernels/test_dense.py).
     Raises:
-      ValueError: shapes, dtypes or names do not fit; the message carries both shapes.
-      NotImplementedError: a kernel asked for by name cannot run here; the message says why.
+      ValueError: shapes, dtypes or names do not fit; the message has both shapes.
+      NotImplementedError: a kernel requested by name cannot run here; the message has the reason.
     """
     _check(x, w, out_dtype, implementation)
     problem = "an operand is empty" if 0 in x.shape + w.shape else None
     name = resolve("dense_matmul", implementation, IMPLEMENTATIONS, problem).name
     if name.startswith("mosaic"):
-        # here, because Pallas for GPUs is not there on every platform
+        # not every platform has Pallas for GPUs
         from pallas_kernels.dense import mosaic
 
         return mosaic.dense_matmul(x, w, jnp.dtype(out_dtype), name == "mosaic_interpret")

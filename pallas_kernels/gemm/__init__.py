@@ -1,6 +1,4 @@
-"""Block-scaled FP8 matrix products: see `api` for use, `reference` for the definition,
-`mosaic` for Hopper.
-"""
+"""Block-scaled FP8 matrix products: `api` to call, `reference` as the definition, `mosaic` for Hopper."""
 
 from pallas_kernels.gemm.api import dgrad, fprop, matmul, wgrad
 

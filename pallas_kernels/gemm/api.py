@@ -2,29 +2,31 @@
 
     out[m, n] = sum over blocks kb of 128, ascending:  (sum_{k in kb} A[m, k] B[n, k]) * sa[m, kb] * sb[n, kb]
 
-with an FP32 accumulator. Two orders of the scale products exist in the field, `promotion_order`:
+with an FP32 accumulator. `promotion_order` selects one of the two common orders of the scale products:
   "deepgemm": acc = fma(dot, sa * sb, acc)      (DeepGEMM and cuBLASLt blockwise on Hopper)
   "triton":   acc = fma(dot * sa, sb, acc)      (vLLM's Triton kernel)
-`implementation` says how the inner dot of 128 is formed, and on what:
+`implementation` selects how and where the inner dot of 128 is computed:
   "xla":               exactly (float64), rounded once to FP32: the definition; a row of the result does not
-                       depend on the others
-  "xla_fast":          BF16 operands into an FP32 dot, plain FP32 promotion: quicker on CPU, may differ in the
+                       depend on other rows
+  "xla_fast":          an FP32 dot of BF16 operands, plain FP32 promotion: quicker on CPU, may differ in the
                        last bits and between batch sizes
   "mosaic_gpu":        Hopper's FP8 tensor cores (`mosaic`): FP32 sums of the hardware's precision,
                        row-invariant
   "mosaic_interpret":  the same kernel interpreted on a CPU, with race detection
-  "triton":            vLLM's own kernel through jax_triton (`vllm_triton`), in its order alone: for
-                       comparison, by name only
-  "auto":              "mosaic_gpu" where it can run, else "xla"; ask `implementations.resolve` which
-The Pallas kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; others
-are filled up with zeros and cut, exactly. They read both operands along the contraction. FProp's lie so;
-DGrad's W and both of WGrad's are turned by XLA on every call, a read and a write of the codes. Whoever holds
-turned copies already (of weights that serve many microbatches, or from a quantiser that writes both ways)
-calls `matmul` with them instead. Weights keep the [out, in] layout; the (128, 128) block transposes exactly,
-so DGrad needs no second quantisation. With `accumulator` the finished product is added to it by one FP32
-addition (as DeepGEMM's += does); the Pallas kernels do so on their way out, in the accumulator's buffer where
-XLA may take it. None of these functions is meant to be differentiated: they are called from custom
-differentiation rules.
+  "triton":            vLLM's own kernel through jax_triton (`vllm_triton`), only in its order and only by
+                       name, for comparison
+  "auto":              "mosaic_gpu" if it can run, else "xla"; `implementations.resolve` tells which
+
+The Pallas kernels take every size. K and N in multiples of 128 and M in multiples of 8 need no copy; other
+sizes are padded with zeros and cut, exactly. The kernels read both operands along the contraction. FProp's
+operands have that layout. XLA transposes DGrad's W and both operands of WGrad on every call (a read and a
+write of the codes). Callers with transposed copies (of weights for many microbatches, or from a quantiser
+that writes both layouts) can call `matmul` instead. Weights keep the [out, in] layout; the (128, 128) block
+transposes exactly, so DGrad needs no second quantisation.
+
+With `accumulator` the finished product is added to it by one FP32 addition (like DeepGEMM's +=). The Pallas
+kernels add when they store, in the accumulator's buffer if XLA may reuse it. These functions are not meant to
+be differentiated; custom differentiation rules call them.
 """
 
 from __future__ import annotations
@@ -53,8 +55,7 @@ def matmul(
     implementation: str = "xla",
     accumulator: Float32[Array, "M N"] | None = None,
 ) -> Float[Array, "M N"]:
-    """A Bᵀ, the product behind the other three: both operands with the contraction last, scales in blocks of
-    128 along it.
+    """A Bᵀ, on which the other three products build; both operands have the contraction last.
 
     Args:
       a: block shape (1, 128).
@@ -62,12 +63,12 @@ def matmul(
       out_dtype: bfloat16, float16 or float32, rounded once from the FP32 accumulator.
       promotion_order: "deepgemm" or "triton".
       implementation: one of `IMPLEMENTATIONS`.
-      accumulator: the product is added to it; `out_dtype` must be float32 then.
+      accumulator: the product is added to it; requires `out_dtype` float32.
     Returns:
       In `out_dtype`. "xla" is bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_gemm.py).
     Raises:
-      ValueError: shapes, dtypes, block shapes or names do not fit; the message carries both shapes.
-      NotImplementedError: a kernel asked for by name cannot run here; the message says why.
+      ValueError: shapes, dtypes, block shapes or names do not fit; the message has both shapes.
+      NotImplementedError: a kernel requested by name cannot run here; the message has the reason.
     """
     _check(
         "matmul",
@@ -122,7 +123,7 @@ def dgrad(
     promotion_order: str = "deepgemm",
     implementation: str = "xla",
 ) -> Float[Array, "M K"]:
-    """dx = dy W, with the codes that `fprop` used, transposed.
+    """dx = dy W, with the transposed codes of `fprop`.
 
     Args:
       dy: block shape (1, 128).
@@ -181,9 +182,7 @@ def _run(
     implementation: str,
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """A Bᵀ, added to the accumulator if there is one, by the implementation that was asked for,
-    or an error that says why it cannot run.
-    """
+    """A Bᵀ, added to the accumulator if given, by the named implementation; raises if it cannot run."""
     problem = "an operand is empty" if 0 in a.shape + b.shape else None
     if implementation == "triton":
         problem = problem or vllm_triton.call_problem(a, b, promotion_order)
@@ -192,7 +191,7 @@ def _run(
     if accumulator is not None:
         _check_accumulator(function, accumulator, (a.shape[0], b.shape[0]), dtype)
     if name.startswith("mosaic"):
-        from pallas_kernels.gemm import mosaic  # here, because Pallas for GPUs is not there on every platform
+        from pallas_kernels.gemm import mosaic  # not every platform has Pallas for GPUs
 
         return mosaic.matmul(
             a, b, dtype, promotion_order, name == "mosaic_interpret", accumulator=accumulator

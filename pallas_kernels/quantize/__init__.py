@@ -1,7 +1,6 @@
-"""Quantisation into FP8 codes with one scale per block, alone (`api`) and fused with what stands before it
-(`fused`).
+"""Quantisation into FP8 codes with one scale per block, by itself (`api`) or fused (`fused`).
 
-`reference` is the definition, `mosaic`, `mosaic_norm` and `mosaic_requantize` are the kernels for Hopper.
+`reference` is the definition; `mosaic`, `mosaic_norm` and `mosaic_requantize` are the kernels for Hopper.
 """
 
 from pallas_kernels.quantize.api import (

@@ -1,4 +1,4 @@
-"""Public quantisers: each checks its arguments and calls the implementation that the caller named.
+"""The public quantisers, which check their arguments and call the named implementation.
 
     scale[I, J] = compute_scale(max |x| over block (I, J))        code = encode(x, scale)
 
@@ -8,11 +8,11 @@ Source of the formula and of every number: `pallas_kernels.formats`. Every imple
     mosaic_gpu         one kernel that reads the matrix once (`mosaic`); bfloat16 and float16, second
                        dimension a multiple of 128
     mosaic_interpret   the same kernel on a CPU, for tests
-    auto               mosaic_gpu where it can run, else xla; `choose` says which and why
+    auto               mosaic_gpu if it can run, else xla; `choose` tells which, and why
 
-The kernels write what is contracted over last: the codes of blocks along tokens (128, 1) lie transposed in
-memory, scales of rows lie as [C / 128, R]. The arrays returned have the logical axes all the same, so that
-inside `jit` a GEMM that transposes them back reads the kernel's arrays as they are.
+The kernels write the contracted axis last: codes in blocks along tokens (128, 1) are transposed in memory,
+and scales of rows are [C / 128, R]. The returned arrays still have logical axes, so that inside `jit` a GEMM
+that transposes them back reads the kernel's arrays unchanged.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def quantize(
       scale_format: "float32" or "power_of_two".
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      A block of zeros has codes 0 and a positive scale. A block with a NaN or an infinity has a non-finite
-      scale (count: `nonfinite_blocks`) and poisons every product that reads it. Bit-exact against
-      tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py, tests/kernels/test_quantize_kernels.py);
-      the sign of a NaN code is not defined.
+      Codes and scales. A block of zeros has codes 0 and a positive scale. A block with a NaN or an infinity
+      has a non-finite scale (counted by `nonfinite_blocks`), which makes every product of it non-finite.
+      Bit-exact against tests/oracles/fp8_oracle.py (tests/kernels/test_quantize.py,
+      tests/kernels/test_quantize_kernels.py); the sign of a NaN code is not defined.
     Raises:
       ValueError: shape, dtype, block shape, scale format or implementation is not one of the above.
-      NotImplementedError: the implementation named cannot run here or cannot take `x`; the message says why.
+      NotImplementedError: the named implementation cannot run here or cannot take `x`; the message has the
+        reason.
     """
     block_shape = (block_shape[0], block_shape[1])
     unknown = (
@@ -78,7 +79,7 @@ def quantize_dual(
     scale_format: str = "float32",
     implementation: str = "xla",
 ) -> tuple[Float8e4m3fn[ScaledArray, "R C"], Float8e4m3fn[ScaledArray, "R C"]]:
-    """`x` quantised for FProp or DGrad and for WGrad from one read.
+    """`x` quantised for FProp or DGrad and also for WGrad, from one read.
 
     Args:
       x: float32, bfloat16 or float16, neither dimension zero.
@@ -130,15 +131,14 @@ def quantize_weight(
 def requantize(
     array: Float8e4m3fn[ScaledArray, "R C"], *, scale_format: str = "float32", implementation: str = "xla"
 ) -> Float8e4m3fn[ScaledArray, "R C"]:
-    """The values of an `array` in blocks of (1, 128), quantised again in blocks of (128, 1) along
-    tokens.
+    """The values of an `array` in blocks of (1, 128), quantised again in blocks of (128, 1) along tokens.
 
     Args:
-      array: what the forward multiplied and saved.
-      scale_format, implementation: as in `quantize`; the kernel (`mosaic_requantize`) writes no value
-        between.
+      array: the codes that the forward multiplied and saved.
+      scale_format, implementation: as in `quantize`; the kernel (`mosaic_requantize`) does not write the
+        dequantised values.
     Returns:
-      quantize(array.dequantize(float32), (128, 1)): a second rounding to FP8, of values that have had one.
+      quantize(array.dequantize(float32), (128, 1)), which rounds to FP8 a second time.
     Raises:
       ValueError: `array` has other blocks; and as `quantize`.
       NotImplementedError: as `quantize`.
@@ -166,21 +166,19 @@ def requantize(
 
 
 def choose(x: jax.Array, implementation: str = "auto") -> Choice:
-    """What a quantiser called with `x` and `implementation` runs, and why. Raises as `quantize`."""
+    """The implementation that a quantiser uses for `x`, with the reason; raises as `quantize`."""
     return _choose("choose", x, implementation)
 
 
 def nonfinite_blocks(array: ScaledArray) -> Int32[Array, ""]:
-    """Number of blocks whose scale is not finite, i.e. that held a NaN or an infinity."""
+    """The number of blocks with a non-finite scale, i.e. that contained a NaN or an infinity."""
     return jnp.sum(~jnp.isfinite(array.scale), dtype=jnp.int32)
 
 
 def _run_kernel(
     x: jax.Array, straight: str | None, transposed: str | None, scale_format: str, name: str
 ) -> tuple[ScaledArray, ScaledArray]:
-    """The kernel's arrays with logical axes [R, C]; of the two ScaledArrays those that the plan leaves out
-    hold None.
-    """
+    """The kernel's arrays with logical axes [R, C]; a ScaledArray that is not in the plan holds None."""
     from pallas_kernels.quantize import mosaic  # not on every platform
 
     plan = mosaic.Plan(straight, transposed)
@@ -188,9 +186,7 @@ def _run_kernel(
 
 
 def kernel_problem(x: Any, argument: str = "x") -> str | None:
-    """Why the kernel cannot take `x` (an array or its shape and dtype), None where it can;
-    the device is not asked.
-    """
+    """Why the kernel cannot take `x` (an array, or its shape and dtype) on any device; None if it can."""
     if x.shape[1] % BLOCK:
         return (
             f"{argument}.shape is {tuple(x.shape)}, expected a second dimension that is a multiple of {BLOCK}"
@@ -201,7 +197,7 @@ def kernel_problem(x: Any, argument: str = "x") -> str | None:
 
 
 def requantize_problem(array: Any) -> str | None:
-    """Why the kernel of `requantize` cannot take `array`, None where it can; the device is not asked."""
+    """Why the kernel of `requantize` cannot take `array` on any device; None if it can."""
     columns = array.shape[1]
     return (
         f"array.shape is {tuple(array.shape)}, expected a second dimension that is a multiple of {BLOCK}"
@@ -211,21 +207,19 @@ def requantize_problem(array: Any) -> str | None:
 
 
 def _choose(function: str, x: jax.Array, implementation: str, argument: str = "x") -> Choice:
-    """`resolve` with what stands against the kernel taking `x`."""
+    """`resolve`, with the kernel's problem with `x`, if any."""
     return resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(x, argument))
 
 
 def _unknown_block(argument: str, value: tuple[int, int], allowed: tuple[tuple[int, int], ...]) -> str:
-    """The problem with a block shape."""
+    """The message for an unknown block shape."""
     return f"unknown block shape: got {argument}={value}, expected one of {allowed}"
 
 
 def _check(
     function: str, x: Any, scale_format: str, implementation: str, problems: list[str], argument: str = "x"
 ) -> None:
-    """Raises one ValueError that lists `problems` and everything wrong with the arguments that quantisers
-    share.
-    """
+    """Raises one ValueError listing `problems` and those of the arguments that all quantisers share."""
     problems = list(problems)
     if x.ndim != 2 or 0 in x.shape:
         problems.append(

@@ -1,27 +1,26 @@
-"""A decoder's operations fused with the quantiser that follows them: the same bits as the two in turn, one
-trip to memory.
+"""A decoder's operations fused with the quantiser that follows: the same bits with one trip to memory.
 
     silu_multiply_quantize   quantize(bf16(bf16(SiLU(gate)) * up))
     rms_norm_quantize        quantize(RMSNorm(x) or RMSNorm(x + residual))
 
-The rounding points are those of the engine that is mirrored, by `engine_variant`:
+The rounding points are those of the mirrored engine, by `engine_variant`:
 
     native   y = bf16(bf16(h * rsqrt(mean(h^2) + eps)) * w)     h = x + residual, not rounded
     cuda     y = bf16(h * rsqrt(mean(h^2) + eps) * w)           h = bf16(x + residual)
 
-Everything between two roundings is carried so far that the rounding does not depend on the order of a sum:
-the mean, the root and the product in float64, rounded to FP32 and then to BF16 ("xla", the definition). A sum
-of D float64 squares in another order differs by less than D 2**-53 of itself, at most 2**-40 for D = 8192.
-That shows only where a result lies within 2**-40 of the midpoint of two BF16 numbers, once in 2**31 values;
-and squares of BF16 numbers within a factor of 2**12 of each other add up without any rounding. So the
-kernel's own order (the 128 values of a block, then the blocks in order) is not part of the contract. vLLM's
-CUDA kernel sums in FP32, in an order of its own: a few of a million values differ from either.
+Between two roundings everything is computed with so many bits that the rounding does not depend on the order
+of a sum: the mean, the root and the product in float64, rounded to FP32 and then to BF16 ("xla", the
+definition). In another order, a sum of D float64 squares differs by less than D 2**-53 of itself, at most
+2**-40 for D = 8192. That matters only if a result is within 2**-40 of the midpoint of two BF16 numbers, once
+in 2**31 values; and squares of BF16 numbers within a factor of 2**12 of each other are added without any
+rounding. So the kernel's own order (the 128 values of a block, then the blocks in order) is not part of the
+contract. vLLM's CUDA kernel sums in FP32 in its own order, so a few of a million values differ from both.
 
-Attention is not here: its result leaves a library kernel (cuDNN, FlashAttention) that cannot be extended from
-outside, so it is rounded to BF16 and stored whatever follows. Its quantiser is `quantize` on [B T, N H],
+Attention is not fused. Its result comes from a library kernel (cuDNN, FlashAttention) that cannot be extended
+from outside, so it is rounded to BF16 and stored in any case. `quantize` then quantises it as [B T, N H],
 which is the layout that attention writes; with a head width of 128 each head is one block.
 
-BF16 only. Source of the rounding points: vLLM's eager operations on CPU and its CUDA kernels.
+Only BF16 is supported. Source of the rounding points: vLLM's eager operations on CPU and its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ from pallas_kernels.scaled_array import ScaledArray
 
 ENGINE_VARIANTS = ("native", "cuda")
 KERNEL_WIDTHS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 8192)
-"""Widths D that the RMSNorm kernel takes (`mosaic_norm.tokens_per_half`): those of Qwen3, Qwen2 and Llama
-3.
-"""
+"""Widths D of the RMSNorm kernel (`mosaic_norm.tokens_per_half`): those of Qwen3, Qwen2 and Llama 3."""
 
 
 def silu_multiply_quantize(
@@ -61,14 +58,14 @@ def silu_multiply_quantize(
       gate, up: neither dimension zero.
       token_block_shape: blocks of a second array for WGrad, (128, 1) or (128, 128); None: no second array.
       scale_format: "float32" or "power_of_two".
-      implementation: as in `quantize`; the kernel wants F to be a multiple of 128.
+      implementation: as in `quantize`; the kernel needs F to be a multiple of 128.
     Returns:
-      The array in blocks (1, 128), and the second one or None. Bit for bit the two operations in
-      turn, but for values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
+      The array in blocks (1, 128), and the second one or None. Bit for bit the two operations in turn, except
+      for values below 2**-119 times |up|, which may become zero (tests/kernels/test_fused.py).
     Raises:
       ValueError: shapes, dtypes or names do not fit.
-      NotImplementedError: the implementation named cannot run here or cannot take these shapes; the message
-        says why.
+      NotImplementedError: the named implementation cannot run here or cannot take these shapes; the message
+        has the reason.
     """
     function = "silu_multiply_quantize"
     problems = _matrix_problems({"gate": gate, "up": up}, scale_format, implementation)
@@ -114,13 +111,13 @@ def rms_norm_quantize(
       weight: float32 or bfloat16; rounded to BF16.
       residual: added to x first.
       eps: added to the mean of squares.
-      engine_variant: "native" or "cuda", see the module.
+      engine_variant: "native" or "cuda", see the module docstring.
       scale_format: "float32" or "power_of_two".
-      implementation: as in `quantize`; the kernel takes D of `KERNEL_WIDTHS`.
+      implementation: as in `quantize`; the kernel needs a D in `KERNEL_WIDTHS`.
     Returns:
-      (the array in blocks (1, 128), the new residual: bf16(x + residual), or x itself).
-      Bit for bit the operations in turn (tests/kernels/test_fused.py; the module says how far a sum's order
-      can show).
+      (the array in blocks (1, 128), the new residual: bf16(x + residual), or x itself). Bit for bit the
+      operations in turn (tests/kernels/test_fused.py; for the effect of a sum's order see the module
+      docstring).
     Raises:
       ValueError: shapes, dtypes or names do not fit.
       NotImplementedError: as `silu_multiply_quantize`.
@@ -151,9 +148,7 @@ def rms_norm_quantize(
 
 
 def norm_kernel_problem(x: Any) -> str | None:
-    """Why RMSNorm's kernel cannot take `x` (an array or its shape and dtype), None where it can;
-    the device is not asked.
-    """
+    """Why RMSNorm's kernel cannot take `x` (an array, or its shape and dtype), None if it can; any device."""
     return (
         None
         if x.shape[1] in KERNEL_WIDTHS
@@ -192,12 +187,12 @@ def _rms_norm(
 
 
 def _round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """To BF16, a rounding that XLA cannot drop."""
+    """`x` rounded to BF16 in a way that XLA cannot drop."""
     return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 def _matrix_problems(matrices: dict[str, jax.Array], scale_format: str, implementation: str) -> list[str]:
-    """Everything wrong with what the fused operations share."""
+    """The problems of the arguments that the fused operations share."""
     first = next(iter(matrices.values()))
     problems = []
     for name, x in matrices.items():
@@ -216,6 +211,6 @@ def _matrix_problems(matrices: dict[str, jax.Array], scale_format: str, implemen
 
 
 def _raise(function: str, problems: list[Any]) -> None:
-    """One ValueError with all problems, if there are any."""
+    """Raises one ValueError with all problems, if any."""
     if problems:
         raise ValueError(f"{function}: " + "; ".join(problems) + ".")
