@@ -1,13 +1,15 @@
-"""`python -m jetrl_jax plan --config C --devices 8xH100`: does a run fit, and what will it send; nothing is
-allocated.
+"""`python -m jetrl_jax plan --config C --devices 8xH100`: predicts a run's memory, work and traffic.
 
-Prints what each phase of a step needs of a device's memory, the largest microbatch and the longest completion
-that fit, and the work and traffic of a step.  `--check` compiles the run's programs ahead of time on as many
-fake CPU devices, or with `--check-target` for a GPU that is not there, and prints XLA's own memory analysis
-beside the plan.  `--count` compiles them for one H100 that is not there, counts launches, bytes and FLOPs,
-and prints the times that these would take, beside those of the preset bf16: predictions, not times of runs.
+Needs no GPU and allocates nothing.  Prints the memory that each phase of a step needs on a device, the
+largest microbatch and the longest completion that fit, and the work and traffic of a step.
 
-Exit status: 0 it fits, 2 bad input, 3 it does not fit.
+    --check           compiles the run's programs for fake CPU devices and prints XLA's memory analysis
+                      beside the plan
+    --check-target F  the same for the GPU that F describes
+    --count           compiles the programs for one H100, counts launches, bytes and FLOPs, and prints the
+                      predicted times beside those of the preset bf16
+
+Exit status: 0 if the run fits, 2 for bad input, 3 if it does not fit.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     """Parses the command line and prints the plan; returns the exit status."""
     arguments = _parser().parse_args(argv)
     config, devices = config_from_arguments(arguments), parse_devices(arguments.devices)
-    if arguments.model is not None:  # so that nothing is judged by the sizes of a new model
+    if arguments.model is not None:  # so that no rule of the config uses the sizes of a new model
         config = override_config(config, [f"model={{path: {json.dumps(str(arguments.model))}}}"])
     if not 0 <= arguments.reserve < 1:
         raise UserError(
@@ -69,14 +71,14 @@ def main(argv: list[str]) -> int:
 
 
 def planned_model(config: RunConfig, model: str | Path | None = None) -> ModelConfig:
-    """The sizes of a config's model: of a new one, or of a directory's `config.json`.
+    """The sizes of a config's model, from the config itself or from the `config.json` of a directory.
 
     Args:
       config: the run's config.
-      model: a directory with a `config.json`, in place of `model.path`.
+      model: a directory with a `config.json`, used instead of `model.path`.
 
     Raises:
-      UserError: no `config.json` where it is looked for, or sequences longer than the model's positions.
+      UserError: the directory has no `config.json`, or the run's sequences are longer than the model allows.
     """
     from bridge.hf.read import read_config
     from jetrl_jax.runs.policy import new_model_config
@@ -135,13 +137,13 @@ def _parser() -> argparse.ArgumentParser:
         "--check-target",
         type=user_path,
         metavar="FILE",
-        help="the same for the GPU of an XLA GpuTargetConfig; needs jax's CUDA plugin",
+        help="the same for the GPU that an XLA GpuTargetConfig describes; needs JAX's CUDA plugin",
     )
     parser.add_argument(
         "--count",
         action="store_true",
-        help="compile the programs for an H100 that is not there, count their launches and predict their "
-        "times, beside those of the preset bf16 (minutes; one device; needs jax's CUDA plugin)",
+        help="compile the programs for one H100, count their launches and predict their times, beside those "
+        "of the preset bf16 (minutes; needs JAX's CUDA plugin but no GPU)",
     )
     parser.add_argument(
         "--layers",
@@ -153,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _use_fake_devices(count: int) -> None:
-    """Shapes are laid out on CPU devices, whatever this machine has."""
+    """Makes JAX use `count` CPU devices, even on a machine with GPUs."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -316,7 +318,7 @@ def _print_count(console: Console, config: RunConfig, sizes: ModelConfig, device
 
 
 def _print_kinds(console: Console, title: str, counts: dict[str, Any]) -> None:
-    """Launches, bytes and predicted milliseconds of each kind, side by side."""
+    """Prints launches, bytes, FLOPs and predicted milliseconds of each kind, the presets side by side."""
     from jetrl_jax.planning.count import Amount, total
 
     table = Table(title=title)

@@ -1,1 +1,4 @@
-"""The YAML file of a run as types, one file a group of sections; `load` reads, `rules` says what fits."""
+"""The types of a run's YAML file, one module for each group of sections.
+
+`load` reads a file; `rules` has the rules between sections.
+"""

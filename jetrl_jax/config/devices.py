@@ -38,7 +38,7 @@ class ShardingSection(Section):
 
     @property
     def row_shards(self) -> int:
-        """Parts that the rows of a batch are split into."""
+        """Number of parts that the rows of a batch are split into."""
         return self.data * self.fsdp
 
 
@@ -58,7 +58,7 @@ class DistributedSection(Section):
 
     @property
     def on(self) -> bool:
-        """Whether the run is one of several processes (of which a cluster may turn out to have one)."""
+        """Whether JAX's distributed mode is used (a cluster may still turn out to have only one process)."""
         return self.processes != 1
 
     def rules(self) -> Iterator[Rule]:

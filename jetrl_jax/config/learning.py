@@ -43,7 +43,7 @@ class _Algorithm(Section):
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:
-        """`overlong_buffer_tokens`, or what its null stands for."""
+        """`overlong_buffer_tokens`, with null replaced by a fifth of `max_completion_tokens`."""
         given = self.overlong_buffer_tokens
         return max_completion_tokens // OVERLONG_FRACTION if given is None else given
 
@@ -198,7 +198,7 @@ class DecoupledSection(Section):
 
     @property
     def acts(self) -> bool:
-        """Whether it does anything: the loss then needs the trainer's log-probabilities of the behaviour."""
+        """Whether any correction is on; the loss then needs the trainer's own log-probabilities."""
         return (self.weight.kind, self.reject.kind, self.veto) != ("none", "none", None)
 
 

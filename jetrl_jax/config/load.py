@@ -4,9 +4,9 @@
     dump_config(config) -> YAML that `load_config` reads back as an equal config
 
 ``--set KEY=VALUE`` is applied after the file, in order.  KEY is a dotted path; list entries have numbers.
-VALUE is YAML (``[1, 2]``, ``{path: runs/a/hf}``, ``null``), except for text fields, which take it as it
-stands.  Where a ``--set`` says a section's kind, the file's fields that this kind does not have are dropped;
-otherwise such a field is an error.  Every mistake of a file and its overrides is told, in one `UserError`.
+VALUE is YAML (``[1, 2]``, ``{path: runs/a/hf}``, ``null``), except for text fields, which take it literally.
+If a ``--set`` changes a section's kind, the file's fields that the new kind does not have are dropped;
+otherwise such a field is an error.  All mistakes of a file and its overrides are reported in one `UserError`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_BYTES = 1 << 20
 def load_config(path: str | FilePath | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a YAML file (None: the defaults) with ``key=value`` overrides applied.
 
-    Raises `UserError`: the file cannot be read, is not YAML, or holds values that are unknown, of the wrong
-    type, out of range, without an effect or that do not fit together; all problems in one message.
+    Raises `UserError` if the file cannot be read or is not YAML, or if values are unknown, of the wrong type,
+    out of range, without effect or incompatible with each other; one message has all problems.
     """
     if path is None:
         return config_from_dict({}, overrides)
@@ -63,7 +63,7 @@ def override_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Every field as YAML that `load_config` reads back equal; behind a null the value that it stands for."""
+    """The config as YAML that `load_config` reads back as an equal one; comments tell what a null means."""
     return write_yaml(config.model_dump(), config.resolved_nulls())
 
 
@@ -89,7 +89,7 @@ def _similar_file(path: FilePath) -> str:
 
 
 def _apply_override(source: Source, text: str) -> None:
-    """Set one ``key=value`` in `source.data`; problems but those of YAML are noted, not raised."""
+    """Sets one ``key=value`` in `source.data`; raises YAML errors only, adds other problems to `source`."""
     where = "--set " + json.dumps(cut(text), ensure_ascii=False)[1:-1]
     source.overrides.append(where)
     key, _, raw = text.partition("=")
@@ -117,9 +117,9 @@ def _apply_override(source: Source, text: str) -> None:
 
 
 def _open(source: Source, parts: Sequence[str], where: str) -> tuple[Any, Path]:
-    """The section or list that holds what `parts` name, made where it is missing, and the path of that.
+    """The section or list that contains the field `parts`, and the field's path; missing sections are added.
 
-    A path that ends in text, in a list: there is no such entry.
+    If the path ends in text although its holder is a list, there is no such entry.
     """
     holder: Any = source.data
     path: Path = ()
@@ -143,7 +143,7 @@ def _open(source: Source, parts: Sequence[str], where: str) -> tuple[Any, Path]:
 
 
 def _build(source: Source, overrides: Sequence[str], name: str) -> RunConfig:
-    """Apply the overrides and validate; raises all problems at once."""
+    """Applies the overrides and validates; raises one error with all problems."""
     for text in overrides:
         _apply_override(source, text)
     config = _validated(source)
@@ -152,8 +152,9 @@ def _build(source: Source, overrides: Sequence[str], name: str) -> RunConfig:
 
 
 def _validated(source: Source) -> RunConfig:
-    """The config; its problems are noted.  A section with a mistake has its defaults, and rules that touch it
-    are left for the next run.
+    """The config; problems are added to `source`.
+
+    A section with a mistake is replaced by its defaults, and rules that involve it are not checked.
     """
     for error in _errors(source.data):
         path = without_kinds(error["loc"])

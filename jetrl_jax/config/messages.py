@@ -1,4 +1,4 @@
-"""Mistakes in a config in the user's words: what is wrong, where, got, expected, hint and meaning."""
+"""Error messages for mistakes in a config: what is wrong, where, got, expected, hint and meaning."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def field_problem(error: Mapping[str, Any], source: Source) -> Problem:
 
 
 def without_kinds(loc: Path) -> Path:
-    """A place as pydantic has it, without the names of kinds that it puts after a section of several."""
+    """A location of pydantic's without the names of kinds that it adds after a section of several kinds."""
     path: Path = ()
     named = False
     for part in loc:
@@ -72,7 +72,7 @@ def without_kinds(loc: Path) -> Path:
 
 
 def is_of_replaced_kind(path: Path, source: Source) -> bool:
-    """Whether the file gave a field of the kind that its section had before a ``--set`` of another kind."""
+    """Whether a field comes from the file and belongs to a kind that a ``--set`` has replaced."""
     parent = look_up(path[:-1], source.data)
     if not parent.having(path[-1]) or source.is_set(path):
         return False
@@ -82,7 +82,7 @@ def is_of_replaced_kind(path: Path, source: Source) -> bool:
 
 
 def _unknown_key(path: Path, got: str, source: Source) -> Problem:
-    """A key that its section does not have: of another kind of the section, or of none."""
+    """The problem of a key that its section does not have; it may belong to another kind of the section."""
     where, parent = source.mark(path).where, look_up(path[:-1], source.data)
     having = parent.having(path[-1])
     if not having:
@@ -94,7 +94,7 @@ def _unknown_key(path: Path, got: str, source: Source) -> Problem:
 
 
 def _hint(value: Any, mark: Mark, place: Place) -> str:
-    """What most likely went wrong, "" if there is nothing to say beyond got and expected."""
+    """How to correct the likely mistake; "" if got and expected say enough."""
     text = value if isinstance(value, str) else ""
     if place.type in ("choice", "section", "array", "object") and re.match(r"\w+:\S", text):
         return "a space is missing after the colon"
@@ -123,7 +123,7 @@ def _hint(value: Any, mark: Mark, place: Place) -> str:
 
 
 def raise_all(source: Source, name: str) -> None:
-    """Raise one `UserError` of every problem, in the order of the file and then of the command line."""
+    """Raises one `UserError` with all problems, in the order of the file and then of the command line."""
     placed = [dataclasses.replace(problem, where=_place(problem, source)) for problem in source.problems]
     problems = sorted(dict.fromkeys(placed), key=lambda problem: _reading_order(problem.where, source))
     if problems:
@@ -135,7 +135,7 @@ def raise_all(source: Source, name: str) -> None:
 
 
 def _place(problem: Problem, source: Source) -> str:
-    """Where it was met, else where the blamed field, or one that made it wrong, was written."""
+    """Where the problem was found, or else where one of the fields that it involves was written."""
     for path in map(split, () if problem.where else problem.involves):
         mark = source.marks.get(path)
         around = source.marks.get(path[:-1], Mark(""))

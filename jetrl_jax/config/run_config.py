@@ -8,10 +8,10 @@
       optimizer  batch  warm_start              how the weights move
       eval  checkpoint  run                     what is measured, kept and written
 
-What may be of several kinds is a class for each kind, with its own fields and defaults; the section's `kind`
-(`name`, `preset`, `mode`) names it.  pydantic checks types and ranges.  `jetrl_jax.config.load` reads YAML
-and ``--set``, runs the rules between fields and turns every mistake into one message.  Only
-`jetrl_jax.config.arithmetic` imports jax: a mistake costs no device.
+A section of several kinds has a class for each kind, with its own fields and defaults; its field `kind` (or
+`name`, `preset`, `mode`) selects the class.  pydantic checks types and ranges.  `jetrl_jax.config.load` reads
+YAML and ``--set``, checks the rules between fields and reports all mistakes in one message.  Only
+`jetrl_jax.config.arithmetic` imports jax, so mistakes are found before a device is initialised.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunConfig(Section):
 
     @property
     def model_path(self) -> str | None:
-        """The checkpoint that the policy starts from; None where the model is new."""
+        """The checkpoint that the policy starts from; None for a new model."""
         return self.model.path if isinstance(self.model, SavedModelSection) else None
 
     @property
@@ -82,7 +82,7 @@ class RunConfig(Section):
 
     @property
     def shared_vllm(self) -> StartedVllmSection | None:
-        """The vLLM that is started on the trainer's device; None where there is none."""
+        """The section of the vLLM that is started on the trainer's device; None if there is none."""
         engine = self.rollout.engine
         return engine if isinstance(engine, StartedVllmSection) else None
 
@@ -98,9 +98,7 @@ class RunConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Size of one forward and backward pass over all devices, in tokens: whole rows,
-        equally many on each.
-        """
+        """Tokens of one forward and backward pass over all devices: the same number of whole rows on each."""
         return self.batch.microbatch_tokens // self.row_tokens * self.row_tokens * self.sharding.row_shards
 
     @property
@@ -110,13 +108,13 @@ class RunConfig(Section):
 
     @property
     def eval_verifier(self) -> str:
-        """What judges held-out completions: `eval.verifier`, where it is null what the rewards say."""
+        """The verifier of held-out completions: `eval.verifier`, or that of the rewards if it is null."""
         return self.eval.verifier or rewarded_verifier(
             (reward.name, reward.weight) for reward in self.rewards
         )
 
     def resolved_nulls(self) -> dict[str, Any]:
-        """What a null stands for, by dotted path, for every field that is null and stands for a value."""
+        """Dotted path -> value, for every null field that stands for a value."""
         overlong = self.algorithm.overlong_tokens(self.rollout.max_completion_tokens)
         resolved = {
             "algorithm.overlong_buffer_tokens": overlong,

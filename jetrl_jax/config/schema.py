@@ -1,6 +1,7 @@
-"""The schema of the config as data, read off pydantic's JSON schema: what a path takes, what a key may mean.
+"""Questions to the config's schema: which values a path takes, and which field an unknown key may mean.
 
-It serves the reference page, the error messages and the reading of ``--set``.
+The answers come from pydantic's JSON schema.  The reference page, the error messages and the parser of
+``--set`` use them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jetrl_jax.config.types import INT32_MAX, show
 Path = tuple[str | int, ...]
 Node = dict[str, Any]  # a part of the JSON schema
 
-# Our fields by the names that other trainers, and older versions of this one, give to them.
+# Names in other trainers and in older versions of this one -> fields here.
 _NAMES = """
     lr=optimizer.learning_rate beta=algorithm.kl_coef betas=optimizer.b1 epsilon=algorithm.clip_low
     epsilon_high=algorithm.clip_high num_generations=rollout.group_size
@@ -57,12 +58,14 @@ def _sections() -> dict[str, Node]:
 
 
 class Place:
-    """What may stand at a path of the config.
+    """What a path of the config accepts.
 
-    type: of `_WORDS`, or "choice" of `choices`; optional: whether null may stand here too.
-    kinds: name -> the sections of which one stands here; tag: their field that names it, "" if none does.
-    words: what it takes, such as "a whole number, at least 2"; default: as YAML text, or "required".
-    meaning: the sentence of the field, else that of the section that stands here.
+    type: a key of `_WORDS`, or "choice" for one of `choices`; optional: whether null is accepted too.
+    kinds: name -> section, for a path that takes one of several sections; tag: the field that selects one of
+      them, "" if there is none.
+    words: the accepted values in words, such as "a whole number, at least 2".
+    default: as YAML text, or "required".
+    meaning: the description of the field, or else of the section.
     """
 
     def __init__(self, node: Node) -> None:
@@ -105,7 +108,7 @@ class Place:
         return [kind for kind, section in self.kinds.items() if name in section["properties"]]
 
     def field(self, name: str, kind: str) -> Place:
-        """A field of one of the kinds; a default of its own leaves its sentence to the others."""
+        """A field of one of the kinds; a kind that only changes the default takes the meaning of another."""
         having = [self.kinds[other]["properties"][name] for other in (kind, *self.having(name))]
         told = [node["description"] for node in having if "description" in node]
         node = having[0] | {"description": told[0] if told else ""}
@@ -118,9 +121,9 @@ ROOT: Node = {"$ref": "#/$defs/RunConfig"}
 
 
 def look_up(path: Path, data: Any = None) -> Place:
-    """The place at `path`; a free one where the schema has none, as in free options.
+    """The place at `path`; one that accepts anything if the schema has none, as under free options.
 
-    data: values of the config as they were read, which say which of several sections stands on the way.
+    data: the values of the config that were read; they select among sections of several kinds on the path.
     """
     place = Place(ROOT)
     for part in path:
@@ -136,8 +139,10 @@ def look_up(path: Path, data: Any = None) -> Place:
 
 
 def all_fields(prefix: Path = (), only: str = "") -> Iterator[tuple[str, str, dict[str, Place]]]:
-    """Every field that takes a value: dotted path (rewards.N.name for entries), "Of kind ..." where only some
-    kinds of its section have it, and the field of each kind that does.
+    """Every field that takes a value, as (dotted path, kinds, places).
+
+    The path of an entry of a list is like rewards.N.name.  "Of kind ..." tells which kinds have the field, if
+    not all do.  `places` has the field's place for each of those kinds.
     """
     place = look_up(prefix)
     for name in dict.fromkeys(name for section in place.kinds.values() for name in section["properties"]):
@@ -152,17 +157,17 @@ def all_fields(prefix: Path = (), only: str = "") -> Iterator[tuple[str, str, di
 
 
 def dotted(path: Path) -> str:
-    """The path as it is written in messages and after ``--set``."""
+    """The path in the form used in messages and after ``--set``."""
     return ".".join(str(part) for part in path)
 
 
 def split(path: str) -> Path:
-    """The inverse of `dotted`: list indices as numbers."""
+    """The inverse of `dotted`; list indices become numbers."""
     return tuple(int(part) if part.isdecimal() and part.isascii() else part for part in path.split("."))
 
 
 def value_in(data: Any, path: Path) -> Any:
-    """What was read at `path`; None where nothing was."""
+    """The value that was read at `path`, or None."""
     for part in path:
         if isinstance(data, dict):
             data = data.get(part)
@@ -173,7 +178,7 @@ def value_in(data: Any, path: Path) -> Any:
 
 
 def suggest(path: Path, data: Any) -> str:
-    """A hint for an unknown key: the likeliest fields, else those that exist where it stands."""
+    """A hint for an unknown key: the fields with similar names, or else all fields of its section."""
     parent, word = look_up(path[:-1], data), str(path[-1]).replace("-", "_").lower()
     section = parent.kinds.get(parent.kind_of(value_in(data, path[:-1])), {})
     siblings = {dotted((*path[:-1], name)): name for name in section.get("properties", {})}

@@ -1,4 +1,4 @@
-"""What every section of the config is made of: a strict base class with its rules, and types of fields."""
+"""The strict base class of the config's sections, their rules, and the types of fields."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from jetrl_jax.errors import UserError
 
-INT32_MAX = 2**31 - 1  # sizes and seeds meet int32 in JAX
-# Below the first, the roundoff of FP32 logits divided by it decides what is sampled (at 0 they are infinite).
+INT32_MAX = 2**31 - 1  # sizes and seeds are int32 in JAX
+# At a lower temperature, rounding errors of the FP32 logits decide what is sampled; at 0, they are infinite.
 TEMPERATURES = (1e-3, 1e6)
-VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM raises a lower one in silence and refuses a higher one
+VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM silently raises a lower temperature and rejects a higher one
 PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -29,12 +29,12 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def option(default: Any, meaning: str) -> Any:
-    """A field with its default, and its sentence in the reference and in messages."""
+    """A field with its default, and its description for the reference page and for messages."""
     return Field(default, description=meaning)
 
 
 def must(holds: Callable[[Any], Any], what: str, expected: str) -> AfterValidator:
-    """A demand on one value, with what is wrong where it does not hold, and what is expected."""
+    """A validator of one value; `what` and `expected` are the error's text if `holds` is false."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -45,7 +45,7 @@ def must(holds: Callable[[Any], Any], what: str, expected: str) -> AfterValidato
 
 
 def is_plain(value: Any) -> bool:
-    """Whether YAML can hold it: text, finite numbers, true, false, null, lists and mappings of them."""
+    """Whether YAML can hold a value: text, finite numbers, true, false, null, lists and mappings of them."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(key) and is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -56,7 +56,7 @@ def is_plain(value: Any) -> bool:
 
 
 def has_home(path: str) -> bool:
-    """Whether a ``~`` or ``~name`` at its beginning is a directory that is there."""
+    """Whether a ``~`` or ``~name`` at the beginning of a path is an existing home directory."""
     return not os.path.expanduser(path).startswith("~")
 
 
@@ -68,7 +68,7 @@ UserPath = Annotated[Text, must(has_home, "there is no such home directory", _HO
 
 @dataclass(frozen=True)
 class Rule:
-    """A demand on `field` and on those that the texts name; `field` is blamed where it does not hold."""
+    """A condition on `field` and on the fields named in the texts; a violation is reported at `field`."""
 
     holds: bool
     field: str
@@ -79,7 +79,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: dotted path, what is wrong, got and expected, what to do, file:line or ``--set``."""
+    """One mistake: dotted path, what is wrong, got, expected, how to correct it, file:line or ``--set``."""
 
     path: str
     what: str
@@ -90,12 +90,12 @@ class Problem:
 
     @property
     def section(self) -> str:
-        """The path of the section that it lies in."""
+        """The path of the section that contains the field."""
         return self.path.rpartition(".")[0]
 
     @property
     def involves(self) -> tuple[str, ...]:
-        """The fields whose values made this a mistake, first the one that is blamed: those that are named."""
+        """The fields that the mistake involves: the one it is reported at, then those named in the texts."""
         return self.path, *re.findall(r"[a-z]\w*(?:\.\w+)+", f"{self.what} {self.expected} {self.hint}")
 
 
@@ -107,7 +107,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _written_short(cls, data: Any) -> Any:
-        """Lists as tuples, and of a section that is one of several its kind: left out, or in its place."""
+        """Turns lists into tuples, and expands sections whose kind is left out or written in their place."""
         if not isinstance(data, dict):
             return data
         result = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
@@ -119,27 +119,30 @@ class Section(BaseModel):
         return result
 
     def rules(self) -> Iterable[Rule]:
-        """What its fields demand of each other; `jetrl_jax.config.rules` has the rules between sections."""
+        """The rules between fields of this section; `jetrl_jax.config.rules` has those between sections."""
         return ()
 
     def idle(self, because: str, *names: str, path: str = "") -> Iterator[Rule]:
-        """That fields which do nothing, for a reason, are left at their defaults; path: of the section."""
+        """Rules that fields without effect, for the reason `because`, keep their defaults.
+
+        path: prefix of the fields' paths, such as "numerics.".
+        """
         for name in names:
             same = getattr(self, name) == type(self).model_fields[name].default
             yield Rule(same, path + name, "has no effect here", "the field left out", f"{because}; remove it")
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value of a dotted path such as model.path or rewards.0.weight."""
+    """The value at a dotted path such as model.path or rewards.0.weight."""
     for part in path.split("."):
         config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
     return config
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it: ``~`` is the home directory, after ``--out=`` too, where no shell sees it.
+    """A path with ``~`` expanded to the home directory, since the shell does not expand it after ``--out=``.
 
-    Raises `UserError` on ``~name`` where there is no such user.
+    Raises `UserError` for ``~name`` if there is no such user.
     """
     if not has_home(str(path)):
         raise UserError(f"no such home directory: got {str(path)!r}, expected {_HOME}.")
@@ -147,7 +150,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def show(value: Any) -> str:
-    """A value as it would be written in YAML, on one line, at most about 60 characters long."""
+    """A value in YAML, on one line and cut to about 60 characters."""
     if isinstance(value, float):  # 1e-6, where Python writes 1e-06
         return re.sub(r"e([-+])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
     plain = value.model_dump() if isinstance(value, BaseModel) else value

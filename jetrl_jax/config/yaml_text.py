@@ -1,8 +1,8 @@
-"""YAML text into plain values that remember where they stand, and plain values into YAML.
+"""Reads YAML text into plain values with their line numbers, and writes plain values as YAML.
 
-The YAML of a config is the core of YAML 1.2 that JSON users expect: only true and false are booleans, 1e-6
-is a number, 2024-01-01 and yes are text.  Duplicate keys, keys that are not text, anchors and aliases, tags
-and a second document are refused with their line.
+A config is read by the core schema of YAML 1.2: only true and false are booleans, 1e-6 is a number, and
+2024-01-01 and yes are text.  Duplicate keys, keys that are not text, anchors and aliases, tags and a second
+document are rejected with their line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCALARS = (
     ("int", r"[-+]?\d{1,3000}|0o[0-7]{1,3000}|0x[\da-fA-F]{1,3000}", _FIRST),
     ("float", r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", _FIRST),
 )
-# What is read as text without quotes, by readers of YAML 1.1 too.
+# Text that needs no quotes, for readers of YAML 1.1 too.
 _WORD = re.compile(r"(?!(true|false|null|yes|no|on|off|y|n)\Z)[a-z][\w./-]*", re.ASCII | re.IGNORECASE)
 SYNTAX_HINT = (
     "fields of one section are indented by the same number of spaces, a colon is followed by a space, and "
@@ -39,7 +39,7 @@ SYNTAX_HINT = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes under the core schema of YAML 1.2, without anchors, aliases and tags."""
+    """Composes nodes by the core schema of YAML 1.2; rejects anchors, aliases and tags."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - PyYAML's own protocol
 
@@ -59,14 +59,14 @@ for _name, _pattern, _first in _SCALARS:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value was written ("file:line" or the ``--set`` itself), and the text of a scalar."""
+    """Where a value was written ("file:line", or the ``--set`` itself), and a scalar's text."""
 
     where: str
     raw: str | None = None
     quoted: bool = False
 
     def got(self) -> str:
-        """The scalar as it was written; "" for a section or list."""
+        """The scalar's text; "" for a section or list."""
         if self.raw is None:
             return ""
         return cut(json.dumps(self.raw, ensure_ascii=False) if self.quoted else self.raw or "nothing")
@@ -74,7 +74,7 @@ class Mark:
 
 @dataclass
 class Source:
-    """Plain values, the marks of their paths, the problems met while reading and the overrides in order."""
+    """Plain values, the marks of their paths, the problems found so far, and the overrides in order."""
 
     data: Any = None
     marks: dict[Path, Mark] = field(default_factory=dict)
@@ -82,27 +82,27 @@ class Source:
     overrides: list[str] = field(default_factory=list)
 
     def mark(self, path: Path) -> Mark:
-        """The mark of `path`, or of the closest thing around it that was written."""
+        """The mark of `path`, or else of the innermost section around it that has one."""
         around = (self.marks.get(path[:end]) for end in range(len(path), -1, -1))
         return next((mark for mark in around if mark is not None), Mark(""))
 
     def forget(self, path: Path) -> None:
-        """Drop the marks of `path` and of what lies below."""
+        """Removes the marks of `path` and of everything below it."""
         self.marks = {place: mark for place, mark in self.marks.items() if place[: len(path)] != path}
 
     def is_set(self, path: Path) -> bool:
-        """Whether the command line says what stands at `path`."""
+        """Whether the value at `path` comes from the command line."""
         return self.mark(path).where in self.overrides
 
     def report(self, path: Path, what: str, where: str, got: str, expected: str, hint: str = "") -> None:
-        """Note a problem at `path`."""
+        """Adds a problem at `path`."""
         self.problems.append(Problem(dotted(path), what, got, expected, hint, where=where))
 
     def read(self, text: str, name: str, at: Path = (), where: str = "") -> Any:
-        """The value of a YAML document that is called `name`, None for an empty one; its marks are noted.
+        """The value of the YAML document `name`, None if it is empty; also records its marks.
 
         at: path of the document in the config; where: the place for all marks (default: name:line).  Raises
-        `UserError`: the text is not YAML.  Duplicate and odd keys do not raise: they are noted.
+        `UserError` if the text is not YAML.  Duplicate keys and keys that are not text become problems.
         """
         try:
             node = yaml.compose(text, _Loader)
@@ -136,9 +136,9 @@ class Source:
 
 
 def write_yaml(data: Mapping[str, Any], notes: Mapping[str, Any], path: str = "", indent: str = "") -> str:
-    """Nested plain values as YAML that `Source.read`, and readers of YAML 1.1, read back equal.
+    """Nested plain values as YAML that `Source.read`, and readers of YAML 1.1, read back as equal values.
 
-    notes: dotted path -> a value to be told behind what stands there.
+    notes: dotted path -> a value to write as a comment after the one at that path.
     """
     text = ""
     for name, value in data.items():
@@ -174,13 +174,13 @@ def _scalar(tag: str, text: str) -> Any:
 
 
 def _syntax_message(error: Exception, text: str, name: str) -> str:
-    """PyYAML's complaint with its line and column, the line itself and a caret."""
+    """PyYAML's error with line and column, the line's text and a caret."""
     if not isinstance(error, yaml.MarkedYAMLError):  # a control character, or one escaped that does not exist
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
         return f"{name}:{line}: not YAML: {str(error).splitlines()[0]}"
     marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
     shown = {mark: mark.get_snippet() or "" for mark in marks}
-    mark = next((mark for mark in marks if shown[mark].strip(" ^\n")), marks[-1])  # of an end: its beginning
+    mark = next((mark for mark in marks if shown[mark].strip(" ^\n")), marks[-1])  # at the end: its beginning
     problem = ", ".join(part for part in (error.context, error.problem) if part)
     place = f"{name}:{mark.line + 1}:{mark.column + 1}"
     return f"{place}: YAML syntax: {problem}\n\n{shown[mark]}\n\n{labelled('hint', SYNTAX_HINT)}"

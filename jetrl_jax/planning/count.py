@@ -1,14 +1,15 @@
-"""A run counted in the programs that XLA compiles for an H100 that is not here: predictions, no times.
+"""Predicts the times of a run's phases by counting the programs that XLA compiles for an H100, without one.
 
 Every program of a step (gradient, adding gradients, update, prefill, one decoded token) is compiled ahead of
 time for two small depths.  The launches of the optimised program are read (`hlo`), and each takes
 
     max(bytes / memory rate, FLOPs / rate of its product, SHORTEST_S)        seconds, at the rates of `rates`
 
-What the deeper program has more is a layer; the rest (embedding, head, loss, sampling) is what is left of the
-shallower one.  Kernels are told apart by what they are given: Pallas kernels by their function and operands,
-XLA's own products by the FLOPs of the dots in a fusion, cuDNN's attention by a call with its operands and
-results, since cuDNN comes with a GPU.  XLA takes its Triton form of every product, since cuBLAS does too.
+The difference between the two depths is one layer; the shallower program without its layers is the rest
+(embedding, head, loss, sampling).  Kernels are classified as follows: Pallas kernels by their function and
+operands, XLA's own products by the dots in a fusion, and cuDNN's attention by its operands and results.
+cuDNN and cuBLAS come only with a GPU, so a placeholder call stands for cuDNN's attention, and XLA compiles
+every product with Triton.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from jetrl_jax.planning.rates import RATES, SHORTEST_S
 from pallas_kernels.implementations import hopper_elsewhere
 
 H100 = Path(__file__).with_name("h100.txtpb")
-DEPTHS = (2, 3)  # layers of the models that are compiled; the first one has no residual to add
+DEPTHS = (2, 3)  # layers of the models that are compiled; not 1, since the first layer has no residual to add
 PAPER = {
     "rollout": 1.33,
     "training": 1.41,
     "end to end": 1.16,
-}  # Jet-RL's speedups of FP8 over BF16, its best
+}  # the best speedups of FP8 over BF16 that Jet-RL reports
 KERNELS = re.compile(r"jit\((rms_norm_quantize|requantize|quantize|dense_matmul|matmul)\)")
 DOTS = {"bf16": "bf16", "f16": "bf16", "f32": "fp32", "f64": "fp64"}  # dtype of XLA's product -> its rate
-KINDS = {  # of products, by their rate
+KINDS = {  # rate of a product -> its row in the tables
     "fprop": "FP8 FProp, DGrad",
     "wgrad": "FP8 WGrad by rows",
     "wgrad_block": "FP8 WGrad, X in blocks",
@@ -54,7 +55,7 @@ KINDS = {  # of products, by their rate
 
 @dataclass(frozen=True)
 class Amount:
-    """Launches, and the bytes, FLOPs and predicted seconds of all of them."""
+    """A number of launches, with the sums of their bytes, FLOPs and predicted seconds."""
 
     launches: float = 0
     bytes: float = 0
@@ -62,31 +63,31 @@ class Amount:
     seconds: float = 0
 
     def __add__(self, other: Amount) -> Amount:
-        """Both."""
+        """The sum, field by field."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Amount(*(a + b for a, b in pairs))
 
     def __mul__(self, times: float) -> Amount:
-        """So often."""
+        """Every field multiplied by `times`."""
         return Amount(*(times * value for value in dataclasses.astuple(self)))
 
 
-Count = dict[str, Amount]  # of each kind of launch
+Count = dict[str, Amount]  # kind of launch -> amount
 
 
 def total(count: Count) -> Amount:
-    """Of all kinds."""
+    """The sum over all kinds."""
     return sum(count.values(), Amount())
 
 
 def combined(a: Count, b: Count, times: float = 1) -> Count:
-    """a + times * b."""
+    """a + times * b, kind by kind."""
     return {kind: a.get(kind, Amount()) + b.get(kind, Amount()) * times for kind in a | b}
 
 
 @dataclass(frozen=True)
 class ProgramCount:
-    """One program: what one layer has of it, and what is there but once."""
+    """One program: the count of one layer, and of everything outside the layers."""
 
     layer: Count
     rest: Count
@@ -94,24 +95,24 @@ class ProgramCount:
 
     @property
     def whole(self) -> Count:
-        """Of the model's depth."""
+        """The count of the program at the model's full depth."""
         return combined(self.rest, self.layer, self.layers)
 
     @property
     def seconds(self) -> float:
-        """Predicted."""
+        """Predicted time of one run of the program."""
         return total(self.whole).seconds
 
 
 class StepCount:
-    """The programs of a config, counted as they are asked for.
+    """The counts of a config's programs, each compiled when it is first requested.
 
     Args:
-      config: of one device.
-      sizes: the model's.
+      config: a config for one device.
+      sizes: sizes of the model.
 
     Raises:
-      UserError: several devices, layers that are told apart by name, or no CUDA plugin of JAX here.
+      UserError: the config has several devices or precision.overrides, or JAX's CUDA plugin is not installed.
     """
 
     def __init__(self, config: RunConfig, sizes: ModelConfig) -> None:
@@ -136,7 +137,7 @@ class StepCount:
         self._found: dict[str, ProgramCount] = {}
 
     def program(self, name: str) -> ProgramCount:
-        """A program that `AbstractRun.trace` knows."""
+        """The count of a program, by its name in `AbstractRun.trace`."""
         if name not in self._found:
             shallow, deep = (self._counted(run, name) for run in self.runs)
             layer = combined(deep, shallow, -1)
@@ -147,24 +148,24 @@ class StepCount:
 
     @property
     def slots(self) -> int:
-        """Sequences that the embedded engine decodes at once; 0 where vLLM samples."""
+        """Number of sequences that the embedded engine decodes at once; 0 if vLLM samples."""
         engine = self.config.rollout.engine
         return engine.slots if isinstance(engine, JaxEngineSection) else 0
 
     @property
     def context_tokens(self) -> float:
-        """Keys that a decoded token sees, on average: a prompt, and half a completion."""
+        """Average number of keys that a decoded token attends to: a prompt and half a completion."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_completion_tokens / 2
 
     @property
     def training_step(self) -> Count:
-        """Of a microbatch whose gradient is added to that of others."""
+        """The count of one microbatch: its gradient, and adding it to the sum over microbatches."""
         if self.runs[0].programs.adds_in_kernels:
             return self.program("next gradient").whole
         return combined(self.program("gradient").whole, self.program("add").whole)
 
     def phases(self) -> dict[str, float]:
-        """Predicted seconds of a step's phases on one device, every sequence as long as it may be."""
+        """Predicted seconds of a step's phases on one device, if every sequence has its maximum length."""
         run, rollout = self.runs[0], self.config.rollout
         training = self.program("gradient").seconds
         training += (run.microbatches - 1) * total(self.training_step).seconds
@@ -195,7 +196,7 @@ class StepCount:
 
 
 def counted(launch: Launch, seen: float = 1.0) -> tuple[str, Amount]:
-    """(kind, one run) of a launch; `seen`: the part of a cache that attention by cuDNN reads."""
+    """(kind, amount of one run) of a launch; `seen`: share of the KV cache that cuDNN's attention reads."""
     instruction, moved = launch.instruction, float(launch.bytes)
     if instruction.target == PLANNED:
         rate, flops, moved = _attention(launch, seen)
@@ -221,18 +222,21 @@ def _amount(moved: float, flops: float = 0.0, rate: str = "bf16") -> Amount:
 
 
 def _product(function: str, launch: Launch) -> tuple[str, float]:
-    """(rate, FLOPs) of a product of this repository's kernels."""
+    """(name of the rate, FLOPs) of a product by one of `pallas_kernels`."""
     left, right = launch.operands[:2]
     flops = 2.0 * left.axes[0] * right.axes[0] * left.axes[1]
     if function == "dense_matmul":
         return "bf16", flops
-    if launch.operands[3].size >= right.size // 128:  # a scale a row of B and block of K
+    if launch.operands[3].size >= right.size // 128:  # one scale for each row of B and block of K
         return "wgrad", flops
     return "wgrad_block" if launch.instruction.results[0].dtype == "f32" else "fprop", flops
 
 
 def _attention(launch: Launch, seen: float) -> tuple[str, float, float]:
-    """(rate, FLOPs, bytes) of cuDNN's attention: forward (two results), backward (three), or of one token."""
+    """(name of the rate, FLOPs, bytes) of cuDNN's attention.
+
+    Forward has two results and backward three; in decode there is one query token.
+    """
     queries, keys = launch.operands[:2]
     batch, tokens, heads, width = queries.axes
     product = 2.0 * batch * tokens * keys.axes[1] * heads * width
@@ -245,7 +249,10 @@ def _attention(launch: Launch, seen: float) -> tuple[str, float, float]:
 
 @functools.cache
 def _register_attention() -> None:
-    """XLA compiles a call only where its target is known; this one is never made, so any handler will do."""
+    """Registers a handler for the placeholder of cuDNN's attention.
+
+    XLA compiles a call only if its target is registered.  The call is never executed, so any handler will do.
+    """
     try:
         from jax_cuda13_plugin import _prng
     except ImportError as error:

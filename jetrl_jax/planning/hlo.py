@@ -1,10 +1,11 @@
-"""The text of a compiled program, read: which kernels it launches, and the bytes that each of them moves.
+"""Reads the text of a compiled program: which kernels it launches, and how many bytes each of them moves.
 
 XLA prints an optimised program as computations, each a list of instructions.  An instruction of the entry
 computation, or of a loop's body, is a launch: a fusion, a copy, a product, or the custom call of a kernel.
-What only names memory (parameters, tuples, bitcasts) is none.  A launch reads its operands and writes its
-results once, but of an operand that a fusion only slices or gathers it reads those parts, and of one that it
-updates in place (`dynamic-update-slice`, `scatter`) it writes the update alone.
+Parameters, tuples and bitcasts only name memory and are not launches.  A launch reads each operand and writes
+each result once, with two exceptions: of an operand that a fusion only slices or gathers, only those parts
+are read; of an operand that is updated in place (`dynamic-update-slice`, `scatter`), only the update is
+written.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ NAMES = {
     "reshape",
     "get-tuple-element",
     "copy",
-}  # inside a fusion: the same values, elsewhere or not
+}  # inside a fusion, these have the values of their operand and move no bytes of their own
 PARTS = {"slice", "dynamic-slice", "gather"}
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # operation -> index of the operand with the update
 
 _HEAD = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
@@ -43,12 +44,12 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """Number of elements."""
         return math.prod(self.axes)
 
     @property
     def bytes(self) -> int:
-        """In memory; a token has none."""
+        """Size in memory; 0 for a token."""
         bits = re.search(r"\d+", self.dtype)
         width = {"pred": 8, "token": 0}.get(self.dtype) if bits is None else int(bits.group())
         assert width is not None, self.dtype
@@ -57,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: its results, operation, operands by name, and the rest of the line."""
+    """One line of the text: results, operation, names of the operands, and the rest of the line."""
 
     name: str
     results: tuple[Shape, ...]
@@ -68,29 +69,29 @@ class Instruction:
 
     @property
     def called(self) -> str | None:
-        """The computation that it runs."""
+        """Name of the computation that the instruction runs, if any."""
         found = _CALLED.search(self.rest)
         return found[1] if found else None
 
     @property
     def target(self) -> str | None:
-        """The kernel that a custom call names."""
+        """Name of the kernel that a custom call runs; None for other instructions."""
         found = re.search(r'custom_call_target="([^"]*)"', self.rest)
         return found[1] if found else None
 
     @property
     def source(self) -> str:
-        """The path of functions in the traced program."""
+        """The functions of the traced program that the instruction comes from, as a path."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return found[1] if found else ""
 
     @property
     def bytes(self) -> int:
-        """Of the results."""
+        """Size of the results."""
         return sum(shape.bytes for shape in self.results)
 
     def axes(self, name: str) -> tuple[int, ...]:
-        """A list of axes among the attributes, such as `lhs_contracting_dims`."""
+        """The attribute `name` as a list of axes, such as `lhs_contracting_dims`."""
         found = re.search(rf"{name}=\{{([\d,]*)\}}", self.rest)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
@@ -100,10 +101,10 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's launch: the instruction, how often it runs, the bytes that one run moves.
+    """A launch of a kernel: the instruction, how often it runs, and the bytes that one run moves.
 
-    operands: shapes of what it is given.
-    dots: (dtype of the operands, FLOPs) of each product that XLA forms in it.
+    operands: shapes of the operands.
+    dots: (dtype of the operands, FLOPs) of each product that XLA computes in the kernel.
     """
 
     instruction: Instruction
@@ -114,10 +115,10 @@ class Launch:
 
 
 class Program:
-    """An optimised program.
+    """An optimised program, parsed.
 
     Args:
-      text: `jax.stages.Compiled.as_text()`.
+      text: the result of `jax.stages.Compiled.as_text()`.
     """
 
     def __init__(self, text: str) -> None:
@@ -135,7 +136,7 @@ class Program:
         self.entry = self.computations[entry]
 
     def launches(self) -> Iterator[Launch]:
-        """Of the whole program; a loop whose number of turns XLA does not know counts as one turn."""
+        """All launches of the program; a loop of unknown length is counted as one iteration."""
         yield from self._launches(self.entry, 1)
 
     def _launches(self, computation: Computation, times: int) -> Iterator[Launch]:
@@ -162,7 +163,7 @@ class Program:
 
 
 def _instruction(name: str, text: str, *, root: bool) -> Instruction:
-    """From what follows the equals sign."""
+    """Parses the part of a line after the equals sign."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opening = text.index("(", end)
     closing = _closing(text, opening)
@@ -174,7 +175,7 @@ def _instruction(name: str, text: str, *, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -195,7 +196,7 @@ def _moved(fusion: Computation, operands: tuple[Shape, ...]) -> int:
             users[name].append(instruction)
 
     def read(name: str) -> int:
-        """Of a value at most, by those who use it."""
+        """Bytes that the users of a value read of it, at most its size."""
         total = 0
         for user in users[name]:
             first = user.operands[0] == name
@@ -214,7 +215,7 @@ def _moved(fusion: Computation, operands: tuple[Shape, ...]) -> int:
 
 
 def _written(instruction: Instruction, computation: Computation) -> int:
-    """Bytes that a value is written with."""
+    """Bytes that are written for a value: its size, or that of the update if it is updated in place."""
     while instruction.operation in NAMES and computation[instruction.operands[0]].operation in UPDATES:
         instruction = computation[instruction.operands[0]]
     place = UPDATES.get(instruction.operation)
@@ -222,7 +223,7 @@ def _written(instruction: Instruction, computation: Computation) -> int:
 
 
 def _dots(fusion: Computation, alone: Instruction, computation: Computation) -> Iterator[tuple[str, float]]:
-    """(dtype of the operands, FLOPs) of the products in a fusion, or of an instruction that is one."""
+    """(dtype of the operands, FLOPs) of every product in a fusion, or of an instruction outside fusions."""
     found = [(one, fusion) for one in fusion.values()] or [(alone, computation)]
     for one, scope in found:
         if one.operation == "dot":
