@@ -61,7 +61,7 @@ class DistributedSection(Section):
         """Whether JAX's distributed mode is used (a cluster may still turn out to have only one process)."""
         return self.processes != 1
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if not self.on:
             yield from self.idle("distributed.processes is 1", "process_id", "coordinator", "timeout_s")
         last = (self.processes or INT32_MAX) - 1

@@ -47,7 +47,7 @@ class _Algorithm(Section):
         given = self.overlong_buffer_tokens
         return max_completion_tokens // OVERLONG_FRACTION if given is None else given
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if not self.dynamic_sampling:
             yield from self.idle("algorithm.dynamic_sampling is false", "max_generation_rounds")
 
@@ -103,6 +103,8 @@ AlgorithmSection = Annotated[
 
 
 class NoWeightSection(Section):
+    """No token is weighted."""
+
     kind: Literal["none"] = option(
         "none",
         "Weight of trainer against engine: truncated (TIS), zeroed outside bounds (MIS, IcePop); none: 1.",
@@ -120,6 +122,8 @@ class BoundedWeightSection(Section):
 
 
 class TruncatedWeightSection(BoundedWeightSection):
+    """A weight that is truncated."""
+
     kind: Literal["token_truncate", "sequence_truncate"] = "token_truncate"
 
 
@@ -129,7 +133,7 @@ class MaskWeightSection(BoundedWeightSection):
     kind: Literal["token_mask", "sequence_mask"] = "token_mask"
     low: PositiveFloat = option(0.5, "Ratio below which a mask weight is 0.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         holds, expected = self.low <= self.high, f"at most correction.weight.high = {show(self.high)}"
         yield Rule(holds, "low", "no ratio lies between the bounds of the mask", expected)
 
@@ -140,6 +144,8 @@ WeightSection = Annotated[
 
 
 class NoRejectSection(Section):
+    """Nothing leaves the loss."""
+
     kind: Literal["none"] = option("none", "Statistic by which tokens or sequences leave the loss.")
 
 
@@ -170,12 +176,14 @@ class RatioStatisticSection(StatisticSection):
         """Smallest and largest statistic that is kept."""
         return math.log(self.low), math.log(self.high)
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         holds, expected = self.low <= self.high, f"at most correction.reject.high = {show(self.high)}"
         yield Rule(holds, "low", "no ratio lies between the bounds of the rejection", expected)
 
 
 class DistanceStatisticSection(StatisticSection):
+    """A distance of the two log-probabilities."""
+
     kind: Literal["k2", "k3"] = "k2"
 
 
@@ -203,6 +211,8 @@ class DecoupledSection(Section):
 
 
 class BypassSection(Section):
+    """The engine's log-probabilities in the ratio."""
+
     mode: Literal["bypass"] = "bypass"
 
 

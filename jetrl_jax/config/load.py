@@ -99,8 +99,8 @@ def _apply_override(source: Source, text: str) -> None:
         return source.report((), "not an override", where, f'"{text}"', expected)
     holder, path = _open(source, parts, where)
     if isinstance(holder, list) and not isinstance(path[-1], int):
-        name, last = dotted(path[:-1]), len(holder) - 1
-        expected = f"a number from 0 to {last} for an entry of {name}; {name}=[...] is the whole list"
+        name = dotted(path[:-1])
+        expected = f"one of the {len(holder)} entries of {name}, from 0 on; {name}=[...] is the whole list"
         return source.report(path, "no such entry", where, "", expected)
     place = look_up(path, source.data)
     if place.tag and said.isidentifier() and isinstance(holder.get(path[-1]), dict):

@@ -41,7 +41,7 @@ class NewModelSection(Section, title="a new model"):
     rms_norm_eps: PositiveFloat = option(1e-6, "Epsilon added to the mean square in the RMSNorm.")
     tie_word_embeddings: bool = option(True, "Whether the head is the embedding matrix.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         holds, of_heads = self.num_heads % self.num_kv_heads == 0, f"of model.num_heads = {self.num_heads}"
         uneven = "query heads cannot be shared evenly among key/value heads"
         yield Rule(holds, "num_kv_heads", uneven, f"a divisor {of_heads}")
@@ -77,6 +77,8 @@ class CharacterSection(Section):
 
 
 class ByteSection(Section):
+    """One token per byte."""
+
     kind: Literal["byte"] = "byte"
 
 
@@ -89,7 +91,7 @@ class HuggingFaceSection(Section):
     chat_template_kwargs: Options = option({}, "Arguments of the template, such as enable_thinking: false.")
     system_prompt: str | None = option(None, "System message before each prompt; null: none.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if not self.chat_template:
             names = ("chat_template_kwargs", "system_prompt")
             yield from self.idle("tokenizer.chat_template is false", *names)

@@ -39,6 +39,8 @@ class LossScaleSection(Section):
 
 
 class Fp16Section(Section):
+    """FP16, with a scaled loss."""
+
     preset: Literal["fp16"] = "fp16"
     loss_scale: LossScaleSection = LossScaleSection()
 
@@ -55,6 +57,8 @@ class Fp8Section(Section):
 
 
 class Fp8WithoutWgradSection(Fp8Section):
+    """FP8 where WGrad has none."""
+
     preset: Literal["fp8_forward", "fp8_rollout_only"] = "fp8_forward"
 
 
@@ -107,10 +111,9 @@ class NumericsSection(Section):
         "on a GPU in flows whose values are BF16, else fp32.",
     )
 
-    def rules(self) -> Iterator[Rule]:
-        for name, inexact, depends in (
-            ("kernels", "xla_fast", "bits of xla_fast depend on the number of rows"),
-            ("attention", "cudnn", "bits of cuDNN's attention depend on shapes"),
-        ):
-            holds = not (self.exact and getattr(self, name) == inexact)
-            yield Rule(holds, name, depends, "another one, or numerics.exact: false")
+    def _rules(self) -> Iterator[Rule]:
+        other = "another one, or numerics.exact: false"
+        holds = not self.exact or self.kernels != "xla_fast"
+        yield Rule(holds, "kernels", "bits of xla_fast depend on the number of rows", other)
+        holds = not self.exact or self.attention != "cudnn"
+        yield Rule(holds, "attention", "bits of cuDNN's attention depend on shapes", other)

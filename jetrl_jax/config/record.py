@@ -47,6 +47,6 @@ class RunSection(Section):
         0, "Steps traced by jax.profiler from the third on; --profile sets 3."
     )
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if self.steps < 3:
             yield from self.idle("the trace begins at the third step, after run.steps", "profile_steps")

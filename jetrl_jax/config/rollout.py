@@ -67,7 +67,7 @@ class VllmSection(Section):
     )
     on_mismatch: Literal["stop", "warn"] = option("stop", "What a failed certificate of a weight sync does.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if self.probe_tokens == 0:
             yield from self.idle("rollout.engine.probe_tokens is 0", "probe_logprob_tolerance")
 
@@ -98,6 +98,8 @@ class ServedVllmSection(VllmSection):
 
 
 class InProcessVllmSection(StartedVllmSection):
+    """vLLM in the trainer's process."""
+
     kind: Literal["vllm"] = "vllm"
 
 

@@ -52,6 +52,8 @@ class ArithmeticSection(_SplitTask):
 
 
 class ReasoningGymSection(_Task):
+    """Any dataset of reasoning-gym."""
+
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     name: Text = Field(description="Name of a reasoning-gym dataset, such as basic_arithmetic.")
 
@@ -70,21 +72,25 @@ class FileSection(RowsSection):
     path: UserPath = Field(description="Path of the training file.")
     eval_path: UserPath | None = option(None, "The held-out file; null holds out eval_fraction of path.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if self.eval_path is not None:
             yield from self.idle("task.eval_path gives the held-out items", "eval_fraction")
 
 
 class DatasetsSection(RowsSection):
+    """A Hugging Face dataset."""
+
     kind: Literal["datasets"] = "datasets"
     name: Text = Field(description="A hub name or a local directory.")
 
-    def rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[Rule]:
         if "eval_split" in self.options:
             yield from self.idle("task.options.eval_split gives the held-out items", "eval_fraction")
 
 
 class Gsm8kSection(_Task):
+    """Grade school word problems."""
+
     kind: Literal["gsm8k"] = "gsm8k"
     path: UserPath | None = option(None, "A directory; null takes $GSM8K_DIR or the one beside the checkout.")
 

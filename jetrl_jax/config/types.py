@@ -120,6 +120,9 @@ class Section(BaseModel):
 
     def rules(self) -> Iterable[Rule]:
         """The rules between fields of this section; `jetrl_jax.config.rules` has those between sections."""
+        return self._rules()
+
+    def _rules(self) -> Iterable[Rule]:
         return ()
 
     def idle(self, because: str, *names: str, path: str = "") -> Iterator[Rule]:

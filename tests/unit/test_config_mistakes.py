@@ -387,6 +387,7 @@ OVERRIDES = {
         "expected  KEY=VALUE",
     ),
     "no key": ("=3", "--set =3: not an override"),
+    "undecodable key": ("run.\udce9=3", "--set run.\\udce9=3: not an override"),
     "empty part": ("rollout..slots=3", "--set rollout..slots=3: not an override"),
     "unknown key": (
         "rollout.grup_size=3",
@@ -404,11 +405,11 @@ OVERRIDES = {
     "YAML": ("task.options.a=[1", "--set task.options.a=[1:1:3: YAML syntax: while parsing a flow"),
     "no such entry": (
         "rewards.1.weight=2",
-        "rewards.1: no such entry\n  expected  a number from 0 to 0 for an entry of rewards; rewards=[...] is the whole list",
+        "rewards.1: no such entry\n  expected  one of the 1 entries of rewards, from 0 on; rewards=[...] is the whole list",
     ),
     "entry by name": (
         "rewards.task.weight=2",
-        "rewards.task: no such entry\n  expected  a number from 0 to 0 for an entry of rewards",
+        "rewards.task: no such entry\n  expected  one of the 1 entries of rewards",
     ),
     "list with a bad entry": (
         "rewards=[{name: task}, {nmae: a}]",
@@ -474,6 +475,9 @@ def test_all_problems_of_a_config_are_told_at_once_in_reading_order(tmp_path: Pa
         "task: {knd: jsonl, path: a.jsonl}",
         "task: {kind: jsnl, path: a.jsonl}",
         "model: {pth: a, num_heads: 3}",
+        "rollout: {grup_size: 8, max_completion_tokens: 4096}",  # no rule looks at a section with a mistake
+        "{run: {prompts_per_step: 128}, algorithm: {minibatches: 64}}",
+        "rewards: [{name: tasks}]",
     ],
 )
 def test_one_mistake_does_not_cause_a_second_complaint(text: str, tmp_path: Path) -> None:
