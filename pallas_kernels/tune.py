@@ -48,18 +48,16 @@ _replace = dataclasses.replace
 def candidates(m: int, per_column: bool) -> list[TuningConfig]:
     """The tiles to measure for a product of `m` rows."""
     if per_column:
-        pairs = _replace(WGRAD_ROWS, tile_m=128, pair=True, stages=6, scale_columns=32)
+        wide, two = (
+            _replace(WGRAD_ROWS, tile_m=256, warpgroups=2),
+            _replace(WGRAD_ROWS, tile_m=128, warpgroups=2, stages=6),
+        )
         few = [
-            _replace(WGRAD_ROWS, scale_columns=columns, cluster=cluster)
+            _replace(wide, scale_columns=columns, cluster=cluster)
             for columns in (32, 128)
             for cluster in ("n", "m")
         ]
-        return [
-            *few,
-            _replace(WGRAD_ROWS, tile_m=128, stages=6),
-            _replace(WGRAD_ROWS, tile_m=192, warpgroups=3),
-            pairs,
-        ]
+        return [*few, two, WGRAD_ROWS, _replace(two, pair=True, scale_columns=32)]
     wide = TuningConfig(tile_m=128, tile_n=192, warpgroups=2, cluster="m", scale_columns=64)
     two = TuningConfig(tile_m=128, warpgroups=2, stages=6, pair=True)
     if m > 256:

@@ -154,8 +154,10 @@ def _by_rule(m: int, n: int, k: int, per_column: bool) -> TuningConfig:
 
 TRAINING = TuningConfig()
 """For thousands of rows: three warpgroups hide each other's promotion."""
-WGRAD_ROWS = TuningConfig(tile_m=256, warpgroups=2)
-"""For one scale per row on both sides."""
+WGRAD_ROWS = TuningConfig()
+"""For one scale per row on both sides: behind each product stand 64 scale products and 64 multiply-adds of a
+thread, which three warpgroups issue in fewer cycles than their products take.
+"""
 SWAP = TuningConfig(
     tile_m=8, tile_n=64, warpgroups=1, stages=8, cluster="", swap=True, persistent=False, scale_columns=64
 )
