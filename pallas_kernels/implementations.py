@@ -110,7 +110,12 @@ def unknown_name(implementation: str, offered: tuple[str, ...]) -> str:
 
 def gpu_problem() -> str | None:
     """Why the Pallas kernels cannot run on the default backend, None if they can; starts the backend."""
-    return _hopper_problem() or _version_problem(KERNEL_JAX)
+    return _hopper_problem() or kernel_jax_problem()
+
+
+def kernel_jax_problem() -> str | None:
+    """Why this JAX cannot compile the Pallas kernels; None if it can."""
+    return _version_problem(KERNEL_JAX)
 
 
 def triton_problem() -> str | None:

@@ -22,6 +22,7 @@ def build_plan(paths: Iterable[str], section: PrecisionSection) -> PrecisionPlan
 def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm: bool) -> Numerics:
     """The numerics of a model; `vllm`: whether vLLM samples it."""
     fp8 = fp8_choices(precision)
+    float64 = numerics.exact and vllm  # as an exact vLLM computes
     return Numerics(
         compute_dtype=PRESETS[precision.preset].value.dtype,
         engine_variant=numerics.engine_variant,
@@ -30,7 +31,7 @@ def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm:
         wgrad_operand=fp8.wgrad_operand,
         scale_format=fp8.scale_format,
         kernels=numerics.kernels,
-        attention=numerics.attention,
-        dense="float64" if numerics.exact and vllm else "auto",
+        attention="xla" if float64 and numerics.attention == "auto" else numerics.attention,
+        dense="float64" if float64 else "auto",
         head_gradient=numerics.head_gradient,
     )

@@ -98,10 +98,12 @@ class NumericsSection(Section):
         "mosaic_interpret on a CPU, slowly), XLA exactly or with FP32 sums. auto: kernels where they run, "
         "else xla for the forward of an exact run and xla_fast elsewhere.",
     )
-    attention: Literal["auto", "xla", "cudnn"] = option(
+    attention: Literal["auto", "xla", "cudnn", "mosaic_gpu", "mosaic_interpret"] = option(
         "auto",
-        "What computes attention, in training and in the embedded engine: cuDNN's flash kernels, not exact, "
-        "or XLA. auto: cudnn where it can run (a GPU, exact: false, not fp32), else xla.",
+        "What computes attention, in training and in the embedded engine: Pallas kernels on a Hopper GPU, "
+        "which are exact (mosaic_gpu; mosaic_interpret on a CPU, slowly), cuDNN's, which are not, or XLA. "
+        "auto, on a GPU and not in fp32: mosaic_gpu for an exact run, cudnn for another, if they can run; "
+        "else xla.",
     )
 
     head_gradient: Literal["auto", "fp32", "bf16x3", "bf16x2", "bf16"] = option(

@@ -55,9 +55,9 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
     if not isinstance(config.precision, Fp8Section):
         because = f"no layer is in FP8 (precision.preset: {preset})"
         yield from config.numerics.idle(because, "kernels", path="numerics.")
-    holds = preset != "fp32" or config.numerics.attention != "cudnn"
+    holds = preset != "fp32" or config.numerics.attention in ("auto", "xla")
     expected = "auto, xla, or another precision.preset"
-    yield Rule(holds, "numerics.attention", "cuDNN's attention takes BF16 and FP16 only", expected)
+    yield Rule(holds, "numerics.attention", "kernels of attention take BF16 and FP16 only", expected)
     holds = preset not in ("fp32", "fp16") or config.numerics.head_gradient in ("auto", "fp32")
     what, expected = (
         "parts are BF16, and so must the head's operands be",
@@ -70,6 +70,9 @@ def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
     if not isinstance(engine, VllmSection):
         return
+    holds = not (config.numerics.exact and config.numerics.attention.startswith("mosaic"))
+    expected = "auto, xla, numerics.exact: false, or rollout.engine: jax"
+    yield Rule(holds, "numerics.attention", "an exact vLLM computes attention in float64", expected)
     holds = config.precision.preset not in ("fp32", "fp16")
     expected = "jax, or another precision.preset"
     yield Rule(holds, "rollout.engine.kind", "vLLM runs in BF16 and FP8 here", expected)

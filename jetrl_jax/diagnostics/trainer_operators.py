@@ -29,7 +29,8 @@ def run(case: str, parameters: Mapping[str, Any], inputs: Arrays) -> dict[str, n
     """The outputs by name of one case of the contract, such as "rope llama3"."""
     operator = OPERATORS[case.split()[0]]
     numerics = resolve(
-        Numerics(dense="float64", engine_variant=parameters.get("engine_variant", "native")), _model()
+        Numerics(attention="xla", dense="float64", engine_variant=parameters.get("engine_variant", "native")),
+        _model(),
     )
     outputs = jit(lambda arrays: operator(parameters, arrays, numerics))(
         {name: jnp.asarray(array) for name, array in inputs.items()}

@@ -1,8 +1,9 @@
 """Attention: of whole sequences, and of new tokens against a cache; softmax(q k^T / sqrt(H)) v over the keys
 that are visible.
 
-What computes it is `Numerics.choices`: XLA here, or cuDNN (`jetrl_jax.models.flash_attention`).  Scores and
-sums are FP32 (float64 with `exact`), and the result is rounded once.
+What computes it is `Numerics.choices`: XLA here, cuDNN (`jetrl_jax.models.flash_attention`) or the Pallas
+kernels (`pallas_kernels.attention`).  Scores and sums are FP32, with `exact` float64 in XLA and in one order
+in the kernels, and the result is rounded once.
 
 Axes: B rows, T tokens, t new tokens, N query heads, K key/value heads, G = N / K, Q = t G, H head width, S
   keys.
@@ -17,23 +18,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.models.cache import KVCache
-from jetrl_jax.models.flash_attention import PLANNED, flash_attention, flash_cached_attention
+from jetrl_jax.models.flash_attention import KERNELS, PLANNED, flash_attention, flash_cached_attention
 from jetrl_jax.models.ops import round_to, shape_independent
 from jetrl_jax.precision.numerics import Numerics
+from pallas_kernels.attention import cached_attention, causal_attention, segment_blocks
+from pallas_kernels.formats import BLOCK
 
 HIDDEN = -1e30  # the score of a key that is not visible
 
 
 def packed_mask(segment_ids: jax.Array, numerics: Numerics) -> jax.Array:
     """The visible keys of each token of a packed row, bool [B, T, T] of int32 [B, T]: of its segment, up to
-    itself.
+    itself.  For the kernels, the first block of each block's segment, int32 [B, ceil(T / 128)].
 
-    Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself.
+    Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself; for the kernels what
+    `segment_blocks` says.
     """
+    if _by_blocks(numerics):
+        return segment_blocks(segment_ids)
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     mask = jnp.tril(jnp.ones((length, length), bool))[None] & same & (segment_ids[:, :, None] > 0)
     return mask if numerics.choices.attention.name == "xla" else mask | jnp.eye(length, dtype=bool)[None]
+
+
+def segment_unit(numerics: Numerics) -> int:
+    """A segment of a packed row begins at a multiple of so many tokens; elsewhere the kernels give NaN."""
+    return BLOCK if _by_blocks(numerics) else 1
+
+
+def _by_blocks(numerics: Numerics) -> bool:
+    name = numerics.choices.attention.name
+    return name in KERNELS or (name == PLANNED and numerics.exact)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, numerics: Numerics) -> jax.Array:
@@ -41,15 +57,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, num
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
-      mask: bool [B, T, T], true where a key is visible, nowhere above the diagonal (`packed_mask`); None: all
-        that is causal.  A row without any visible key gives meaningless values.
+      mask: of `packed_mask`, nowhere above the diagonal; None: all that is causal.  A row without any visible
+        key gives meaningless values.
 
     Returns:
       [B, T, N * H] in `numerics.dtype`.
     """
     B, T, N, H = q.shape
     chosen = numerics.choices.attention.name
+    if chosen in KERNELS:
+        return causal_attention(q, k, v, mask, implementation=chosen).reshape(B, T, N * H)
     if chosen != "xla":
+        mask = None if _by_blocks(numerics) else mask
         return flash_attention(q, k, v, mask, planned=chosen == PLANNED).reshape(B, T, N * H)
     if mask is None:
         mask = jnp.tril(jnp.ones((T, T), bool))[None]
@@ -69,6 +88,9 @@ def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics
     B, t, N, H = q.shape
     K, S = cache.keys.shape[1:3]
     chosen = (numerics.choices.attention if t == 1 else numerics.choices.extension).name
+    if chosen in KERNELS:
+        out = cached_attention(q, cache.keys, cache.values, positions, implementation=chosen)
+        return out.reshape(B, t, N * H)
     if chosen != "xla":
         out = flash_cached_attention(
             q[:, 0], cache.keys, cache.values, positions[:, 0], planned=chosen == PLANNED

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.flash_attention import KERNELS
 from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.implementations import Choice
 
 
-def cache_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
+def cache_implementation(numerics: Numerics, attention: Choice, *, elsewhere: bool = False) -> Choice:
     """The dtype that a cache is stored in, and why; its values are always of `numerics.dtype`.  Starts the
     JAX backend.
 
@@ -33,6 +34,8 @@ def cache_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choi
     platform = jax.default_backend()
     if platform != "cpu":
         return Choice(numerics.compute_dtype, f"the platform is {platform!r}: as it was made")
+    if attention.name in KERNELS:
+        return Choice(numerics.compute_dtype, "as the kernels of attention read it")
     return Choice("float64" if numerics.exact else "float32", "the platform is 'cpu': as it is multiplied")
 
 

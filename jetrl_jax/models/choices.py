@@ -38,7 +38,8 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
     Raises:
       UserError: an implementation that was asked for by name cannot run.
     """
-    made_for = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    group = sizes.num_heads // sizes.num_kv_heads
+    made_for = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim, group
     if not elsewhere and numerics.resolved is not None and numerics.resolved.sizes == made_for:
         return numerics
     numerics = numerics.settings
@@ -48,7 +49,7 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         if numerics.compute_dtype == "float32"
         else None
     )
-    attention = attention_implementation(numerics, sizes.head_dim, elsewhere=elsewhere)
+    attention = attention_implementation(numerics, sizes.head_dim, group, elsewhere=elsewhere)
     norm = fp8_producers.norm_problem(sizes.hidden_size, numerics)
     copied = COPIED if numerics.wgrad_operand != "requantize" else None
     choices = Choices(
@@ -61,7 +62,7 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         head_backward=head_backward_implementation(numerics, elsewhere=elsewhere),
         attention=attention,
         extension=extension_implementation(attention),
-        cache=cache_implementation(numerics, elsewhere=elsewhere),
+        cache=cache_implementation(numerics, attention, elsewhere=elsewhere),
         quantize=quantizer_implementation(forward, float32),
         quantize_partial=quantizer_implementation(forward, float32 or PARTIAL),
         norm=quantizer_implementation(forward, norm),

@@ -31,52 +31,69 @@ import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.numerics import Numerics
-from pallas_kernels.implementations import Choice
+from pallas_kernels.attention import operand_problem
+from pallas_kernels.implementations import Choice, cannot_run, kernel_jax_problem
 
+KERNELS = ("mosaic_gpu", "mosaic_interpret")  # of `pallas_kernels.attention`
 PLANNED = "planned"  # the operands and results of cudnn, to be counted by `jetrl_jax.planning` and never run
 HEAD_UNIT, LARGEST_HEAD = 8, 256
 PROBE = 128  # tokens of the calls that are compiled to see whether cuDNN takes them
 FIRST_JAX = (0, 11, 2)  # 0.10.2 also computes and writes the mask's gradient, which nobody reads
 
 
-def attention_implementation(numerics: Numerics, head_dim: int, *, elsewhere: bool = False) -> Choice:
-    """What computes attention, in training, prefill and decode: "cudnn" or "xla" (`ops`), and why.
+def attention_implementation(
+    numerics: Numerics, head_dim: int, group: int = 1, *, elsewhere: bool = False
+) -> Choice:
+    """The implementation of attention in training, prefill and decode, with the reason.
+
+    "auto" takes the Pallas kernels (`pallas_kernels.attention`) for an exact run and cuDNN for another one
+    where they can run, else "xla" (`jetrl_jax.models.attention`).
 
     Args:
-      numerics: "auto" takes cudnn where it can run.
+      numerics: names the implementation, or "auto".
       head_dim: H.
+      group: query heads that share a key/value head.
       elsewhere: for a run of this JAX on a GPU that is not here, where nothing can be tried.
 
     Raises:
-      UserError: cudnn was asked for by name and cannot run.
+      UserError: an implementation was asked for by name and cannot run.
     """
     asked = numerics.attention
-    if asked not in ("auto", "cudnn"):
-        return Choice(asked, "asked for by name")
-    problem = _operand_problem(numerics, head_dim)
-    problem = problem or (_version_problem() if elsewhere else _device_problem(numerics.dtype, head_dim))
-    if problem is None:
-        why = (
-            "auto: operands that cuDNN takes, a GPU that is not here"
-            if elsewhere
-            else "auto: a GPU and operands that cuDNN takes"
-        )
-        return Choice("cudnn", "asked for by name" if asked == "cudnn" else why)
-    if asked == "cudnn":
+    name = asked if asked != "auto" else "mosaic_gpu" if numerics.exact else "cudnn"
+    problem = None
+    if name == "cudnn":
+        problem = _operand_problem(numerics, head_dim)
+        problem = problem or (_version_problem() if elsewhere else _device_problem(numerics.dtype, head_dim))
+    elif name in KERNELS:
+        problem = operand_problem(numerics.dtype, head_dim, group) or _cache_problem(numerics)
+        problem = problem or (kernel_jax_problem() if elsewhere else cannot_run(name))
+    if asked != "auto":
+        if problem is None:
+            return Choice(name, "asked for by name")
         raise UserError(
-            f"numerics.attention: cannot run: got 'cudnn', but {problem}. 'auto' takes what can run, "
+            f"numerics.attention: cannot run: got {name!r}, but {problem}. 'auto' takes what can run, "
             "'xla' runs everywhere."
         )
-    return Choice("xla", f"auto: cudnn cannot run: {problem}")
+    if problem is None:
+        return Choice(
+            name, f"auto: {'a GPU that is not here' if elsewhere else 'a GPU'} and operands that it takes"
+        )
+    return Choice("xla", f"auto: {name} cannot run: {problem}")
 
 
 def extension_implementation(attention: Choice) -> Choice:
-    """What computes attention of several new tokens of each row against a cache,
-    where `attention` computes the rest.
+    """The implementation of attention of several new tokens of each row against a cache, where `attention`
+    computes the rest.
     """
-    if attention.name == "xla":
+    if attention.name == "xla" or attention.name in KERNELS:
         return attention
     return Choice("xla", "cuDNN's call has one number of visible keys for all tokens of a row")
+
+
+def _cache_problem(numerics: Numerics) -> str | None:
+    if numerics.stored_dtype in (None, numerics.compute_dtype):
+        return None
+    return f"keys and values are stored in {numerics.stored_dtype}, expected {numerics.compute_dtype}"
 
 
 def _operand_problem(numerics: Numerics, head_dim: int) -> str | None:

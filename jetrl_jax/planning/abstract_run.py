@@ -22,7 +22,7 @@ from jetrl_jax.devices.layout import Layout, placed
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.flash_attention import PLANNED
+from jetrl_jax.models.flash_attention import KERNELS, PLANNED
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch
@@ -62,7 +62,7 @@ class AbstractRun:
             build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu
         )
         self.attention = numerics.choices.attention
-        if on_gpu and self.attention.name == "cudnn":
+        if on_gpu and self.attention.name in ("cudnn", *KERNELS):
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
         remat = config.batch.remat == "layer"
         self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))

@@ -53,7 +53,7 @@ def work(run: AbstractRun) -> list[Row]:
     # half of the square; the backward has five products, as it computes the scores again
     if run.model.numerics.choices.attention.name == PLANNED:
         attention = _row(
-            "attention, the causal half, cuDNN", square / 2 * (3.5 + again + forwards), "FLOP", "attention"
+            "attention, the causal half", square / 2 * (3.5 + again + forwards), "FLOP", "attention"
         )
     else:
         attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")

@@ -20,7 +20,8 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # setting of `Numerics` -
     "wgrad_operand": ("requantize", "dual", "block"),
     "scale_format": SCALE_FORMATS,
     "kernels": IMPLEMENTATIONS,
-    "attention": ("auto", "xla", "cudnn", "planned"),  # planned: `jetrl_jax.models.flash_attention.PLANNED`
+    # planned: `jetrl_jax.models.flash_attention.PLANNED`
+    "attention": ("auto", "xla", "cudnn", "mosaic_gpu", "mosaic_interpret", "planned"),
     "dense": ("auto", "float64"),
     "head_gradient": ("auto", "fp32", "bf16x3", "bf16x2", "bf16"),
     "stored_dtype": (None, *VALUES, "float64"),
@@ -33,8 +34,8 @@ class Choices:
 
     `jetrl_jax.models.choices.resolve` decides once; every forward pass reads the result.
 
-    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim) that the choices
-      were made for.
+    settings, sizes: the numerics and the model's (hidden_size, intermediate_size, head_dim, query heads to a
+      key/value head) that the choices were made for.
     forward, backward: the FP8 products.
     dense: the products of the forward that are not FP8.
     dense_backward: these products in the backward, except those of the head.
@@ -49,7 +50,7 @@ class Choices:
     """
 
     settings: Numerics
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int, int]
     forward: Choice
     backward: Choice
     dense: Choice
@@ -98,7 +99,8 @@ class Numerics:
       never rounds.
     engine_variant: "native" (vLLM's eager ops: two roundings in RMSNorm, variance of the unrounded residual
         sum) or "cuda" (vLLM's CUDA kernels: one rounding, variance of the rounded sum).
-    exact: reductions in float64, so that a token's bits do not depend on the shape of the program around it.
+    exact: reductions in float64, or in a kernel with one order of sums, so that a token's bits do not depend
+        on the shape of the program around it.
     promotion_order, scale_format: see `pallas_kernels`.
     wgrad_operand: how the saved activation reaches WGrad; see `jetrl_jax.models.linear`.
     kernels: implementation of the FP8 products; see `jetrl_jax.models.linear.product_implementation`.

@@ -77,6 +77,7 @@ def assemble(
     row_tokens: int,
     microbatch_tokens: int,
     seed: Sequence[int],
+    segment_unit: int = 1,
 ) -> Assembly:
     """Advantages, scores, correction and minibatches of one rollout batch of N trajectories.
 
@@ -87,7 +88,7 @@ def assemble(
         correction: the config's ``correction``.
         score: called once with the packed trained trajectories, if the loss needs old or reference
           log-probabilities.
-        row_tokens, microbatch_tokens: as `pack`.
+        row_tokens, microbatch_tokens, segment_unit: as `pack`.
         seed: seed of the order of groups; the epoch is appended.
 
     Raises:
@@ -106,12 +107,13 @@ def assemble(
     )
     shaped = algorithm.shape_rewards(total, np.array([t.sampled_tokens for t in trajectories]))
     values = advantages.of_groups(algorithm.advantage, shaped, counted, sizes)
+    packed = trajectories, values, trained
     arrays: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": None}
     scored: list[tuple[TrainBatch, NDArray[Any]]] = []
     metrics = {"advantage/abs_mean": float(np.abs(values[trained]).mean()) if trained.any() else 0.0}
     metrics["count/masked_samples"] = int((~trained).sum())
     if algorithm.needs_old or algorithm.needs_reference:
-        micro = pack(trajectories, values, trained, row_tokens, microbatch_tokens)
+        micro = pack(*packed, row_tokens, microbatch_tokens, segment_unit=segment_unit)
         old, reference = score(micro)
         if old is not None:
             scored = list(zip(micro, old, strict=True))
@@ -134,7 +136,12 @@ def assemble(
         for epoch in range(algorithm.epochs):
             for indices in split_minibatches(sizes, algorithm.minibatches, seed=(*seed, epoch)):
                 micro = pack(
-                    trajectories, values, trained, row_tokens, microbatch_tokens, indices=indices, **arrays
+                    *packed,
+                    row_tokens,
+                    microbatch_tokens,
+                    indices=indices,
+                    segment_unit=segment_unit,
+                    **arrays,
                 )
                 yield Minibatch(micro, count_denominators(micro, algorithm.max_completion_tokens))
 

@@ -139,6 +139,7 @@ def pack(
     correction: Sequence[ArrayLike] | None = None,
     keep: Sequence[ArrayLike] | None = None,
     exposure: ArrayLike | None = None,
+    segment_unit: int = 1,
 ) -> list[TrainBatch]:
     """Packs the trained trajectories into microbatches of one shape.
 
@@ -155,6 +156,8 @@ def pack(
         keep: N bool arrays, false at sampled tokens that are not trained; None trains all.  A trajectory
             without any trained token is not packed.
         exposure: [N] whole numbers, how often each trajectory counts; 0 is not packed; None is once each.
+        segment_unit: a segment begins at a multiple of so many tokens, with padding before it where the one
+            before ends elsewhere (`jetrl_jax.models.attention.segment_unit`).
 
     Returns:
         At least one microbatch, each [microbatch_tokens // row_tokens, row_tokens].  If nothing is trained,
@@ -189,7 +192,7 @@ def pack(
     chosen = chosen[seen[chosen]]
 
     lengths = np.asarray([len(trajectories[int(i)].token_ids) for i in chosen], np.int64)
-    row, start, num_rows = _first_fit_decreasing(lengths, row_tokens)
+    row, start, num_rows = _first_fit_decreasing(lengths, row_tokens, segment_unit)
     rows_each = microbatch_tokens // row_tokens
     total_rows = max(-(-num_rows // rows_each), 1) * rows_each
     arrays = _empty_rows(total_rows, row_tokens, [*per_token, *([] if exposure is None else ["exposure"])])
@@ -284,16 +287,19 @@ def unpack(
 
 
 def _first_fit_decreasing(
-    lengths: NDArray[np.int64], row_tokens: int
+    lengths: NDArray[np.int64], row_tokens: int, unit: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Row and first position of each sequence, and the number of rows (at most 11/9 of the optimum + 1)."""
+    """Row and first position (a multiple of `unit`) of each sequence, and the number of rows.
+
+    With a unit of 1 the rows are at most 11/9 of the optimum + 1.
+    """
     row, start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     free = np.full(len(lengths), row_tokens, np.int64)  # an unopened row is free
     for i in np.argsort(-lengths, kind="stable"):
         r = int(np.argmax(free >= lengths[i]))
         row[i] = r
         start[i] = row_tokens - free[r]
-        free[r] -= lengths[i]
+        free[r] -= -(-lengths[i] // unit) * unit
     return row, start, int((free < row_tokens).sum())
 
 

@@ -25,6 +25,7 @@ from jetrl_jax.config.precision import Fp16Section
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
 from jetrl_jax.devices.processes import fetch, jit, place
+from jetrl_jax.models import attention
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.models.sharded import ROW_AXES
@@ -78,6 +79,9 @@ class PolicyPrograms:
       loss_scale: that of the first update; None trains without.
       layout: the mesh that state and batches are split over; None is one device.
 
+    Attributes:
+      segment_unit: a segment of a packed row begins at a multiple of so many tokens.
+
     On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and
     keeps its shards of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits
     of one device.  Gradients are those of one device on microbatches of a device's rows, but for the order of
@@ -103,6 +107,7 @@ class PolicyPrograms:
         self.chunk_tokens = chunk_tokens
         self.loss_scale = loss_scale
         self.layout = layout
+        self.segment_unit = attention.segment_unit(model.numerics)
         weights = None if layout is None else layout.specs(params)
         self._publish_shards = self._mapped(plan.publish, (weights,), weights)
         self._publish = jit(self._publish_shards)

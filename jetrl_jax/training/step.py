@@ -153,6 +153,7 @@ class RLStep:
             row_tokens=self.config.row_tokens,
             microbatch_tokens=self.config.microbatch_tokens,
             seed=(self.config.seed, step),
+            segment_unit=self.programs.segment_unit,
         )
         if assembly.trained.any():
             self.counters.without_signal = (

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import cached_attention, causal_attention, segment_blocks
-from pallas_kernels.implementations import interpreter_problem
 from tests.kernels.runnable import runnable
 from tests.oracles import attention_oracle, tolerances
+
+pytestmark = pytest.mark.usefixtures("operations_one_by_one")
 
 EVERY = runnable("xla", "mosaic_interpret", "mosaic_gpu")
 LENGTHS = ((130, 40), (1, 128, 140))  # of the segments of two rows
@@ -22,20 +23,6 @@ TOKENS = 408
 LONG = [pytest.mark.long, pytest.mark.newest]
 RUBBISH = 100.0
 ROUNDOFF = {"bfloat16": tolerances.U_BF16, "float16": tolerances.U_FP16}
-
-
-@pytest.fixture(autouse=True)
-def _operations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, XLA would join operations of a kernel in one program and leave them apart in another."""
-    if interpreter_problem() is None:
-        from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
-
-        run = JaxprInterpreter._interpret_arithmetic_primitive
-        monkeypatch.setattr(
-            JaxprInterpreter,
-            "_interpret_arithmetic_primitive",
-            lambda self, eqn, values: jax.lax.optimization_barrier(run(self, eqn, values)),
-        )
 
 
 @dataclasses.dataclass(frozen=True)

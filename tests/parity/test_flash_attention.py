@@ -36,6 +36,7 @@ from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from pallas_kernels.quantize.fused import KERNEL_WIDTHS
+from tests.kernels.test_implementations import pretend
 from tests.oracles import attention_oracle, tolerances
 from tests.parity.small_policy import CONFIG, resolved
 
@@ -312,7 +313,9 @@ def test_the_choice_says_why() -> None:
         (FAST, 264, "head_dim is 264"),
     ):
         choice = flash.attention_implementation(numerics, head_dim, elsewhere=True)
-        assert choice.name == "xla" and choice.reason.startswith(f"auto: cudnn cannot run: {why}")
+        asked = "mosaic_gpu" if numerics.exact else "cudnn"
+        assert choice.name == "xla" and choice.reason.startswith(f"auto: {asked} cannot run: ")
+        assert numerics.exact or why in choice.reason
         with pytest.raises(UserError, match=f"numerics.attention: cannot run: got 'cudnn', but {why}"):
             flash.attention_implementation(dataclasses.replace(numerics, attention="cudnn"), head_dim)
     assert flash.attention_implementation(FAST, H, elsewhere=True).name == (
@@ -320,10 +323,32 @@ def test_the_choice_says_why() -> None:
     )
     here = flash.attention_implementation(FAST, H)
     assert here.name == ("cudnn" if NO_GPU is None else "xla")
-    assert (
-        flash.attention_implementation(dataclasses.replace(FAST, attention="xla"), H).reason
-        == "asked for by name"
-    )
+    by_name = dataclasses.replace(FAST, attention="xla")
+    assert flash.attention_implementation(by_name, H).reason == "asked for by name"
+
+
+def test_an_exact_run_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = Numerics()
+    for numerics, head_dim, group, why in (
+        (exact, 32, 1, r"head_dim is 32, expected one of \(64, 128\)"),
+        (exact, 64, 65, "65 query heads share a key/value head, expected at most 64"),
+        (dataclasses.replace(exact, compute_dtype="float32"), 64, 1, "activations are float32"),
+        (dataclasses.replace(exact, stored_dtype="float64"), 64, 1, "keys and values are stored in float64"),
+    ):
+        choice = flash.attention_implementation(numerics, head_dim, group)
+        assert choice.name == "xla" and re.match(f"auto: mosaic_gpu cannot run: {why}", choice.reason)
+        by_name = dataclasses.replace(numerics, attention="mosaic_gpu")
+        with pytest.raises(UserError, match=f"cannot run: got 'mosaic_gpu', but {why}"):
+            flash.attention_implementation(by_name, head_dim, group)
+    pretend(monkeypatch, "cpu")
+    assert "the platform is 'cpu'" in flash.attention_implementation(exact, 64).reason
+    pretend(monkeypatch, "gpu")
+    choice = flash.attention_implementation(exact, 128, 4)
+    assert choice.name == "mosaic_gpu" and flash.extension_implementation(choice) == choice
+    fast = dataclasses.replace(FAST, attention="mosaic_gpu")
+    assert flash.attention_implementation(fast, 128).name == "mosaic_gpu"
+    pretend(monkeypatch, "gpu", capability="8.0")
+    assert "expected 9.0" in flash.attention_implementation(exact, 128).reason
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")

@@ -68,12 +68,15 @@ numerics.kernels: bits of xla_fast depend on the number of rows
 numerics.attention: bits of cuDNN's attention depend on shapes
     numerics: {attention: cudnn}
     numerics: {attention: cudnn, exact: false}
-numerics.attention: cuDNN's attention takes BF16 and FP16 only
+numerics.attention: kernels of attention take BF16 and FP16 only
     precision: {preset: fp32}, numerics: {attention: cudnn, exact: false}
     precision: {preset: fp16}, numerics: {attention: cudnn, exact: false}
 numerics.head_gradient: parts are BF16, and so must the head's operands be
     precision: {preset: fp16}, numerics: {head_gradient: bf16x3}
     precision: {preset: fp16}, numerics: {head_gradient: fp32}
+numerics.attention: an exact vLLM computes attention in float64
+    numerics: {attention: mosaic_gpu}, rollout: {engine: vllm}
+    numerics: {attention: xla}, rollout: {engine: vllm}
 sharding.tensor: shards would cut a head or a 128x128 block of a matrix's scales
     model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 2}, sharding: {tensor: 2}
     model: {hidden_size: 256, intermediate_size: 256, head_dim: 64, num_kv_heads: 4}, sharding: {tensor: 2}

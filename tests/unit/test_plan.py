@@ -23,6 +23,7 @@ from jetrl_jax.planning.devices import parse_devices
 from jetrl_jax.planning.liveness import peak
 from jetrl_jax.planning.memory import MemoryPlan, gradients_apart, shallow_runs, temporaries
 from jetrl_jax.planning.traffic import traffic, work
+from pallas_kernels.implementations import kernel_jax_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 M, K, N = 256, 512, 1024
@@ -195,7 +196,23 @@ def test_no_scores_are_counted_where_cudnn_computes_attention(program: str, rows
     assert found["xla"].temporaries - found["auto"].temporaries >= 0.5 * squares["xla"]
 
 
-def test_exact_runs_and_xla_by_name_are_planned_with_scores() -> None:
+@pytest.mark.parametrize("program", ["gradient", "prefill", "decode"])
+def test_no_scores_are_counted_where_the_kernels_compute_attention(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact run on a Hopper GPU; packed rows have no mask either."""
+    monkeypatch.setattr(flash_attention, "kernel_jax_problem", lambda: None)
+    run = AbstractRun(
+        small("numerics.exact=true", "sharding.fsdp=1"), dataclasses.replace(SIZES, num_layers=1, head_dim=64)
+    )
+    assert (run.attention.name, run.model.numerics.choices.attention.name) == ("mosaic_gpu", "planned")
+    jaxpr = run.trace(program).jaxpr
+    assert flash_attention.PLANNED in str(jaxpr)
+    length = 128 if program == "prefill" else 256
+    assert not [value for value in peak(jaxpr).live if value.shape[-2:] == (length, length)]
+
+
+def test_exact_runs_of_other_sizes_and_xla_by_name_are_planned_with_scores() -> None:
     assert [
         AbstractRun(small(*changes), SIZES).model.numerics.choices.attention.name
         for changes in (
@@ -259,7 +276,7 @@ def test_work_and_traffic_match_formulas_by_hand() -> None:
     assert amounts["head, backward"] == 2 * 2 * V * D * tokens
     product = 2 * 256 * HEADS * H * LAYERS * tokens
     # the backward has the scores once more
-    assert amounts["attention, the causal half, cuDNN"] == (2 + 2 + 5) * product / 2
+    assert amounts["attention, the causal half"] == (2 + 2 + 5) * product / 2
     xla = {
         row.name: row.amount
         for row in work(AbstractRun(small("batch.remat=layer", "numerics.attention=xla"), SIZES))
@@ -295,9 +312,8 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
     words += [word for name, size in sizes.items() for word in ("--set", f"model.{name}={size}")]
     assert main([*words, "--set", "precision.preset=bf16", "--devices", "2x80GiB"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "gradient" in printed and "attention: xla (auto: cudnn cannot run: numerics.exact is true" in printed
-    )
+    chosen = "xla (auto: mosaic_gpu cannot run: JAX" if kernel_jax_problem() else "mosaic_gpu (auto: a GPU"
+    assert "gradient" in printed and f"attention: {chosen}" in printed
     with pytest.raises(RunStopped, match="does not fit"):
         main([*words, "--set", "precision.preset=bf16", "--devices", "2x0.01GiB"])
 

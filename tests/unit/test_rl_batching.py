@@ -147,6 +147,23 @@ def relayed(batches):
     return found
 
 
+@pytest.mark.parametrize("row_tokens", [14, 32])
+def test_pack_begins_segments_at_multiples_of_the_unit(row_tokens):
+    """With the same tokens in them; rows that no unit divides end with a whole segment, too."""
+    sequences, advantages = draw()
+    dense, apart = (
+        pack(sequences, advantages, np.ones(17, bool), row_tokens, 4 * row_tokens, segment_unit=unit)
+        for unit in (1, 8)
+    )
+    first = [b.segment_ids * (b.positions == 0) for b in apart]
+    starts = np.concatenate([np.nonzero(ids)[1] for ids in first])
+    assert len(starts) == 17 and not (starts % 8).any()
+    strip = [
+        {index: [token[1:] for token in found] for index, found in relayed(b).items()} for b in (dense, apart)
+    ]
+    assert strip[0] == strip[1]
+
+
 @pytest.mark.parametrize(("row_tokens", "microbatch_tokens"), [(14, 14), (20, 61), (32, 4096)])
 def test_pack_places_every_token_once(row_tokens, microbatch_tokens):
     sequences, advantages = draw()
