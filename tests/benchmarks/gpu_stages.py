@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 BENCHMARKS = "tests/benchmarks"
-LAYERS = ("qkv", "o", "gate_up", "down")
+LAYERS = ("kv", "o", "gate", "down")
 """Those of `pallas_kernels.bench`, whose import takes JAX."""
 
 
@@ -185,10 +185,10 @@ STAGES = (
         "tests-attention", "tests/parity/test_flash_attention.py", processes=0, group="tests", refuses=SKIPPED
     ),
     _bench("layer-8192", "layer", 300, "--rows", "8192"),
-    _gemm("gate_up", 8192),
+    _gemm("gate", 8192),
     _bench("quantize-o-16384", "quantize", 240, "--layers", "o", "--rows", "16384"),
     _bench("decode-o", "decode", 300, "--layers", "o"),
-    _bench("linear-gate_up", "linear", 240, "--layers", "gate_up", "--rows", "8192"),
+    _bench("linear-gate", "linear", 240, "--layers", "gate", "--rows", "8192"),
     Stage(
         "contract", ("-m", "jetrl_jax", "check-engine", *VLLM_RUN), 300, group="engines", packages=("vllm",)
     ),
@@ -233,7 +233,7 @@ STAGES = (
         *(300, "{out}/parity.json"),
         packages=("vllm",),
     ),
-    *(_gemm(layer, rows) for rows in (8192, 16384) for layer in LAYERS if (layer, rows) != ("gate_up", 8192)),
+    *(_gemm(layer, rows) for rows in (8192, 16384) for layer in LAYERS if (layer, rows) != ("gate", 8192)),
     *(_bench(f"decode-{layer}", "decode", 300, "--layers", layer) for layer in LAYERS if layer != "o"),
     _bench("quantize-o-8192", "quantize", 240, "--layers", "o", "--rows", "8192"),
     *(
@@ -263,10 +263,10 @@ CALLS = {
         {"tests-gemm": 150, "tests-quantize": 150, "tests-attention": 110}
         | {
             "layer-8192": 130,
-            "gemm-gate_up-8192": 100,
+            "gemm-gate-8192": 100,
             "quantize-o-16384": 75,
             "decode-o": 90,
-            "linear-gate_up": 60,
+            "linear-gate": 60,
         },
     ),
     # Exactness and the engine side by side, then training in FP8 and in BF16 with the GPU to itself.
