@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention import reference
 from pallas_kernels.formats import BLOCK
@@ -36,8 +37,8 @@ WIDTHS = (64, 128)
 """Of heads, in the kernels."""
 
 
-def segment_blocks(segment_ids: jax.Array) -> jax.Array:
-    """The first block of each block's segment, int32 [B, ceil(T / 128)] of int32 [B, T]; 0 is padding.
+def segment_blocks(segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B blocks"]:
+    """The first block of each block's segment, ceil(T / 128) of a row; the id 0 is padding.
 
     A block whose tokens are not of one segment that begins at a multiple of 128 and has no gap, with
     nothing but padding behind it, gets the number of blocks: its tokens see nothing, and their attention is
@@ -58,22 +59,22 @@ def segment_blocks(segment_ids: jax.Array) -> jax.Array:
 
 
 def causal_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first_blocks: jax.Array | None = None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    first_blocks: Int32[Array, "B blocks"] | None = None,
     *,
     implementation: str = "xla",
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Attention of whole rows of tokens; differentiable in q, k and v.
 
     Args:
-      q: bfloat16 or float16 [B, T, N, H].
-      k, v: [B, T, K, H] of its dtype, N a multiple of K: N / K query heads share a key/value head.
-      first_blocks: int32 [B, ceil(T / 128)], `segment_blocks`; None: a row is one segment.
+      q: bfloat16 or float16.
+      k, v: of its dtype, N a multiple of K: N / K query heads share a key/value head.
+      first_blocks: `segment_blocks`; None: a row is one segment.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, T, N, H] in q's dtype, against float64 within the roundings of FP32 sums, of the weights and of
+      In q's dtype, against float64 within the roundings of FP32 sums, of the weights and of
       the result; bit for bit that of `cached_attention` (tests/kernels/test_attention.py). The gradient is
       no part of that promise.
     Raises:
@@ -93,17 +94,22 @@ def causal_attention(
 
 
 def cached_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, implementation: str = "xla"
-) -> jax.Array:
+    q: Float[Array, "B t N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B t"],
+    *,
+    implementation: str = "xla",
+) -> Float[Array, "B t N H"]:
     """Attention of new tokens of each row against a cache that holds them; no gradient.
 
     Args:
-      q: bfloat16 or float16 [B, t, N, H].
-      keys, values: [B, K, S, H] of its dtype; a row's tokens from 0 on, anything finite behind them.
-      positions: int32 [B, t], from 0 to below S; a token sees the keys at or below its own.
+      q: bfloat16 or float16.
+      keys, values: of its dtype; a row's tokens from 0 on, anything finite behind them.
+      positions: from 0 to below S; a token sees the keys at or below its own.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, t, N, H] in q's dtype, bit for bit that of `causal_attention`.
+      In q's dtype, bit for bit that of `causal_attention`.
     Raises:
       As `causal_attention`.
     """
