@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention import reference
 from pallas_kernels.formats import BLOCK
@@ -36,8 +37,8 @@ WIDTHS = (64, 128)
 """Widths of a head that the kernels support."""
 
 
-def segment_blocks(segment_ids: jax.Array) -> jax.Array:
-    """The first block of each block's segment, int32 [B, ceil(T / 128)], from ids int32 [B, T]; 0 is padding.
+def segment_blocks(segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B blocks"]:
+    """The first block of each block's segment, ceil(T / 128) of a row; the id 0 is padding.
 
     A valid block contains one segment, which begins at a multiple of 128 and has no gap, and after it only
     padding.  The result for any other block is the number of blocks: its tokens see nothing, and their
@@ -58,24 +59,24 @@ def segment_blocks(segment_ids: jax.Array) -> jax.Array:
 
 
 def causal_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first_blocks: jax.Array | None = None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    first_blocks: Int32[Array, "B blocks"] | None = None,
     *,
     implementation: str = "xla",
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Attention of whole rows of tokens; differentiable in q, k and v.
 
     Args:
-      q: bfloat16 or float16 [B, T, N, H].
-      k, v: [B, T, K, H] in the dtype of q, N a multiple of K: N / K query heads share a key/value head.
-      first_blocks: int32 [B, ceil(T / 128)], from `segment_blocks`; None: each row is one segment.
+      q: bfloat16 or float16.
+      k, v: in the dtype of q, N a multiple of K: N / K query heads share a key/value head.
+      first_blocks: from `segment_blocks`; None: each row is one segment.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, T, N, H] in the dtype of q, bit-identical to `cached_attention` (tests/kernels/test_attention.py).
-      It differs from float64 by the roundings of FP32 sums, of the weights and of the result.  None of
-      this is guaranteed for the gradient.
+      In the dtype of q, bit-identical to `cached_attention` (tests/kernels/test_attention.py).  It differs
+      from float64 by the roundings of FP32 sums, of the weights and of the result.  None of this is
+      guaranteed for the gradient.
     Raises:
       ValueError: invalid shapes, dtypes or names; one message has all of them.
       NotImplementedError: a kernel that was requested by name cannot run here; the message has the reason.
@@ -93,17 +94,22 @@ def causal_attention(
 
 
 def cached_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, implementation: str = "xla"
-) -> jax.Array:
+    q: Float[Array, "B t N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B t"],
+    *,
+    implementation: str = "xla",
+) -> Float[Array, "B t N H"]:
     """Attention of new tokens of each row against a cache that already contains them; not differentiable.
 
     Args:
-      q: bfloat16 or float16 [B, t, N, H].
-      keys, values: [B, K, S, H] in the dtype of q; a row's tokens 0, 1, ..., then any finite values.
-      positions: int32 [B, t], from 0 to S - 1; a token sees the keys up to its own position.
+      q: bfloat16 or float16.
+      keys, values: in the dtype of q; a row's tokens 0, 1, ..., then any finite values.
+      positions: from 0 to S - 1; a token sees the keys up to its own position.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, t, N, H] in the dtype of q, bit-identical to `causal_attention`.
+      In the dtype of q, bit-identical to `causal_attention`.
     Raises:
       As `causal_attention`.
     """
