@@ -45,6 +45,11 @@ def hopper_elsewhere() -> Iterator[None]:
         _elsewhere.reset(token)
 
 
+def is_elsewhere() -> bool:
+    """Whether this is within `hopper_elsewhere`."""
+    return _elsewhere.get()
+
+
 def on_gpu() -> bool:
     """Whether programs traced now are for a GPU; starts the backend, except within `hopper_elsewhere`."""
     return _elsewhere.get() or jax.default_backend() in ("gpu", "cuda")

@@ -30,6 +30,7 @@ from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.training.programs import build_programs
+from pallas_kernels.implementations import is_elsewhere
 
 
 class AbstractRun:
@@ -62,7 +63,9 @@ class AbstractRun:
             build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes, elsewhere=on_gpu
         )
         self.attention = numerics.choices.attention
-        if on_gpu and self.attention.name in ("cudnn", *KERNELS):
+        # the kernels are compiled themselves where a program is
+        counted = ("cudnn",) if is_elsewhere() else ("cudnn", *KERNELS)
+        if on_gpu and self.attention.name in counted:
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
         remat = config.batch.remat == "layer"
         self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))

@@ -41,7 +41,17 @@ PAPER = {
     "training": 1.41,
     "end to end": 1.16,
 }  # the best speedups of FP8 over BF16 that Jet-RL reports
-KERNELS = re.compile(r"jit\((rms_norm_quantize|requantize|quantize|dense_matmul|matmul)\)")
+KERNELS = re.compile(
+    r"jit\((rms_norm_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients|"
+    r"cached_attention)\)"
+)
+ATTENTION = {  # (call, number of results) -> products over the causal half of the square
+    (PLANNED, 2): 2,
+    (PLANNED, 3): 5,
+    ("causal_attention", 2): 2,
+    ("causal_gradients", 1): 3,
+    ("causal_gradients", 2): 4,
+}
 DOTS = {"bf16": "bf16", "f16": "bf16", "f32": "fp32", "f64": "fp64"}  # dtype of XLA's product -> its rate
 KINDS = {  # rate of a product -> its row in the tables
     "fprop": "FP8 FProp, DGrad",
@@ -196,24 +206,34 @@ class StepCount:
 
 
 def counted(launch: Launch, seen: float = 1.0) -> tuple[str, Amount]:
-    """(kind, amount of one run) of a launch; `seen`: share of the KV cache that cuDNN's attention reads."""
+    """(kind, amount of one run) of a launch; `seen`: share of the KV cache that attention reads."""
     instruction, moved = launch.instruction, float(launch.bytes)
-    if instruction.target == PLANNED:
-        rate, flops, moved = _attention(launch, seen)
+    function = _function(launch)
+    if function in (PLANNED, "causal_attention", "causal_gradients", "cached_attention"):
+        rate, flops, moved = _attention(function, launch, seen)
         return "attention", _amount(moved, flops, rate)
-    if instruction.target is not None and instruction.target.startswith("mosaic_gpu"):
-        named = KERNELS.findall(instruction.source)
-        function = named[-1] if named else ""
-        if function in ("matmul", "dense_matmul"):
-            rate, flops = _product(function, launch)
-            return KINDS[rate], _amount(moved, flops, rate)
-        return "quantisers" if function else "other kernels", _amount(moved)
+    if function in ("matmul", "dense_matmul"):
+        rate, flops = _product(function, launch)
+        return KINDS[rate], _amount(moved, flops, rate)
+    if function is not None:
+        return "quantisers" if "quantize" in function else "other kernels", _amount(moved)
     if launch.dots:
         dtype = max(launch.dots, key=lambda dot: dot[1])[0]
         flops = sum(dot[1] for dot in launch.dots)
         return KINDS[DOTS[dtype]], _amount(moved, flops, DOTS[dtype])
     turned = any(shape.dtype == "f8e4m3fn" and len(shape.axes) == 2 for shape in instruction.results)
     return "turned codes" if turned else "others by XLA", _amount(moved)
+
+
+def _function(launch: Launch) -> str | None:
+    """The function of `pallas_kernels` that a kernel is, "" for another kernel, `PLANNED` for cuDNN's
+    attention; None: a launch of XLA's own.
+    """
+    target = launch.instruction.target
+    if target is None or not target.startswith("mosaic_gpu"):
+        return PLANNED if target == PLANNED else None
+    found = KERNELS.findall(launch.instruction.source)
+    return str(found[-1]) if found else ""
 
 
 def _amount(moved: float, flops: float = 0.0, rate: str = "bf16") -> Amount:
@@ -232,19 +252,16 @@ def _product(function: str, launch: Launch) -> tuple[str, float]:
     return "wgrad_block" if launch.instruction.results[0].dtype == "f32" else "fprop", flops
 
 
-def _attention(launch: Launch, seen: float) -> tuple[str, float, float]:
-    """(name of the rate, FLOPs, bytes) of cuDNN's attention.
-
-    Forward has two results and backward three; in decode there is one query token.
-    """
+def _attention(function: str, launch: Launch, seen: float) -> tuple[str, float, float]:
+    """(name of the rate, FLOPs, bytes) of attention: of whole rows, or of new tokens against a cache."""
     queries, keys = launch.operands[:2]
-    batch, tokens, heads, width = queries.axes
-    product = 2.0 * batch * tokens * keys.axes[1] * heads * width
-    if tokens == keys.axes[1]:
-        backward = len(launch.instruction.results) == 3
-        rate, products = ("attention_backward", 5) if backward else ("attention", 2)
-        return rate, products * product / 2, float(launch.bytes)
-    return "attention", 2 * product * seen, launch.bytes - 2 * keys.bytes * (1 - seen)
+    if function == "cached_attention" or queries.axes[1] != keys.axes[1]:
+        length = max(keys.axes[1:3])  # [B, K, S, H], or cuDNN's [B K, S, 1, H]
+        return "attention", 4.0 * queries.size * length * seen, launch.bytes - 2 * keys.bytes * (1 - seen)
+    results = len(launch.instruction.results)
+    products = ATTENTION[function, results]
+    rate = "attention" if products == 2 else "attention_backward"
+    return rate, float(products * queries.size * queries.axes[1]), float(launch.bytes)
 
 
 @functools.cache

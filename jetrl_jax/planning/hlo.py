@@ -151,15 +151,20 @@ class Program:
                     self.computations[called], times * int(turns[1]) if turns else times
                 )
                 continue
-            inner = self.computations[called] if called and operation.startswith("fusion") else None
-            given = [computation[name] for name in instruction.operands]
-            operands = tuple(shape for one in given for shape in one.results)
+            inner = self.computations[called] if called and operation.startswith("fusion") else {}
+            operands = _shapes(instruction, computation)
             moved = sum(shape.bytes for shape in operands) + _written(instruction, computation)
-            if inner is not None:
+            if inner:
                 moved = _moved(inner, operands)
-            yield Launch(
-                instruction, times, moved, operands, tuple(_dots(inner or {}, instruction, computation))
-            )
+            kernel = next((one for one in inner.values() if one.operation == "custom-call"), None)
+            if kernel is not None:  # one that is given a slice of an array
+                instruction, operands = kernel, _shapes(kernel, inner)
+            yield Launch(instruction, times, moved, operands, tuple(_dots(inner, instruction, computation)))
+
+
+def _shapes(instruction: Instruction, computation: Computation) -> tuple[Shape, ...]:
+    """Of the operands."""
+    return tuple(shape for name in instruction.operands for shape in computation[name].results)
 
 
 def _instruction(name: str, text: str, *, root: bool) -> Instruction:

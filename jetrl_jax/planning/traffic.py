@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from jetrl_jax.config.rollout import JaxEngineSection
+from jetrl_jax.models.dense import HEAD_PARTS
 from jetrl_jax.models.flash_attention import PLANNED
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.liveness import collectives
@@ -57,12 +58,14 @@ def work(run: AbstractRun) -> list[Row]:
         )
     else:
         attention = _row("attention, the whole square", square * (3 + again + forwards), "FLOP", "fp32")
+    in_blocks = run.plan.wgrad_operand == "block"
+    parts = HEAD_PARTS.get(run.model.numerics.choices.head_backward.name)
     rows = [
         _row("FP8 FProp and DGrad", linear["fp8"] * (2 + again + forwards), "FLOP", "fprop"),
-        _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad"),
+        _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad_block" if in_blocks else "wgrad"),
         _row("other linear layers", linear["other"] * (3 + again + forwards), "FLOP", "bf16"),
         _row("head, forward and recomputed", head * (2 + forwards), "FLOP", "bf16"),
-        _row("head, backward", 2 * head, "FLOP", "fp32"),
+        _row("head, backward", 2 * head * (parts or 1), "FLOP", "bf16" if parts else "fp32"),
         attention,
     ]
     if run.engine is not None:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 BENCHMARKS = "tests/benchmarks"
-LAYERS = ("qkv", "o", "gate_up", "down")
+LAYERS = ("kv", "o", "gate", "down")
 """Those of `pallas_kernels.bench`, whose import takes JAX."""
 
 
@@ -186,10 +186,10 @@ STAGES = (
     ),
     _bench("layer-8192", "layer", 300, "--rows", "8192"),
     _bench("attention-8192", "attention", 240, "--rows", "8192"),
-    _gemm("gate_up", 8192),
+    _gemm("gate", 8192),
     _bench("quantize-o-16384", "quantize", 240, "--layers", "o", "--rows", "16384"),
     _bench("decode-o", "decode", 300, "--layers", "o"),
-    _bench("linear-gate_up", "linear", 240, "--layers", "gate_up", "--rows", "8192"),
+    _bench("linear-gate", "linear", 240, "--layers", "gate", "--rows", "8192"),
     Stage(
         "contract", ("-m", "jetrl_jax", "check-engine", *VLLM_RUN), 300, group="engines", packages=("vllm",)
     ),
@@ -234,7 +234,7 @@ STAGES = (
         *(300, "{out}/parity.json"),
         packages=("vllm",),
     ),
-    *(_gemm(layer, rows) for rows in (8192, 16384) for layer in LAYERS if (layer, rows) != ("gate_up", 8192)),
+    *(_gemm(layer, rows) for rows in (8192, 16384) for layer in LAYERS if (layer, rows) != ("gate", 8192)),
     *(_bench(f"decode-{layer}", "decode", 300, "--layers", layer) for layer in LAYERS if layer != "o"),
     _bench("quantize-o-8192", "quantize", 240, "--layers", "o", "--rows", "8192"),
     *(
@@ -264,11 +264,11 @@ CALLS = {
         {"tests-gemm": 150, "tests-quantize": 150, "tests-attention": 110}
         | {
             "layer-8192": 130,
-            "gemm-gate_up-8192": 100,
+            "gemm-gate-8192": 100,
             "quantize-o-16384": 60,
             "decode-o": 75,
             "attention-8192": 60,
-            "linear-gate_up": 60,
+            "linear-gate": 60,
         },
     ),
     # Exactness and the engine side by side, then training in FP8 and in BF16 with the GPU to itself.

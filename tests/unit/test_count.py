@@ -36,6 +36,15 @@ TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8,2
   ROOT %both = (f32[1,512]{1,0}, /*index=1*/pred[1,512]{1,0}) tuple(%dot, %positive)
 }
 
+%given_a_row (p0.3: f32[8,256], p1.3: s32[]) -> f8e4m3fn[1,256] {
+  %p0.3 = f32[8,256]{1,0} parameter(0)
+  %p1.3 = s32[] parameter(1)
+  %zero.3 = s32[] constant(0)
+  %row.3 = f32[1,256]{1,0} dynamic-slice(%p0.3, %p1.3, %zero.3), dynamic_slice_sizes={1,256}
+  ROOT %inside = f8e4m3fn[1,256]{1,0} custom-call(%row.3), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(f)/jit(requantize)/anonymous/mpmd_map"}
+}
+
 %turn (carry: (s32[], f32[8,256])) -> (s32[], f32[8,256]) {
   %carry = (s32[], f32[8,256]{1,0}) parameter(0)
   %index = s32[] get-tuple-element(%carry), index=0
@@ -65,6 +74,7 @@ metadata={op_name="jit(f)/jvp(jit(matmul))/_body/mpmd_map"}
   %first = (s32[], f32[8,256]{1,0}) tuple(%start, %x)
   %loop = (s32[], f32[8,256]{1,0}) while(%first), condition=%more, body=%turn, \
 backend_config={"known_trip_count":{"n":"8"}}
+  %sliced.1 = f8e4m3fn[1,256]{1,0} fusion(%x, %start), kind=kCustom, calls=%given_a_row
   %row.1 = bf16[1,256]{1,0} bitcast(%mm)
   %logits = (f32[1,512]{1,0}, pred[1,512]{1,0}) fusion(%row.1, %w), kind=kCustom, calls=%product
   ROOT %out = f32[8,256]{1,0} get-tuple-element(%loop), index=1
@@ -81,6 +91,7 @@ def test_launches_and_their_bytes_are_read_off_the_text() -> None:
         "mm": (1, 8 * 256 + 128 * 256 + 2 * 8 * 4 + 2 * 4 + 8 * 128 * 2),
         "one": (8, 256 * 4 + 4 + 256 * 2),  # the row alone of what it is sliced from
         "all": (8, 256 * 2 + 4 + 256 * 4),  # in place: the row alone
+        "inside": (1, 256 * 4 + 4 + 256),  # the kernel, and not the fusion that gives it a row
         "logits": (1, 256 * 2 + 512 * 256 * 2 + 512 * 4 + 512),
     }
 
@@ -95,6 +106,7 @@ def test_launches_are_told_apart_and_take_the_longest_of_their_times() -> None:
         "mm": "FP8 FProp, DGrad",
         "one": "others by XLA",
         "all": "others by XLA",
+        "inside": "quantisers",
         "logits": "16-bit products",
     }
     assert found["mm"][1].flops == 2 * 8 * 128 * 256 and found["logits"][1].flops == 2 * 512 * 256

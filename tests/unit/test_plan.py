@@ -273,7 +273,7 @@ def test_work_and_traffic_match_formulas_by_hand() -> None:
     amounts = {row.name: row.amount for row in work(run)}
     assert amounts["FP8 FProp and DGrad"] == 3 * linear  # forward, forward again, backward
     assert amounts["FP8 WGrad"] == linear
-    assert amounts["head, backward"] == 2 * 2 * V * D * tokens
+    assert amounts["head, backward"] == 3 * 2 * 2 * V * D * tokens  # in three parts
     product = 2 * 256 * HEADS * H * LAYERS * tokens
     # the backward has the scores once more
     assert amounts["attention, the causal half"] == (2 + 2 + 5) * product / 2
