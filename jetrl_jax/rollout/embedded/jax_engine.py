@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jetrl_jax.config.rollout import JaxEngineSection, RolloutSection
+from jetrl_jax.config.rollout import JaxEngineSection, LookupSection, RolloutSection
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import named_params
@@ -37,7 +37,7 @@ from jetrl_jax.rollout.embedded.shapes import (
     prompt_buckets,
     smallest_fit,
 )
-from jetrl_jax.rollout.embedded.speculation import Draft
+from jetrl_jax.rollout.embedded.speculation import Draft, Lookup, described
 from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
@@ -144,6 +144,7 @@ class JaxEngine(RolloutEngine):
             max_completion_tokens=section.max_completion_tokens,
             pad_id=pad_id,
             layout=layout,
+            draft=_draft(engine),
         )
 
     @property
@@ -167,8 +168,21 @@ class JaxEngine(RolloutEngine):
         self.programs.compile_all(self._controls(SamplingParams(1.0, 1, (), 0)))
 
     def describe(self) -> Mapping[str, Any]:
-        """Its sizes."""
-        return {"mode": "jax", "slots": self.shapes.batch_sizes[-1], "decode_chunk_tokens": self.shapes.chunk}
+        """Its sizes and, with a draft, the rule of acceptance and the promise that it keeps."""
+        sizes = {
+            "mode": "jax",
+            "slots": self.shapes.batch_sizes[-1],
+            "decode_chunk_tokens": self.shapes.chunk,
+        }
+        draft, numerics = self.programs.draft, self.programs.numerics
+        return sizes if draft is None else sizes | {"speculation": described(draft, numerics)}
+
+    def counts(self) -> Mapping[str, int]:
+        """Of a draft: tokens that it guessed, those that were kept, and the steps that verified them."""
+        if self.programs.draft is None:
+            return {}
+        done = self.statistics
+        return {"drafted": done.drafted, "accepted": done.accepted, "verified": done.active_slot_steps}
 
     def _load(self, published: Any, version: int) -> None:
         """Takes published weights by reference; they must stay alive until the next `load`.
@@ -261,6 +275,14 @@ class JaxEngine(RolloutEngine):
         temperature = 1.0 if sampling.greedy else sampling.temperature
         values = (np.float32(temperature), np.bool_(sampling.greedy), np.uint32(sampling.seed), is_stop)
         return Controls(*jax.device_put(values))
+
+
+def _draft(section: JaxEngineSection) -> Draft | None:
+    """The draft of a config's section."""
+    speculation = section.speculation
+    if isinstance(speculation, LookupSection):
+        return Lookup(speculation.tokens, speculation.longest_match)
+    return None
 
 
 def _describe(weight: Any) -> str:

@@ -1,26 +1,15 @@
 """The compiled programs of the embedded engine, one per shape, and the state of the slots.
 
     prefill[T]      prompts [R, T]  ->  keys and values, logits of the last tokens
-<<<<<<< HEAD
     insert[B, S]    prefilled prompts -> the slots that need them, and each slot's first token
-    decode[B, S]    up to `chunk` tokens in every active slot, stopping early when enough slots are idle
-    resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
-
-B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program
-needs is an argument, so that nothing is compiled twice; the state is donated.  With `run=False` a method only
-compiles.  A report is one int32 array [2, C, B]: token ids (-1 where nothing was sampled) and the bits of the
-float32 log-probabilities.
-=======
-    insert[B, S]    prefilled prompts -> the slots that ask for them, and each slot's first token
-    decode[B, S]    up to `chunk` steps in every active slot, leaving early when enough slots are idle; a step
-                    samples one token or, with a draft, one to k + 1 (`speculation`)
+    decode[B, S]    up to `chunk` steps in every active slot, stopping early when enough slots are idle
+                    (a step samples one token or, with a draft, one to k + 1: `speculation`)
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
 B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C rows of tokens in a report.
-Everything that a program needs besides the state is an argument, so nothing is compiled twice; the state is
-donated.  With `run=False` a method only compiles.  A report is one int32 array [2, C, B]: token ids (negative
-where nothing was sampled) and the bits of the float32 log-probabilities.
->>>>>>> 418e61f (Coupled speculation in the embedded engine: k + 1 positions a step, the tokens and bits of one by one, for any draft; draft lookup)
+Everything that a program needs is an argument, so that nothing is compiled twice; the state is donated.  With
+`run=False` a method only compiles.  A report is one int32 array [2, C, B]: token ids (negative where nothing
+was sampled) and the bits of the float32 log-probabilities.
 """
 
 from __future__ import annotations
@@ -93,16 +82,10 @@ class EnginePrograms:
 
     Args:
       model: gives structure and numerics; its parameters are not read and may be abstract.
-<<<<<<< HEAD
       plan: gives the formats of the published weights.
       shapes: the shapes of `compile_all`; prefilled prompts are padded to its longest bucket.
       layout: the devices over which the layers are split ("tensor"; caches by heads); None is one device.
-=======
-      plan: says in which format the published weights come.
-      shapes: for which `compile_all` compiles; prefilled prompts are padded to its longest bucket.
-      layout: the devices that the layers are split over (axis "tensor"; caches by heads); None is one device.
       draft: guesses `shapes.drafted` tokens in each step; None samples one token in each.
->>>>>>> 418e61f (Coupled speculation in the embedded engine: k + 1 positions a step, the tokens and bits of one by one, for any draft; draft lookup)
 
     Attributes:
       compilations: number of programs compiled so far.
@@ -213,16 +196,11 @@ class EnginePrograms:
         *,
         run: bool = True,
     ) -> Any:
-<<<<<<< HEAD
-        """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.
-
-        Consumes the state; returns the next one and a report.
-=======
-        """Decodes for `chunk` steps or until `idle_limit` (int32) slots are idle.  The state is consumed.
+        """Decodes for `chunk` steps or until `idle_limit` (int32) slots are idle.
 
         text: that the draft reads, int32 [B, siblings + S] (`speculation.Texts`); None without a draft.
-        Returns the next state and a report, with k + 1 rows of tokens for each step.
->>>>>>> 418e61f (Coupled speculation in the embedded engine: k + 1 positions a step, the tokens and bits of one by one, for any draft; draft lookup)
+
+        Consumes the state; returns the next one and a report, with k + 1 rows of tokens for each step.
         """
         args = (weights, state, controls, idle_limit, *(() if text is None else (text,)))
         program = self._program(("decode", *state.shape), self._decoding, args, donate=1)

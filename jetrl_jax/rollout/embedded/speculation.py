@@ -33,9 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jetrl_jax.config.rollout import MOST_DRAFTED
+from jetrl_jax.precision.numerics import Numerics
+
 NOTHING = -1  # in place of a token that is not known, or not drafted
 REFUSED = -2  # in a report: a token was drafted here and is not part of the sequence
-MOST_TOKENS = 16
 
 
 class Draft(Protocol):
@@ -65,26 +67,22 @@ class Draft(Protocol):
 class Lookup:
     """The tokens that followed the last ones where these stood before.
 
-    Of the places in `text` whose tokens agree with the last `longest` tokens, or with as many as agree but at
-    least `shortest`, it takes the newest one with the longest agreement.  The guess is the text after it; at
-    the end of the sequence the guess goes on from the place again, so that a repetition is continued.
+    Of the places in `text` whose last tokens agree with those of the sequence, at most `longest` of them, it
+    takes one with the longest agreement, and of these the newest.  The guess is the text after it.  At the
+    end of the sequence the guess goes on from the place again, so that a repetition is continued.
 
     Raises:
-      ValueError: tokens outside 1 .. 16, or not 1 <= shortest <= longest.
+      ValueError: tokens outside 1 .. 16, or longest below 1.
     """
 
     tokens: int
-    shortest: int = 1
     longest: int = 3
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= MOST_TOKENS:
-            raise ValueError(f"Lookup: got tokens={self.tokens}, expected 1 .. {MOST_TOKENS}.")
-        if not 1 <= self.shortest <= self.longest:
-            raise ValueError(
-                f"Lookup: got shortest={self.shortest} and longest={self.longest}, expected "
-                "1 <= shortest <= longest."
-            )
+        if not 1 <= self.tokens <= MOST_DRAFTED:
+            raise ValueError(f"Lookup: got tokens={self.tokens}, expected 1 .. {MOST_DRAFTED}.")
+        if self.longest < 1:
+            raise ValueError(f"Lookup: got longest={self.longest}, expected >= 1.")
 
     @property
     def context(self) -> int:
@@ -100,7 +98,7 @@ class Lookup:
             agree &= (shifted == wanted) & (wanted >= 0)
             run += agree.astype(jnp.int32)
         follows = jnp.pad(text[:, 1:], ((0, 0), (0, 1)), constant_values=NOTHING)
-        usable = (run >= self.shortest) & (places < last[:, None]) & (follows >= 0)
+        usable = (run > 0) & (places < last[:, None]) & (follows >= 0)
         rank = jnp.where(usable, run * width + places, NOTHING).max(axis=1)
         place = rank % width
         period = jnp.maximum(last - place, 1)[:, None]
@@ -108,6 +106,19 @@ class Lookup:
         guess = jnp.take_along_axis(text, jnp.minimum(place[:, None] + 1 + ahead, width - 1), axis=1)
         known = jnp.cumprod((guess >= 0).astype(jnp.int32), axis=1) > 0  # not beyond the end of a sibling
         return jnp.where(known & (rank >= 0)[:, None], guess, NOTHING)
+
+
+def described(draft: Draft, numerics: Numerics) -> dict[str, str]:
+    """For a run's record: the draft, the rule of acceptance, and the promise that these numerics keep."""
+    exact = numerics.exact and numerics.compute_dtype != "float32"  # FP32 products depend on their rows
+    return {
+        "draft": repr(draft),
+        "acceptance": "coupled: a drafted token is kept where the policy's own sample equals it",
+        "promise": "tokens and log-probabilities are bit for bit those without speculation"
+        if exact
+        else "every token is drawn from the policy; logits, and so some tokens, differ in their last bits "
+        "from those without speculation",
+    }
 
 
 def count_kept(
