@@ -178,7 +178,7 @@ KINDS = (
     "algorithm.name",
     "correction.mode",
 )
-KINDS += ("correction.weight.kind", "correction.reject.kind")
+KINDS += ("correction.weight.kind", "correction.reject.kind", "rollout.engine.speculation.kind")
 # The table
 
 
