@@ -164,7 +164,10 @@ class StepCount:
         return combined(self.program("gradient").whole, self.program("add").whole)
 
     def phases(self) -> dict[str, float]:
-        """Predicted seconds of a step's phases on one device, every sequence as long as it may be."""
+        """Predicted seconds of a step's phases on one device, every sequence as long as it may be.
+
+        No draft is counted as accepted.
+        """
         run, rollout = self.runs[0], self.config.rollout
         training = self.program("gradient").seconds
         training += (run.microbatches - 1) * total(self.training_step).seconds
