@@ -196,7 +196,7 @@ WHAT ?= gemm
 RIVALS ?= $(addprefix tests/benchmarks/kernel_,$(if $(filter layer,$(WHAT)),layer.py,$(if $(filter gemm decode,$(WHAT)),rivals.py)))
 
 .PHONY: bench-kernels
-bench-kernels: $(BENCH_INSTALLED)  ## Time the Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, layer
+bench-kernels: $(BENCH_INSTALLED)  ## Time the Pallas kernels against rivals on a Hopper GPU (torch for gemm, decode); WHAT=gemm, decode, linear, quantize, attention, layer
 	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(BENCH_PYTHON) -m pallas_kernels.bench $(WHAT) $(if $(RIVALS),--rivals $(RIVALS)) $(ARGS)
 
 .PHONY: plan-check

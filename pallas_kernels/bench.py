@@ -1,9 +1,10 @@
-"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|layer`: times kernels and rivals on this GPU.
+"""`python -m pallas_kernels.bench gemm|decode|linear|quantize|attention|layer`: times kernels and rivals.
 
     gemm      FProp and DGrad (block scales of W) and both forms of WGrad, thousands of rows: TFLOP/s, steady
     decode    1, 64 and 256 rows: microseconds on the device, weights cold
     linear    a linear layer forward and backward with all quantisation from BF16: milliseconds, steady state
     quantize  the quantisers and the operations fused with them, on inputs of the layers: GB/s, steady state
+    attention batch-invariant attention against cuDNN's: TFLOP/s of training, microseconds of decode, steady
     layer     a whole decoder layer forward and backward, FP8 against BF16: milliseconds, steady state
 
 Sizes are the four linear layers of Qwen3-8B; data are random. The rivals include JAX's BF16 products and, if
@@ -47,6 +48,7 @@ from pallas_kernels import (
     quantize_weight,
     wgrad,
 )
+from pallas_kernels.attention.bench import bench_attention
 from pallas_kernels.implementations import cannot_run
 from pallas_kernels.measure import (
     Contender,
@@ -275,7 +277,15 @@ def bench_layer(layers: list[str], rows: list[int], rivals: ModuleType | None) -
             )
 
 
+def bench_attentions(layers: list[str], rows: list[int], rivals: ModuleType | None) -> Iterator[Row]:
+    """Attention of whole sequences and of one token against a cache; the rival is cuDNN."""
+    del layers, rivals
+    yield from bench_attention(rows)
+
+
 NO_EFFECT = {
+    ("attention", "layers"): "it has the heads of Qwen3-8B",
+    ("attention", "rivals"): "its rival is cuDNN's attention",
     ("linear", "rivals"): "its rival is JAX's BF16",
     ("quantize", "rivals"): "its rivals are XLA's own",
     ("layer", "layers"): "it measures a whole decoder layer",
@@ -286,6 +296,7 @@ BENCHMARKS = {
     "decode": bench_decode,
     "linear": bench_linear,
     "quantize": bench_quantizers,
+    "attention": bench_attentions,
     "layer": bench_layer,
 }
 """The benchmarks, by name on the command line."""

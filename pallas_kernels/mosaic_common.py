@@ -32,7 +32,7 @@ def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Cal
     Returns:
       A function of arrays. Under `jit` as well as outside.
     Raises:
-      NotImplementedError: `interpret` where there is no interpreter.
+      NotImplementedError: `interpret` without an interpreter.
     """
     if not interpret:
         return plgpu.kernel(body, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,11 +37,13 @@ class RolloutBatch:
 
     failures: reward function -> cause -> number of samples that failed.
     rounds: how many times prompts were sampled to fill the batch.
+    counts: of the engine's work (`RolloutEngine.counts`), over all rounds.
     """
 
     groups: list[Group]
     failures: Failures
     rounds: int = 1
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -93,4 +95,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     row["count/completions"] = len(trajectories)
     row["count/rollout_tokens"] = sum(t.sampled_tokens for t in trajectories)
     row["count/generation_rounds"] = batch.rounds
+    if batch.counts:
+        drafted, accepted, verified = (batch.counts[name] for name in ("drafted", "accepted", "verified"))
+        row["speculation/drafted_tokens"] = drafted
+        row["speculation/accepted_tokens"] = accepted
+        row["speculation/accepted_per_step"] = accepted / max(verified, 1)
     return row

@@ -8,6 +8,7 @@ influence which groups are replaced.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Collector:
         batch = self._sample(step, 0, wanted, clock)
         if not self.algorithm.dynamic_sampling:
             return batch
-        kept, failures, rounds = _informative(batch), batch.failures, 1
+        kept, failures, rounds, counts = _informative(batch), batch.failures, 1, Counter(batch.counts)
         while len(kept) < wanted and rounds < self.algorithm.max_generation_rounds:
             more = self._sample(step, rounds, wanted, clock)
             kept, failures, rounds = (
@@ -77,12 +78,15 @@ class Collector:
                 add_failures(failures, more.failures),
                 rounds + 1,
             )
+            counts.update(more.counts)
         if len(kept) < wanted:
             self.console.warn(
                 f"step {step}: {len(kept)} of {wanted} groups are informative after {rounds} rounds; "
                 "going on with them"
             )
-        return RolloutBatch(kept[:wanted] or batch.groups, failures if kept else batch.failures, rounds)
+        return RolloutBatch(
+            kept[:wanted] or batch.groups, failures if kept else batch.failures, rounds, counts
+        )
 
     def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
         rollout, group = self.config.rollout, self.config.rollout.group_size
@@ -97,6 +101,7 @@ class Collector:
         )
         with self.console.phase("rollout", len(requests), "completions") as progress, clock.phase("rollout"):
             trajectories = self.engine.generate(requests, sampling)
+            counts = self.engine.counts()
             progress.advance(len(requests))
         texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
         examples = [prompts[i // group].example for i in range(len(requests))]
@@ -130,6 +135,7 @@ class Collector:
                 for prompt, m in zip(prompts, members, strict=True)
             ],
             rewards.failures,
+            counts=counts,
         )
 
 

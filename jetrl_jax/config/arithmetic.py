@@ -1,4 +1,4 @@
-"""The precision plan and the numerics that a config asks for: the only module of config/ that imports jax."""
+"""Builds the precision plan and the numerics of a config; the only module of config/ that imports jax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetrl_jax.precision.plan import PrecisionPlan
 
 
 def build_plan(paths: Iterable[str], section: PrecisionSection) -> PrecisionPlan:
-    """The plan of a model with these parameter paths."""
+    """The precision plan of a model with these parameter paths."""
     fp8 = fp8_choices(section)
     overrides = [(override.pattern, override.format) for override in fp8.overrides]
     return PrecisionPlan(

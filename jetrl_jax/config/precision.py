@@ -80,7 +80,7 @@ PrecisionSection = Annotated[
 
 
 def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
-    """What a preset says of FP8, with the defaults of what it does not say."""
+    """The FP8 fields of a preset, with defaults for those that it does not have."""
     said = {name: value for name, value in section if name in Fp8UnifiedSection.model_fields}
     return Fp8UnifiedSection.model_validate(said | {"preset": "fp8_unified"})
 

@@ -22,6 +22,7 @@ from jetrl_jax.config.types import (
     option,
 )
 
+MOST_DRAFTED = 16  # tokens of a step's draft
 RESERVE = 0.1  # of a device's memory, left to the driver, NCCL and fragmentation
 
 
@@ -42,6 +43,25 @@ GroupSize = Annotated[int, Field(ge=2, le=INT32_MAX)]
 Share = Annotated[float, Field(gt=0, lt=1 - RESERVE)]
 
 
+class NoSpeculationSection(Section):
+    kind: Literal["none"] = option(
+        "none",
+        "Draft of the next tokens, which a step verifies at once; it changes no token. lookup: what followed "
+        "the last tokens where they stood before, in the sequence or in finished ones of its group.",
+    )
+
+
+class LookupSection(Section):
+    """Guesses from text that is there."""
+
+    kind: Literal["lookup"] = "lookup"
+    tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] = option(3, "Tokens drafted in a step.")
+    longest_match: PositiveInt = option(3, "Most last tokens that are compared.")
+
+
+SpeculationSection = Annotated[NoSpeculationSection | LookupSection, Field(discriminator="kind")]
+
+
 class JaxEngineSection(Section):
     """The embedded engine."""
 
@@ -52,7 +72,10 @@ class JaxEngineSection(Section):
     )
     slots: PositiveInt = option(256, "Number of sequences decoded at once, on each device.")
     prefill_rows: PositiveInt = option(32, "Number of prompts prefilled at once.")
-    decode_chunk_tokens: PositiveInt = option(8, "Tokens between two looks at finished sequences.")
+    decode_chunk_tokens: PositiveInt = option(
+        8, "Tokens, or steps of speculation, between two looks at finished sequences."
+    )
+    speculation: SpeculationSection = option(NoSpeculationSection(), "Whether a step samples several tokens.")
 
 
 class VllmSection(Section):

@@ -1,4 +1,4 @@
-"""What sections of a config demand of each other; what a section demands of itself stands in its class."""
+"""The rules between sections of a config; rules within one section are in its class."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def _devices(config: RunConfig) -> Iterator[Rule]:
 
 
 def _uneven(config: RunConfig, model: NewModelSection) -> tuple[str, str]:
-    """The matrices that `sharding.tensor` cannot split, and those whose rest `sharding.fsdp` cannot, with
-    the degrees that can; the vocabulary is the tokenizer's.
+    """The matrices that `sharding.tensor` cannot split, and those that `sharding.fsdp` then cannot.
+
+    Each with the possible degrees.  The size of the vocabulary is the tokenizer's.
     """
     fp8, sharding = isinstance(config.precision, Fp8Section), config.sharding
     heads, rows = [], []
@@ -163,7 +164,7 @@ def _rewards(config: RunConfig) -> Iterator[Rule]:
 
 
 def _separate_process(config: RunConfig, name: str) -> bool | None:
-    """Whether a reward runs in processes of its own by itself; None where only the user's task knows."""
+    """Whether a reward runs in separate processes by default; None if that depends on the user's task."""
     task = config.task
     if name == "task":
         if isinstance(task, ReasoningGymSection | FunctionSection):

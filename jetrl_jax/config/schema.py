@@ -82,7 +82,7 @@ class Place:
                 tag = section["properties"].get(self.tag, {"const": section["title"]})
                 self.kinds |= dict.fromkeys(tag.get("enum") or [tag["const"]], section)
         self.type = "section" if self.kinds else "choice" if self.choices else self.takes["type"]
-        takes = {name: limit for name, limit in self.takes.items() if limit != INT32_MAX}  # told where broken
+        takes = {name: limit for name, limit in self.takes.items() if limit != INT32_MAX}  # only in errors
         limits = [f"{word} {show(takes[name])}" for name, word in _LIMITS.items() if name in takes]
         limits += ["not empty"] if takes.get("minLength") or takes.get("minItems") else []
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.type]

@@ -1,9 +1,9 @@
-"""Attention: of whole sequences, and of new tokens against a cache; softmax(q k^T / sqrt(H)) v over the keys
-that are visible.
+"""Attention of whole sequences, and of new tokens against a cache: softmax(q k^T / sqrt(H)) v over the
+visible keys.
 
-What computes it is `Numerics.choices`: XLA here, cuDNN (`jetrl_jax.models.flash_attention`) or the Pallas
-kernels (`pallas_kernels.attention`).  Scores and sums are FP32, with `exact` float64 in XLA and in one order
-in the kernels, and the result is rounded once.
+`Numerics.choices` selects the implementation: XLA in this module, cuDNN (`jetrl_jax.models.flash_attention`)
+or the Pallas kernels (`pallas_kernels.attention`).  Scores and sums are FP32.  With `exact`, XLA computes in
+float64, and the kernels add in a fixed order.  The result is rounded once.
 
 Axes: B rows, T tokens, t new tokens, N query heads, K key/value heads, G = N / K, Q = t G, H head width, S
   keys.
@@ -28,11 +28,15 @@ HIDDEN = -1e30  # the score of a key that is not visible
 
 
 def packed_mask(segment_ids: jax.Array, numerics: Numerics) -> jax.Array:
-    """The visible keys of each token of a packed row, bool [B, T, T] of int32 [B, T]: of its segment, up to
-    itself.  For the kernels, the first block of each block's segment, int32 [B, ceil(T / 128)].
+    """The visible keys of each token of a packed row: those of its segment, up to itself.
 
-    Padding (segment 0) sees nothing, or, where cuDNN computes attention, itself; for the kernels what
-    `segment_blocks` says.
+    Args:
+      segment_ids: int32 [B, T]; 0 is padding.
+      numerics: its implementation of attention determines the form of the mask.
+
+    Returns:
+      bool [B, T, T].  Padding sees nothing, or with cuDNN itself.  For the kernels instead the result of
+      `segment_blocks`: the first block of each block's segment, int32 [B, ceil(T / 128)].
     """
     if _by_blocks(numerics):
         return segment_blocks(segment_ids)
@@ -43,7 +47,7 @@ def packed_mask(segment_ids: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 def segment_unit(numerics: Numerics) -> int:
-    """A segment of a packed row begins at a multiple of so many tokens; elsewhere the kernels give NaN."""
+    """Every segment of a packed row has to begin at a multiple of this; otherwise the kernels return NaN."""
     return BLOCK if _by_blocks(numerics) else 1
 
 
@@ -57,8 +61,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, num
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], N a multiple of K (grouped-query attention).
-      mask: of `packed_mask`, nowhere above the diagonal; None: all that is causal.  A row without any visible
-        key gives meaningless values.
+      mask: from `packed_mask`; None: each token sees all tokens up to itself.  The values of a token without
+        a visible key are meaningless.
 
     Returns:
       [B, T, N * H] in `numerics.dtype`.
@@ -76,14 +80,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, num
 
 
 def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics: Numerics) -> jax.Array:
-    """Attention of new tokens against a cache that holds them; no gradient.
+    """Attention of new tokens against a cache that already contains them; not differentiable.
 
     Args:
       q: [B, t, N, H].
-      positions: int32 [B, t]; a token sees the keys at or below its own.
+      cache: keys and values of the layer.
+      positions: int32 [B, t]; a token sees the keys up to its own position.
 
     Returns:
-      [B, t, N * H] in `numerics.dtype`; with `exact` the bits of `attend` on the same tokens.
+      [B, t, N * H] in `numerics.dtype`; with `exact` the same bits as `attend` on the same tokens.
     """
     B, t, N, H = q.shape
     K, S = cache.keys.shape[1:3]
@@ -111,13 +116,13 @@ def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics
     return round_to(_tokens_first(out, t), numerics.dtype)
 
 
-# The t tokens of a row are further queries of its heads, Q = t G of each key/value head: one product with all
-# its keys. One token has no axis of its own, so that decoding is the program that it would be without the
-# others.
+# The t tokens of a row are treated as more queries of its heads, Q = t G for each key/value head, so that one
+# product with the keys is enough.  For t = 1 there is no axis for the tokens, so that decoding one token
+# compiles to the same program as without support for several.
 
 
 def _hidden(positions: jax.Array, length: int, group: int) -> jax.Array:
-    """Which keys each query does not see, bool [B, 1, Q, S] (Q may be 1), of positions int32 [B, t]."""
+    """bool [B, 1, Q, S] (Q may be 1), true for keys that a query does not see; positions: int32 [B, t]."""
     keys = jnp.arange(length, dtype=jnp.int32)
     if positions.shape[1] == 1:
         return (keys[None] > positions)[:, None, None]

@@ -1,5 +1,4 @@
-"""The key/value cache of one layer: [B, K, S, H], head-major, so that a decoded token reads its head's keys
-in one piece.
+"""The key/value cache of one layer: [B, K, S, H], so that the keys of a head are contiguous in memory.
 
 Axes: B rows, K key/value heads, S cache length, H head width, t new tokens of each row.
 """
@@ -19,13 +18,12 @@ from pallas_kernels.implementations import Choice
 
 
 def cache_implementation(numerics: Numerics, attention: Choice, *, elsewhere: bool = False) -> Choice:
-    """The dtype that a cache is stored in, and why; its values are always of `numerics.dtype`.  Starts the
-    JAX backend.
+    """The dtype in which a cache is stored, and the reason; all values are representable in `numerics.dtype`.
 
-    XLA's CPU backend multiplies only what stands in memory in the type of the product, so there the cache is
-    kept in that type instead of being converted for every token.
+    Starts the JAX backend.  XLA's CPU backend needs the operands of a product in memory in the product's
+    dtype, so on a CPU the cache is stored in that dtype instead of being converted for every token.
 
-    elsewhere: for a GPU that is not here.
+    elsewhere: compile for a GPU that this machine does not have.
     """
     if numerics.stored_dtype is not None:
         return Choice(numerics.stored_dtype, "asked for by name")
@@ -40,7 +38,7 @@ def cache_implementation(numerics: Numerics, attention: Choice, *, elsewhere: bo
 
 
 def stored_dtype(numerics: Numerics) -> Any:
-    """Of a cache's arrays."""
+    """The dtype of a cache's arrays."""
     return jnp.dtype(numerics.choices.cache.name)
 
 
@@ -49,7 +47,7 @@ def stored_dtype(numerics: Numerics) -> Any:
 class KVCache:
     """Keys and values of every row's tokens 0, 1, ...: [B, K, S, H] each, in `stored_dtype`.
 
-    Places above a row's last token may hold anything: `attend_to_cache` is told which tokens are visible.
+    Positions after a row's last token may contain anything, since `attend_to_cache` masks them.
     """
 
     keys: jax.Array
@@ -57,7 +55,7 @@ class KVCache:
 
     @classmethod
     def of(cls, keys: jax.Array, values: jax.Array, length: int, numerics: Numerics) -> KVCache:
-        """From keys and values [B, T, K, H] of tokens 0 .. T - 1, zeros up to `length`."""
+        """A cache of keys and values [B, T, K, H] of tokens 0 .. T - 1, filled up with zeros to `length`."""
 
         def stored(x: jax.Array) -> jax.Array:
             return _stored(
@@ -68,27 +66,29 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """S."""
+        """Cache length S."""
         return int(self.keys.shape[2])
 
     def write(self, keys: jax.Array, values: jax.Array, positions: jax.Array, numerics: Numerics) -> KVCache:
-        """With keys and values [B, t, K, H] at positions int32 [B, t];
-        in place where the buffers may be reused.
+        """The cache with keys and values [B, t, K, H] written at positions int32 [B, t].
+
+        XLA writes in place if the buffers are donated.
         """
         return KVCache(
             _written(self.keys, keys, positions, numerics), _written(self.values, values, positions, numerics)
         )
 
     def read(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Keys and values as they are multiplied."""
+        """Keys and values in the dtype of the product."""
         return self.keys.astype(dtype), self.values.astype(dtype)
 
 
 def empty_cache(
     config: ModelConfig, numerics: Numerics, rows: int, length: int, kv_heads: int | None = None
 ) -> list[KVCache]:
-    """Zeros for `rows` sequences of up to `length` tokens, for every layer; `kv_heads` None:
-    as configured.
+    """Empty caches of all layers, for `rows` sequences of up to `length` tokens.
+
+    kv_heads: number of key/value heads; None for `config.num_kv_heads`.
     """
     shape, dtype = (rows, kv_heads or config.num_kv_heads, length, config.head_dim), stored_dtype(numerics)
     with jax.enable_x64(numerics.exact):
@@ -96,16 +96,16 @@ def empty_cache(
 
 
 def _stored(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Exact: a cache's dtype has every value of the dtype between operations."""
+    """Converts to the cache's dtype without rounding: it can represent every value of `numerics.dtype`."""
     with jax.enable_x64(numerics.exact):
         return x.astype(stored_dtype(numerics))
 
 
 def _written(old: jax.Array, new: jax.Array, positions: jax.Array, numerics: Numerics) -> jax.Array:
     B, K, S, H = old.shape
-    # row of the flat cache where each head of each sequence begins
+    # row of the flat cache at which each head of each sequence begins
     first = jnp.arange(B * K, dtype=jnp.int32) * S
-    if positions.shape[1] == 1:  # no axis of its own, as in `attend_to_cache`
+    if positions.shape[1] == 1:  # without an axis for the tokens, as in `attend_to_cache`
         rows, new = first + jnp.repeat(positions[:, 0], K, total_repeat_length=B * K), new[:, 0]
     else:
         rows = (first[:, None] + jnp.repeat(positions, K, axis=0, total_repeat_length=B * K)).reshape(-1)

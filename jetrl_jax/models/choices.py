@@ -1,9 +1,7 @@
-"""Which implementation serves each operation of a policy: decided here, once, from settings, sizes and
-device.
+"""Chooses the implementation of each operation of a policy, once, from settings, sizes and device.
 
-Every module has the rule of its own operation (`product_implementation`, `dense_implementation`, ...);
-`resolve` asks them all. A forward reads `Numerics.choices` and decides nothing; a run's `environment.json`
-prints them.
+Every module has the rule for its own operation (`product_implementation`, `dense_implementation`, ...), and
+`resolve` calls them all.  A forward pass only reads `Numerics.choices`; `environment.json` of a run has them.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ COPIED = "in training numerics.wgrad_operand takes the value"
 
 
 def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) -> Numerics:
-    """The numerics of a model of these sizes with its implementations, or as they are where they have them.
+    """The numerics with the implementations for a model of these sizes; unchanged if they are chosen already.
 
     Args:
-      numerics: implementations asked for by name, or "auto".
-      sizes: the model's.
-      elsewhere: attention and cache for a run of this JAX on a GPU that is not here, where nothing can be
-        tried.
+      numerics: implementations by name, or "auto".
+      sizes: sizes of the model.
+      elsewhere: choose for a GPU that this machine does not have, with this version of JAX; then nothing can
+        be tried out.
 
     Raises:
-      UserError: an implementation that was asked for by name cannot run.
+      UserError: an implementation that was requested by name cannot run.
     """
     group = sizes.num_heads // sizes.num_kv_heads
     made_for = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim, group

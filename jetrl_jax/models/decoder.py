@@ -289,7 +289,8 @@ class Decoder(nnx.Module):
 
         Args:
           token_ids, positions, segment_ids: int32 [B, T].  A token sees the tokens at or before it in its row
-            with the same segment id; segment 0 is padding, on the left or right.
+            with the same segment id; segment 0 is padding, on the left or right.  A segment begins at a
+            multiple of `attention.segment_unit(numerics)` tokens: 1, but for the kernels of attention.
 
         Returns:
           [B, T, D] in `numerics.dtype`; values at padding are finite but meaningless.

@@ -1,10 +1,9 @@
-"""Linear layers on operands that are not FP8: y = x W^T + b in BF16, FP16 or FP32, and the head of every
-flow.
+"""Linear layers without FP8: y = x W^T + b in BF16, FP16 or FP32, and the head in every precision flow.
 
     y = round(sum over k of x[m, k] w[n, k]  + b[n])    products exact, sums FP32, rounded once
 
-With `numerics.exact` the bits of a token do not depend on the tokens beside it.  `dense_implementation`
-chooses how:
+With `numerics.exact` the bits of a token do not depend on other tokens.  `dense_implementation` chooses the
+implementation:
 
     CPU                XLA's product, whose sums do not depend on the number of rows from `MIN_ROWS` on
     Hopper             a kernel with one tile and one order of sums for all sizes (`pallas_kernels.dense`)
@@ -12,12 +11,12 @@ chooses how:
     vLLM samples       that float64 product on every device, as in vLLM's exact layers, whose order of sums
                        differs
 
-cuBLAS, which is XLA's product on a GPU, sums in other orders for a few rows than for thousands; without
-`exact` it is taken there, and rounds its sums itself (`xla_direct`).
+XLA's product on a GPU is cuBLAS, whose order of sums depends on the number of rows.  It is used without
+`exact`, and then rounds its sums itself (`xla_direct`).
 
-The backward is XLA's product everywhere: a gradient is computed once.  The head's logits are FP32, and so is
-their gradient dy.  FP32 products run on a GPU's CUDA cores, some fourteen times slower than BF16 ones on its
-tensor cores, so dy is split there (`head_backward_implementation`):
+The backward always uses XLA's product, since a gradient is computed only once.  The head's logits and their
+gradient dy are FP32.  On a GPU, FP32 products run on the CUDA cores, about fourteen times slower than BF16
+products on the tensor cores, so dy is split there (`head_backward_implementation`):
 
     dy = p1 + p2 + p3: its first 8 significant bits, the next 8 and the last 8, each a BF16 number
     dx = p1 W + p2 W + p3 W,   dW = p1^T x + p2^T x + p3^T x,   W and x in BF16: products exact, sums FP32
@@ -38,13 +37,16 @@ from pallas_kernels.dense import dense_matmul
 from pallas_kernels.implementations import Choice, on_gpu, resolve
 
 HEAD_PARTS = {"bf16": 1, "bf16x2": 2, "bf16x3": 3}
-KEPT_BITS = (0xFFFF0000, 0xFFFFFF00)  # of an FP32 number: its first 8, and 16, significant ones
-MIN_ROWS = 8  # below three rows XLA's CPU backend takes another (GEMV) kernel with another order of sums
+KEPT_BITS = (0xFFFF0000, 0xFFFFFF00)  # masks of an FP32 number's first 8 and 16 significant bits
+MIN_ROWS = 8  # below three rows XLA's CPU backend uses a GEMV kernel with another order of sums
 
 
 def dense_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
-    """What forms the products of `dense`'s forward: a name that `pallas_kernels.dense` knows, or a form of
-    XLA's product, and why; elsewhere: an inexact one, on a GPU that is not here.  Starts the JAX backend.
+    """The implementation of `dense`'s forward, with the reason; starts the JAX backend.
+
+    The name is one of `pallas_kernels.dense`, or a variant of XLA's product.
+
+    elsewhere: choose for a GPU that this machine does not have, if `numerics.exact` is false.
     """
     if not numerics.exact:
         return _product_of_xla(numerics, "numerics.exact is false", elsewhere=elsewhere)
@@ -64,15 +66,18 @@ def dense_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choi
 
 
 def dense_backward_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
-    """What forms the products of `dense`'s backward but the head's, and why; elsewhere: on a GPU not here."""
+    """The implementation of `dense`'s backward, except the head's, with the reason.
+
+    elsewhere: choose for a GPU that this machine does not have.
+    """
     return _product_of_xla(numerics, "a gradient is computed once", elsewhere=elsewhere)
 
 
 def head_backward_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
-    """In how many BF16 parts the gradient of FP32 logits is multiplied, "fp32" for none, and why.
+    """The number of BF16 parts that the gradient of FP32 logits is split into, with the reason; "fp32": none.
 
-    "auto": three on a GPU, which are all of it.  Two, the last one rounded, miss at most 2**-15 of a value,
-    one, which is common, 2**-8 (tests/parity/test_dense_products.py).
+    "auto" means three on a GPU, which lose nothing.  The relative error of two parts, the last one rounded,
+    is at most 2**-15; that of one part, which is common, 2**-8 (tests/parity/test_dense_products.py).
 
     Raises:
       UserError: parts of operands that are not BF16.
@@ -93,7 +98,7 @@ def head_backward_implementation(numerics: Numerics, *, elsewhere: bool = False)
 
 
 def _product_of_xla(numerics: Numerics, reason: str, *, elsewhere: bool = False) -> Choice:
-    """XLA's own product, which on a GPU rounds as it leaves."""
+    """XLA's own product; on a GPU it rounds its result itself."""
     if numerics.compute_dtype != "float32" and (elsewhere or on_gpu()):
         return Choice("xla_direct", f"{reason}: XLA's own product, whose sums a GPU rounds itself")
     return Choice("xla_fast", f"{reason}: XLA's own product")
@@ -162,7 +167,7 @@ dense.defvjp(_dense_forward, _dense_backward)
 def _head_gradients(
     dy: jax.Array, x: jax.Array, weight: jax.Array, parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dy W, dy^T x) in FP32, of dy float32 [M, N] in so many BF16 parts: one product each of all parts.
+    """(dy W, dy^T x) in FP32, with dy float32 [M, N] split into BF16 parts; one product each for all parts.
 
     The parts of a row lie side by side, each a function of dy and its number: XLA makes them in one pass.
     """
@@ -178,7 +183,7 @@ def _head_gradients(
 
 
 def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Values in `numerics.dtype`, which activations have already (see `tensor_parallel.enter`)."""
+    """Values in `numerics.dtype`; activations already have it (see `tensor_parallel.enter`)."""
     return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
 
 

@@ -2,23 +2,21 @@
 
     out = softmax(q k^T / sqrt(H) + mask) v,    q, k, v in BF16 or FP16
 
-Scores, maxima and sums are FP32; the weights, not yet divided by their sum, are rounded to the operands'
-dtype before they meet the values, since tensor cores take no FP32 there, and the result is rounded once, as
-`attention.attend` rounds it.  cuDNN is called by `jax.nn.dot_product_attention` alone.  What hides tokens
-from one another, and what it costs:
+Scores, maxima and sums are FP32.  The weights, not yet divided by their sum, are rounded to the operands'
+dtype before the product with the values, since tensor cores take no FP32 operands.  The result is rounded
+once, as in `attention.attend`.  cuDNN is only called through `jax.nn.dot_product_attention`.  Masks:
 
-    causal       prompts, one to a row (prefill): nothing; what is above the diagonal is not computed
-    packed rows  causal, and a mask in the operands' dtype, [B, 1, T, T], shared by all heads: JAX's public
-    call takes no
-                 segment ids.  cuDNN's packed layout, in a private call of JAX, would keep the sums of the
-                 softmax once for each segment that a row might have, [B * segments, N, T] in FP32 for every
-                 layer
-    a cache      the number of keys of each row (decode).  The query heads of one key/value head are the
-                 tokens of a query of one head, so that keys and values are read once, in place, in the
-                 cache's own layout
+    causal       prefill, one prompt in each row: no mask; nothing above the diagonal is computed
+    packed rows  causal, and a mask [B, 1, T, T] in the operands' dtype, shared by all heads, since JAX's
+                 public function takes no segment ids.  cuDNN's packed layout, in a private function of JAX,
+                 would store the sums of the softmax once for each segment that a row might have,
+                 [B * segments, N, T] in FP32 for every layer
+    a cache      decode: the number of keys of each row.  The query heads of a key/value head become the
+                 tokens of a query with one head, so that keys and values are read once and in the cache's
+                 own layout
 
-Neither the reductions' order nor that of the backward's sums is promised by cuDNN, so `numerics.exact` keeps
-the XLA form. Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
+cuDNN guarantees no order of reductions, forward or backward, so a run with `numerics.exact` does not use it.
+Axes as in `jetrl_jax.models.ops`.  Tests: tests/parity/test_flash_attention.py.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.attention import operand_problem
 from pallas_kernels.implementations import Choice, cannot_run, kernel_jax_problem
 
-KERNELS = ("mosaic_gpu", "mosaic_interpret")  # of `pallas_kernels.attention`
-PLANNED = "planned"  # the operands and results of cudnn, to be counted by `jetrl_jax.planning` and never run
+KERNELS = ("mosaic_gpu", "mosaic_interpret")  # implementations of `pallas_kernels.attention`
+PLANNED = "planned"  # cuDNN's operands and results without the call, for `jetrl_jax.planning`; cannot run
 HEAD_UNIT, LARGEST_HEAD = 8, 256
-PROBE = 128  # tokens of the calls that are compiled to see whether cuDNN takes them
-FIRST_JAX = (0, 11, 2)  # 0.10.2 also computes and writes the mask's gradient, which nobody reads
+PROBE = 128  # tokens of the calls that are compiled to find out whether cuDNN supports them
+FIRST_JAX = (0, 11, 2)  # 0.10.2 also computes and writes the mask's gradient, which is not used
 
 
 def attention_implementation(
@@ -46,17 +44,18 @@ def attention_implementation(
 ) -> Choice:
     """The implementation of attention in training, prefill and decode, with the reason.
 
-    "auto" takes the Pallas kernels (`pallas_kernels.attention`) for an exact run and cuDNN for another one
-    where they can run, else "xla" (`jetrl_jax.models.attention`).
+    "auto" means the Pallas kernels (`pallas_kernels.attention`) for an exact run and cuDNN for any other, if
+    they can run, else "xla" (`jetrl_jax.models.attention`).
 
     Args:
-      numerics: names the implementation, or "auto".
+      numerics: its `attention` is the name of an implementation, or "auto".
       head_dim: H.
-      group: query heads that share a key/value head.
-      elsewhere: for a run of this JAX on a GPU that is not here, where nothing can be tried.
+      group: number of query heads that share a key/value head.
+      elsewhere: choose for a GPU that this machine does not have, with this version of JAX; then nothing can
+        be tried out.
 
     Raises:
-      UserError: an implementation was asked for by name and cannot run.
+      UserError: an implementation was requested by name and cannot run.
     """
     asked = numerics.attention
     name = asked if asked != "auto" else "mosaic_gpu" if numerics.exact else "cudnn"
@@ -82,9 +81,7 @@ def attention_implementation(
 
 
 def extension_implementation(attention: Choice) -> Choice:
-    """The implementation of attention of several new tokens of each row against a cache, where `attention`
-    computes the rest.
-    """
+    """The implementation for several new tokens of each row against a cache, given that of the rest."""
     if attention.name == "xla" or attention.name in KERNELS:
         return attention
     return Choice("xla", "cuDNN's call has one number of visible keys for all tokens of a row")
@@ -121,9 +118,7 @@ def _version_problem() -> str | None:
 
 @functools.cache
 def _refusal(dtype: str, head_dim: int) -> str | None:
-    """Why the calls do not compile on this GPU: whether cuDNN is there,
-    its version and the head's width are theirs to judge.
-    """
+    """Why the calls do not compile on this GPU, such as cuDNN's version or the head's width; else None."""
     tokens, cache = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, PROBE, 2, head_dim), (1, 1, PROBE, head_dim))
     )
@@ -151,9 +146,9 @@ def flash_attention(
 
     Args:
       q: [B, T, N, H]; k, v: [B, T, K, H], all BF16 or FP16.
-      mask: bool [B, T, T], true where a key is visible, somewhere in each row and nowhere above the diagonal;
-        None: wherever it is causal.  cuDNN adds -2^41 to what is hidden, so a row with nothing visible would
-          be differences of such numbers.
+      mask: bool [B, T, T], true where a key is visible: somewhere in each row, nowhere above the diagonal.
+        None: everything up to the diagonal.  cuDNN adds -2^41 to hidden scores, so a row without a visible
+        key would consist of differences of such numbers.
       planned: see `PLANNED`.
 
     Returns:
@@ -162,7 +157,7 @@ def flash_attention(
     length = q.shape[1]
     if mask is not None:
         mask = mask[:, None]
-    # JAX refuses the backward of an odd length; the token that is added sees all, and nobody sees it
+    # JAX has no backward for an odd length: a token is appended that sees all others and that none sees
     if length % 2:
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         mask = mask if mask is None else jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
@@ -176,11 +171,11 @@ def flash_attention(
 def flash_cached_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, planned: bool = False
 ) -> jax.Array:
-    """Attention of one token per row against a cache; no gradient.
+    """Attention of one token per row against a cache; not differentiable.
 
     Args:
       q: [B, N, H]; k, v: [B, K, S, H], all of one dtype, BF16 or FP16.
-      positions: int32 [B]; keys at or below are visible.
+      positions: int32 [B]; keys up to this position are visible.
       planned: see `PLANNED`.
 
     Returns:
@@ -205,7 +200,7 @@ def _planned(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -
 
 
 def _planned_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> Any:
-    bias = () if mask is None else (mask.astype(q.dtype),)  # cuDNN's has other values in as many bytes
+    bias = () if mask is None else (mask.astype(q.dtype),)  # cuDNN's bias has other values but the same size
     B, T, N, _ = q.shape
     results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     out, sums = jax.ffi.ffi_call(PLANNED, results)(q, k, v, *bias)

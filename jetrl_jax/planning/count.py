@@ -175,7 +175,10 @@ class StepCount:
         return combined(self.program("gradient").whole, self.program("add").whole)
 
     def phases(self) -> dict[str, float]:
-        """Predicted seconds of a step's phases on one device, if every sequence has its maximum length."""
+        """Predicted seconds of a step's phases on one device, if every sequence has its maximum length.
+
+        No draft is counted as accepted.
+        """
         run, rollout = self.runs[0], self.config.rollout
         training = self.program("gradient").seconds
         training += (run.microbatches - 1) * total(self.training_step).seconds

@@ -143,6 +143,19 @@ METRICS: tuple[Metric, ...] = (
         "rounds of generation; dynamic sampling may take more than one",
         "lower",
     ),
+    Metric("speculation/drafted_tokens", "tokens", "tokens that drafts guessed in the step's rollout"),
+    Metric(
+        "speculation/accepted_tokens",
+        "tokens",
+        "guessed tokens that became part of a completion; generated tokens without a forward of their own",
+        "higher",
+    ),
+    Metric(
+        "speculation/accepted_per_step",
+        "tokens",
+        "mean number of guessed tokens that a sequence gained in a forward, beside the one that it samples",
+        "higher",
+    ),
     Metric(
         "count/steps_without_signal",
         "steps",

@@ -107,6 +107,7 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("time/step_s", "Time of a step", log=True),
             Panel("rate/rollout_tokens_per_s", "Rollout throughput", smooth=True),
             Panel("rate/train_tokens_per_s", "Training throughput", smooth=True),
+            Panel("speculation/accepted_per_step", "Drafted tokens kept in a forward", from_zero=True),
         ),
     ),
     (

@@ -259,6 +259,10 @@ class RolloutEngine(abc.ABC):
     def describe(self) -> Mapping[str, Any]:
         """A description of the engine as JSON values, for the run's record and certificates."""
 
+    def counts(self) -> Mapping[str, int]:
+        """Counts of the last submission's work for the metrics of a step; most engines have none."""
+        return {}
+
     def close(self) -> None:
         """Ends the engine and drops unanswered requests; later calls do nothing."""
         if self._closed:

@@ -53,7 +53,7 @@ class Task(Protocol):
         ...
 
     def verify(self, completion: str, example: Example) -> float | None:
-        """Score of a completion, usually 0 or 1; None where it cannot be judged.
+        """Score of a completion, usually 0 or 1; None if it cannot be judged.
 
         A completion whose prompt ends inside a thought comes with ``<think>`` before it.
         """

@@ -1,10 +1,10 @@
-"""The compiled programs of a training step, and the state that they carry from policy version to version.
+"""The compiled programs of a training step, and the state that they update.
 
     gradient   published codes + masters + one microbatch  ->  loss share, gradient, statistics, logprobs
     update     gradient  ->  AdamW on the FP32 masters, then the new version's codes, quantised once
 
-A step whose gradient, new masters or new scales are not finite leaves the state as it was and says which
-tensor it was; the selection happens inside the program, so buffers can be donated.
+If the gradient, the new masters or the new scales are not finite, the state stays as it was, and the tensor
+is reported.  The program itself selects between the old and the new state, so buffers can be donated.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A policy version: FP32 masters, optimiser moments, the published weights made from the masters,
-    FP16's loss scale.
-    """
+    """A policy version: FP32 masters, optimiser state, published weights, and FP16's loss scale."""
 
     params: nnx.State
     opt_state: optax.OptState
@@ -56,10 +54,9 @@ class TrainState:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did: global gradient norm, and the tensors that were not finite (then nothing changed).
+    """Result of an update: global gradient norm, and the tensors that were not finite (then it was skipped).
 
-    overflow: the gradient was not finite under a loss scale that can still be lowered, as now and then it
-      must be.
+    overflow: the gradient was not finite, but the loss scale can still be lowered; expected now and then.
     """
 
     grad_norm: float
@@ -71,21 +68,21 @@ class PolicyPrograms:
     """The programs of one model, plan and optimiser; each compiles once per batch shape.
 
     Args:
-      model: gives structure and numerics; its parameters are not kept.
-      plan: precision table.
-      optimizer: optax transformation over the masters.
-      temperature: the rollout's sampling temperature.
-      chunk_tokens: tokens whose logits exist at once.
-      loss_scale: that of the first update; None trains without.
-      layout: the mesh that state and batches are split over; None is one device.
+      model: its structure and numerics are used; its parameters are not kept.
+      plan: precision of each matrix product.
+      optimizer: optax transformation of the masters.
+      temperature: sampling temperature of the rollout.
+      chunk_tokens: number of tokens whose logits are in memory at once.
+      loss_scale: loss scale of the first update; None for training without.
+      layout: the mesh over which state and batches are split; None for one device.
 
     Attributes:
-      segment_unit: a segment of a packed row begins at a multiple of so many tokens.
+      segment_unit: every segment of a packed row has to begin at a multiple of this.
 
-    On a mesh, each device (of the axis "tensor": each group) runs forward and backward of its own rows and
-    keeps its shards of the state; rows of a microbatch are a multiple of data * fsdp.  Logprobs have the bits
-    of one device.  Gradients are those of one device on microbatches of a device's rows, but for the order of
-    FP32 sums over devices.
+    On a mesh, each device (or each group along the axis "tensor") computes forward and backward of its own
+    rows and keeps its shards of the state.  The rows of a microbatch are a multiple of data * fsdp.  Logprobs
+    are bit-identical to those of one device.  Gradients equal those of one device that takes each device's
+    rows as a microbatch, except for the order of FP32 sums over devices.
     """
 
     def __init__(
@@ -128,12 +125,12 @@ class PolicyPrograms:
 
         self._policy_gradient = jit(policy_gradient, static_argnames="algorithm")
         self._next_gradient = jit(next_gradient, static_argnames="algorithm", donate_argnums=5)
-        # On a GPU's kernels.  Shards of gradients are formed by collectives, which add to nothing.
+        # Only with the GPU kernels.  Sharded gradients come from collectives, which cannot add to a sum.
         self.adds_in_kernels = layout is None and model.numerics.choices.dense_backward.name == "xla_direct"
         self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
 
     def init(self, params: nnx.State) -> TrainState:
-        """The first state of a policy with these FP32 masters."""
+        """The initial state of a policy with these FP32 masters."""
         # copies: updates consume their buffers
         params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)
         shardings, scale = None, self.loss_scale
@@ -146,9 +143,7 @@ class PolicyPrograms:
         )
 
     def abstract(self, params: nnx.State) -> TrainState:
-        """As `init` of abstract masters: shapes, dtypes and, on a mesh, shardings, without any array;
-        to compile ahead of time.
-        """
+        """`init` for abstract masters: shapes, dtypes and, on a mesh, shardings, to compile ahead of time."""
         state = jax.eval_shape(
             lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params
         )
@@ -160,7 +155,7 @@ class PolicyPrograms:
         return placed(shardings, state)
 
     def abstract_frozen(self, state: TrainState) -> nnx.State:
-        """As `frozen` of an abstract state."""
+        """`frozen` for an abstract state."""
         weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
         shardings = None if self.layout is None else self.layout.shardings(state.params)
         return weights if shardings is None else placed(shardings, weights)
@@ -176,7 +171,7 @@ class PolicyPrograms:
     def trace_next_gradient(
         self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
     ) -> Any:
-        """`next_gradient`, where kernels add, traced; the arguments may be abstract."""
+        """`next_gradient` traced, if the kernels add the gradients; the arguments may be abstract."""
         arrays = state.params, state.published, _factor(state), batch, denominators, state.params
         return self._next_gradient.trace(*arrays, algorithm=algorithm)
 
@@ -194,7 +189,7 @@ class PolicyPrograms:
         return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
 
     def frozen(self, state: TrainState) -> nnx.State:
-        """The state's policy as weights of a forward without gradient (a reference policy)."""
+        """The policy's weights for forward passes without gradient, such as for a reference policy."""
         return self._freeze(state.params, state.published)
 
     def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
@@ -217,9 +212,9 @@ class PolicyPrograms:
         denominators: Denominators,
         algorithm: ResolvedAlgorithm,
     ) -> tuple[nnx.State, dict[str, jax.Array], jax.Array]:
-        """As `policy_gradient`, its gradient added to `total` (None is zero), whose buffers are consumed.
+        """`policy_gradient` with the gradient added to `total` (None is zero), whose buffers are consumed.
 
-        On one GPU the products that make the gradients of FP8 matrices add them: the bits of `add`.
+        On one GPU, the WGrad products themselves add the gradients of FP8 matrices, with the bits of `add`.
         """
         if total is not None and self.adds_in_kernels:
             arrays = state.params, state.published, _factor(state), batch, denominators, total
@@ -230,7 +225,7 @@ class PolicyPrograms:
     def supervised_gradient(
         self, state: TrainState, batch: TrainBatch, tokens: float
     ) -> tuple[nnx.State, jax.Array]:
-        """Gradient and share of the mean cross-entropy over `tokens` loss tokens."""
+        """Gradient, and the batch's share of the mean cross-entropy over `tokens` loss tokens."""
         return self._supervised_gradient(
             state.params, state.published, _factor(state), batch, jnp.float32(tokens)
         )
@@ -240,7 +235,7 @@ class PolicyPrograms:
         return grads if total is None else self._add(total, grads)
 
     def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
-        """The next state (the arguments' buffers are consumed), unchanged where something is not finite."""
+        """The next state, unchanged if something is not finite; the arguments' buffers are consumed."""
         scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
         norm, finite = self._check(state, grads)
         state = self._update(state, grads, finite)
@@ -254,7 +249,7 @@ class PolicyPrograms:
         return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` as each device of the mesh runs it on its part of the arguments."""
+        """`function` mapped over the mesh: each device applies it to its part of the arguments."""
         return function if self.layout is None else self.layout.map(function, in_specs, out_specs)
 
     def _model(self, weights: nnx.State) -> Decoder:
@@ -311,7 +306,7 @@ class PolicyPrograms:
         return grads, self._sum(value)
 
     def _step(self, state: TrainState, grads: nnx.State) -> tuple[nnx.State, TrainState, jax.Array]:
-        """(the gradient without loss scale, the state after it, the gradient's norm)."""
+        """(gradient without the loss scale, state after the step, norm of the gradient)."""
         if (factor := _factor(state)) is not None:
             grads = jax.tree.map(lambda value: value / factor, grads)
         norm = optax.tree.norm(grads)
@@ -321,13 +316,12 @@ class PolicyPrograms:
         return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
 
     def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The gradient's norm, and for each parameter whether gradient, next master and next scales are
-        finite.
+        """The gradient's norm, and whether each parameter's gradient, next master and next scales are finite.
 
-        A program of its own: one that also chose between the states would hold both of them whole.
+        A separate program, since one that also selected a state would need memory for both.
         """
         grads, new, norm = self._step(state, grads)
-        # the clip divides by their root: it must not overflow
+        # gradient clipping divides by the root of their sum, so the sum must not overflow
         squares = jax.tree.map(lambda value: jnp.sum(value * value), grads)
         return norm, {
             "gradient": _finite(squares),
@@ -338,7 +332,7 @@ class PolicyPrograms:
     def _update_program(
         self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]
     ) -> TrainState:
-        """The next state, or, where something in it is not finite, the same."""
+        """The next state, or the same one if something in the next is not finite."""
         ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
         new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
         kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
@@ -346,17 +340,17 @@ class PolicyPrograms:
 
 
 def _factor(state: TrainState) -> Any:
-    """FP16's loss scale, None without."""
+    """FP16's loss scale, or None."""
     return None if state.loss_scale is None else state.loss_scale.factor
 
 
 def _scaled(loss: jax.Array, factor: Any) -> jax.Array:
-    """What is differentiated: the loss times FP16's loss scale."""
+    """The loss times FP16's loss scale, as it is differentiated."""
     return loss if factor is None else loss * factor
 
 
 def _finite(state: nnx.State) -> jax.Array:
-    """bool [number of parameters], in the state's order."""
+    """Whether each parameter is finite: bool [number of parameters], in the state's order."""
 
     def one(value: Any) -> jax.Array:
         return (
@@ -374,7 +368,8 @@ def build_programs(
     optimizer: optax.GradientTransformation | None = None,
 ) -> PolicyPrograms:
     """The training programs of a config; the model's parameters may be abstract.
-    `optimizer` None is that of the RL phase.
+
+    optimizer: None for that of the RL phase.
     """
     return PolicyPrograms(
         model,

@@ -1,17 +1,17 @@
 """One step of RL: rollout -> reward -> advantage -> batch -> optimiser steps -> publish weights.
 
-One step of policy version v samples with the published weights of v, scores, packs, takes one or more
-optimiser steps from v while the engine may sleep, and hands the new codes to it.  All randomness is derived
-from (seed, kind, step): the state of a run is its parameters, moments, prompt cursor and counters, so a
-resumed run equals an uninterrupted one.
+A step of policy version v samples with the published weights of v, computes rewards, packs the completions,
+takes one or more optimiser steps while the engine may sleep, and publishes the new weights to the engine.
+All randomness is derived from (seed, kind, step).  The state of a run is therefore its parameters, moments,
+prompt cursor and counters, and a resumed run is identical to an uninterrupted one.
 
-A step in which no completion is better than another of its group (all rewards of each group are equal)
-teaches nothing: it is counted, a warning tells of it after ten in a row, and `run.max_steps_without_signal`
-  in a row end the run.
+Nothing is learned in a step without signal, in which the rewards of every group are all equal.  Such steps
+are counted; there is a warning after ten in a row, and the run ends after `run.max_steps_without_signal` in a
+row.
 
-Where a step is not finite (rollout logprob, loss, gradient, master or scale), nothing changes: the tensor is
-named, the batch is saved, the step is counted, and `run.max_skipped_steps` in a row end the run, as do as
-many in which no completion was left to train on.
+An update that is not finite (rollout logprob, loss, gradient, master or scale) is skipped: the state stays as
+it was, the tensor is reported and the batch is saved.  An update without a completion to train on is skipped
+too.  After `run.max_skipped_steps` skipped updates in a row the run ends.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ WARN_WITHOUT_SIGNAL = 10  # steps in a row
 
 @dataclass
 class Counters:
-    """What a run counts from its start on, saved with every checkpoint.
+    """Counters of a run, saved with every checkpoint.
 
-    policy_version: of the present weights; updates: optimiser steps taken.
-    skipped_in_a_row: updates up to now that changed nothing; overflows: those that FP16's loss scale caused.
-    without_signal: steps up to now in which all rewards of each group were equal.
+    policy_version: version of the current weights; updates: number of optimiser steps.
+    skipped_in_a_row: number of updates skipped in a row, up to now.
+    overflows: number of updates skipped because of FP16's loss scale.
+    without_signal: number of steps in a row, up to now, without signal.
     """
 
     policy_version: int = 0
@@ -60,20 +61,20 @@ class Counters:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Counters:
-        """Those of a checkpoint, among the rest of its metadata."""
+        """The counters in a checkpoint's metadata."""
         return cls(**{field.name: metadata[field.name] for field in dataclasses.fields(cls)})
 
 
 @dataclass(kw_only=True)
 class RLStep:
-    """Takes one step after the other; knows no files.
+    """Takes the steps of a run; reads and writes no files.
 
-    config: the run's; algorithm: its algorithm with every null resolved.
-    programs: compiled; engine: holds the weights of `state`; collector: makes its rollout batches.
-    state: the policy to start from, later the present one; reference: frozen weights of the KL term, or None.
-    counters: go on from where they stand.
-    console: where phases and warnings are shown.
-    save_bad_batch: (step, tensor, arrays) -> the file that a batch which is not finite went to, or None.
+    config: the run's config; algorithm: its algorithm with every null resolved.
+    programs: the compiled programs; engine: an engine with the weights of `state`; collector: its rollouts.
+    state: the current policy; reference: frozen weights for the KL term, or None.
+    counters: where counting continues.
+    console: shows phases and warnings.
+    save_bad_batch: (step, tensor, arrays) -> file in which a batch that is not finite was saved, or None.
     """
 
     config: RunConfig
@@ -88,11 +89,10 @@ class RLStep:
     save_bad_batch: Callable[[int, str, Mapping[str, Any]], Path | None] = lambda step, tensor, arrays: None
 
     def __call__(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
-        """One step; returns its metrics and what was sampled.
+        """Takes one step; returns its metrics and the rollout batch.
 
         Raises:
-          RunStopped: too many updates in a row were not finite, or had nothing to train on, or too many steps
-            were without a signal.
+          RunStopped: too many updates in a row were skipped, or too many steps in a row had no signal.
         """
         clock, start = StepClock(), time.perf_counter()
         version, skipped_prompts = self.counters.policy_version, self.collector.prompts.skipped
@@ -126,9 +126,7 @@ class RLStep:
         return row, batch
 
     def _tell_of_no_signal(self, step: int) -> None:
-        """Warns after ten steps in a row without a signal, again whenever these have doubled;
-        ends the run at its limit.
-        """
+        """Warns after 10, 20, 40, ... steps in a row without signal; ends the run at its limit."""
         count, most = self.counters.without_signal, self.config.run.max_steps_without_signal
         text = (
             f"step {step}: in {count} steps in a row all rewards of each group were equal: nothing "
@@ -143,7 +141,7 @@ class RLStep:
     # Learning
 
     def _learn(self, step: int, batch: RolloutBatch, clock: StepClock) -> dict[str, float]:
-        """Optimiser steps on one batch; returns their metrics."""
+        """Takes the optimiser steps on one batch; returns their metrics."""
         assembly = assemble(
             [group.trajectories for group in batch.groups],
             [group.rewards for group in batch.groups],
@@ -168,7 +166,7 @@ class RLStep:
             micro = minibatch.microbatches
             with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
                 loss, norm, logprobs = self._optimise(step, minibatch, batch, sums, progress)
-            # the first update's forward is that of the behaviour version
+            # the forward pass of the first update uses the weights that sampled the batch
             if not assembly.scored and not norms:
                 pairs = list(zip(micro, logprobs, strict=True))
             losses.append(loss)
@@ -192,7 +190,7 @@ class RLStep:
     def _score(
         self, clock: StepClock, micro: list[TrainBatch]
     ) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
-        """Log-probabilities under the trainer's policy and the reference, where the loss reads them."""
+        """Log-probabilities by the trainer's policy and by the reference; None for those the loss ignores."""
 
         def score(weights: nnx.State) -> list[np.ndarray]:
             return [self.programs.logprobs(weights, b) for b in micro]
@@ -204,9 +202,7 @@ class RLStep:
     def _optimise(
         self, step: int, minibatch: Minibatch, batch: RolloutBatch, sums: dict[str, float], progress: Any
     ) -> tuple[float, float | None, list[np.ndarray]]:
-        """One optimiser step: (loss, gradient norm or None where it was skipped,
-        logprobs of each microbatch).
-        """
+        """One optimiser step: (loss, gradient norm or None if skipped, logprobs of each microbatch)."""
         micro, denominators = minibatch.microbatches, minibatch.denominators
         grads, loss, logprobs = None, 0.0, []
         for part in micro:
@@ -241,7 +237,7 @@ class RLStep:
         return loss, report.grad_norm, logprobs
 
     def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[TrainBatch]) -> None:
-        """Names the tensor, saves the batch, counts the step."""
+        """Reports the tensor that is not finite, saves the batch and counts the skipped update."""
         self.counters.skipped_in_a_row += 1
         arrays: dict[str, Any] = {"rewards": batch.rewards}
         arrays |= {f"reward_{name}": values for name, values in batch.parts.items()}
@@ -259,7 +255,7 @@ class RLStep:
 
 
 def _mismatch(pairs: list[tuple[TrainBatch, np.ndarray]]) -> dict[str, float]:
-    """Mismatch metrics of (microbatch, trainer's logprobs at the behaviour version) pairs."""
+    """Mismatch metrics of pairs (microbatch, the trainer's logprobs with the weights that sampled it)."""
     columns = [
         (np.asarray(logprobs), b.rollout_logprobs, b.loss_mask, b.sequence_index)
         for b, logprobs in pairs

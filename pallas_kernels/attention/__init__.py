@@ -1,4 +1,4 @@
-"""Batch-invariant causal attention: `api` for use, `reference` for the definition, `mosaic` for Hopper."""
+"""Batch-invariant causal attention: functions in `api`, definition in `reference`, kernels in `mosaic`."""
 
 from pallas_kernels.attention.api import cached_attention, causal_attention, operand_problem, segment_blocks
 

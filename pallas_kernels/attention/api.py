@@ -2,18 +2,18 @@
 
     out = softmax(q k^T / sqrt(H)) v,    a token sees the keys 0 .. p of its own segment
 
-A token's bits depend on its query and on those keys, in one order for training, prefill and decode: blocks
-of 128 keys from the segment's first token on, ascending (`reference` has the equations). A segment of a
-packed row therefore begins at a multiple of 128, as `segment_blocks` reads off its ids.
+A token's bits depend only on its query and on those keys.  Training, prefill and decode add in the same
+order: ascending blocks of 128 keys, starting at the segment's first token (equations in `reference`).  A
+segment of a packed row therefore has to begin at a multiple of 128, which `segment_blocks` checks.
 
     xla               the definition (`reference`): sums within a block in float64, rounded once to FP32
-    mosaic_gpu        one body for every grid (`mosaic`), on Hopper's tensor cores; in the gradient
-                      (`mosaic_backward`) no atomic additions, so it has the same bits on every call
+    mosaic_gpu        kernels for Hopper's tensor cores (`mosaic`), whose gradient (`mosaic_backward`) uses
+                      no atomic additions, so every call gives the same bits
     mosaic_interpret  the same kernels on a CPU, with race detection, for tests
-    auto              mosaic_gpu where it can run, else xla
+    auto              mosaic_gpu if it can run, else xla
 
-The two forms differ in the last bits of FP32 sums: an implementation is chosen once for a policy, not for
-each call.
+The last bits of FP32 sums differ between xla and the kernels, so one policy has to use one implementation for
+all calls.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.attention import reference
 from pallas_kernels.formats import BLOCK
@@ -33,15 +34,15 @@ IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_interpret", "auto")
 """Implementations by name."""
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDTHS = (64, 128)
-"""Of heads, in the kernels."""
+"""Widths of a head that the kernels support."""
 
 
-def segment_blocks(segment_ids: jax.Array) -> jax.Array:
-    """The first block of each block's segment, int32 [B, ceil(T / 128)] of int32 [B, T]; 0 is padding.
+def segment_blocks(segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B blocks"]:
+    """The first block of each block's segment, ceil(T / 128) of a row; the id 0 is padding.
 
-    A block whose tokens are not of one segment that begins at a multiple of 128 and has no gap, with
-    nothing but padding behind it, gets the number of blocks: its tokens see nothing, and their attention is
-    NaN. Tokens of padding may see each other and, behind a segment, that segment.
+    A valid block contains one segment, which begins at a multiple of 128 and has no gap, and after it only
+    padding.  The result for any other block is the number of blocks: its tokens see nothing, and their
+    attention is NaN.  Padding may see other padding and the segment before it.
     """
     B, T = segment_ids.shape
     blocks = -(-T // BLOCK)
@@ -52,33 +53,33 @@ def segment_blocks(segment_ids: jax.Array) -> jax.Array:
     start = jnp.argmax(ids[:, None] == head[:, :, None], axis=-1).astype(
         jnp.int32
     )  # of the segment, in tokens
-    late = begins[:, :, 0] & (start != own * BLOCK)  # a segment goes on behind a gap
+    late = begins[:, :, 0] & (start != own * BLOCK)  # a segment continues after a gap
     wrong = begins[:, :, 1:].any(-1) | ((head > 0) & (late | (start % BLOCK != 0)))
     return jnp.where(wrong, jnp.int32(blocks), jnp.where(head > 0, start // BLOCK, own))
 
 
 def causal_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first_blocks: jax.Array | None = None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    first_blocks: Int32[Array, "B blocks"] | None = None,
     *,
     implementation: str = "xla",
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Attention of whole rows of tokens; differentiable in q, k and v.
 
     Args:
-      q: bfloat16 or float16 [B, T, N, H].
-      k, v: [B, T, K, H] of its dtype, N a multiple of K: N / K query heads share a key/value head.
-      first_blocks: int32 [B, ceil(T / 128)], `segment_blocks`; None: a row is one segment.
+      q: bfloat16 or float16.
+      k, v: in the dtype of q, N a multiple of K: N / K query heads share a key/value head.
+      first_blocks: from `segment_blocks`; None: each row is one segment.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, T, N, H] in q's dtype, against float64 within the roundings of FP32 sums, of the weights and of
-      the result; bit for bit that of `cached_attention` (tests/kernels/test_attention.py). The gradient is
-      no part of that promise.
+      In the dtype of q, bit-identical to `cached_attention` (tests/kernels/test_attention.py).  It differs
+      from float64 by the roundings of FP32 sums, of the weights and of the result.  None of this is
+      guaranteed for the gradient.
     Raises:
-      ValueError: shapes, dtypes or names do not fit, all of them in one message.
-      NotImplementedError: a kernel asked for by name cannot run here; the message says why.
+      ValueError: invalid shapes, dtypes or names; one message has all of them.
+      NotImplementedError: a kernel that was requested by name cannot run here; the message has the reason.
     """
     B, T = q.shape[0], q.shape[1] if q.ndim == 4 else 0
     if first_blocks is None:
@@ -93,17 +94,22 @@ def causal_attention(
 
 
 def cached_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, implementation: str = "xla"
-) -> jax.Array:
-    """Attention of new tokens of each row against a cache that holds them; no gradient.
+    q: Float[Array, "B t N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B t"],
+    *,
+    implementation: str = "xla",
+) -> Float[Array, "B t N H"]:
+    """Attention of new tokens of each row against a cache that already contains them; not differentiable.
 
     Args:
-      q: bfloat16 or float16 [B, t, N, H].
-      keys, values: [B, K, S, H] of its dtype; a row's tokens from 0 on, anything finite behind them.
-      positions: int32 [B, t], from 0 to below S; a token sees the keys at or below its own.
+      q: bfloat16 or float16.
+      keys, values: in the dtype of q; a row's tokens 0, 1, ..., then any finite values.
+      positions: from 0 to S - 1; a token sees the keys up to its own position.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
-      [B, t, N, H] in q's dtype, bit for bit that of `causal_attention`.
+      In the dtype of q, bit-identical to `causal_attention`.
     Raises:
       As `causal_attention`.
     """
@@ -116,7 +122,7 @@ def cached_attention(
     name = _chosen("cached_attention", problems, q, keys.shape[1:2], implementation)
     if name == "xla":
         return reference.cached_attention(q, keys, values, positions)
-    # here, because Pallas for GPUs is not there on every platform
+    # imported here, because not every platform has Pallas for GPUs
     from pallas_kernels.attention import mosaic
 
     return mosaic.cached_attention(q, keys, values, positions, name == "mosaic_interpret")
@@ -130,7 +136,7 @@ def _causal_attention(
 
 
 def _forward(name: str, q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: jax.Array) -> Any:
-    """The result, and what the backward reads."""
+    """The result, and the arrays that the backward needs."""
     if name == "xla":
         return reference.causal_attention(q, k, v, first_blocks), (q, k, v, first_blocks)
     from pallas_kernels.attention import mosaic
@@ -151,7 +157,7 @@ _causal_attention.defvjp(_forward, _backward)
 
 
 def operand_problem(dtype: Any, width: int, group: int) -> str | None:
-    """Why the kernels cannot take `group` query heads of `width` values to a key/value head, or None."""
+    """Why the kernels cannot run with `group` query heads for each key/value head of `width`, or None."""
     if jnp.dtype(dtype) not in DTYPES:
         return f"activations are {jnp.dtype(dtype).name}, expected bfloat16 or float16"
     if width not in WIDTHS:
@@ -164,7 +170,7 @@ def operand_problem(dtype: Any, width: int, group: int) -> str | None:
 def _operand_problems(
     operands: dict[str, jax.Array], shapes: tuple[tuple[Any, ...], ...], implementation: str
 ) -> list[str]:
-    """Of arrays that should have these shapes, where equal letters are equal sizes."""
+    """Problems of arrays that should have these shapes; equal letters mean equal sizes."""
     problems: list[str] = []
     sizes: dict[Any, int] = {}
     for (name, array), shape in zip(operands.items(), shapes, strict=True):

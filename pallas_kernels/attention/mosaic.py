@@ -1,25 +1,24 @@
 """Batch-invariant causal attention on Hopper's tensor cores: one body for whole sequences and for a cache.
 
-A program is a producer warpgroup, which asks TMA for blocks of 128 keys and values into a ring of slots,
-and one or two consumers, which hold 64 rows each with their running maximum, sum and output in registers
-(`_add_block`, the equations of `reference`). Two grids share it:
+A program has one producer warpgroup, which loads blocks of 128 keys and values by TMA into a ring of slots,
+and one or two consumer warpgroups.  A consumer keeps the running maximum, sum and output of 64 rows in
+registers (`_add_block`, with the equations of `reference`).  Two grids use the same body:
 
-    whole sequences    a program is a query head and a tile of 128 tokens, 64 to each of two consumers. A
-                       tile belongs to one segment, whose first block it reads from an array
-    a cache            a program is a sequence and a key/value head, whose query heads are the rows of the
-                       one consumer, so that keys and values are read once
+    whole sequences    one program for each query head and tile of 128 tokens, 64 for each of two consumers.
+                       A tile belongs to one segment, whose first block is read from an array
+    a cache            one program for each sequence and key/value head; the query heads are the rows of one
+                       consumer, so that keys and values are read once
 
-Segments and caches begin with a block, so every block but a row's last is visible as a whole: the mask is
-in the last alone, in both grids. Programs wait for nobody else and add nothing to memory: the same bits on
-every call.
+Segments and caches begin at the start of a block, so in both grids only the last block of a row needs a mask.
+Programs are independent of each other and use no atomic additions, so every call gives the same bits.
 
-Two consumers take turns on the tensor cores (`turn_barrier`): one multiplies while the other takes
-exponentials. The product of weights and values begins at zero and is then added, which keeps the
-multiply-add out of the tensor core's own rounding and costs as many instructions as scaling the accumulator
-in place.
+Two consumers alternate on the tensor cores (`turn_barrier`): one multiplies while the other computes
+exponentials.  The product of weights and values is accumulated from zero and then added to the output.  This
+keeps the multiply-add out of the tensor core's own rounding, and takes as many instructions as scaling the
+accumulator in place.
 
-Rows past the end of an array are zeros on the way in and dropped on the way out; TMA wants their number in
-multiples of 8.
+Rows beyond the end of an array are read as zeros and not written.  TMA requires the number of rows to be a
+multiple of 8.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pallas_kernels.hopper import REGISTERS, WGMMA_ROWS
 from pallas_kernels.mosaic_common import launch, ring_slot, tile
 
 WARPGROUPS, STAGES = 2, 2
-"""Consumers of a tile of tokens, and blocks of keys in shared memory at once."""
+"""Consumers of a tile of tokens, and number of blocks of keys in shared memory."""
 TMA_ROWS = 8
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
@@ -52,7 +51,7 @@ COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 def causal_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, H], logarithms of the sums [B, N, T] to the base of two, float32).
+    """(out [B, T, N, H], base-2 logarithms of the sums, float32 [B, N, T]).
 
     Args:
       q, k, v, first_blocks: as `api.causal_attention`.
@@ -83,9 +82,7 @@ def cached_attention(
     """As `api.cached_attention`; `interpret` as `causal_attention`."""
     B, t, N, H = q.shape
     K, group = keys.shape[1], N // keys.shape[1]
-    rows = fill(
-        q.reshape(B, t, K, group, H), 3
-    )  # some heads' values for each key/value head, and no cache, are copied
+    rows = fill(q.reshape(B, t, K, group, H), 3)  # this copies a few heads' queries, but not the cache
     keys, values = (fill(x, 2) for x in (keys, values))
     kernel = _Attention(group, H, q.dtype, 1, interpret)
     out = launch(
@@ -101,7 +98,7 @@ def cached_attention(
 
 
 def fill(x: jax.Array, axis: int) -> jax.Array:
-    """`x` filled up with zeros to a multiple of 8 along an axis; the same array where it is."""
+    """`x` padded with zeros to a multiple of 8 along an axis; unchanged if it is one."""
     missing = -x.shape[axis] % TMA_ROWS
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
 
@@ -122,7 +119,7 @@ class _Refs(NamedTuple):
     log_smem: Any = None
 
     def rings(self, k_gmem: Any, v_gmem: Any, place: Callable[[jax.Array], Any]) -> tuple[Ring, Ring]:
-        """Of keys and values, whose block lies at `place(block)`."""
+        """The rings of keys and of values; a block is at `place(block)` in global memory."""
         return (
             Ring(self.k_full, self.k_empty, lambda block: ((k_gmem.at[place(block)], self.k_smem),)),
             Ring(self.v_full, self.v_empty, lambda block: ((v_gmem.at[place(block)], self.v_smem),)),
@@ -130,7 +127,7 @@ class _Refs(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What a consumer carries from block to block: maxima and sums [64], outputs [64, H], FP32."""
+    """State of a consumer between blocks: maxima and sums [64], outputs [64, H], in FP32."""
 
     top: jax.Array
     total: jax.Array
@@ -154,7 +151,7 @@ class _Attention:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Of `plgpu.kernel`, by the names of `_Refs`."""
+        """Scratch shapes for `plgpu.kernel`, by the names of `_Refs`."""
         consumed = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=STAGES)
         scratch: dict[str, Any] = {
             "q_smem": tile(WGMMA_ROWS, self.width, self.dtype, (self.warpgroups,)),
@@ -168,7 +165,7 @@ class _Attention:
         }
         if self.warpgroups > 1:
             scratch["turn_barrier"] = plgpu.Barrier(num_arrivals=self.warpgroups)
-        if self.interpret:  # the interpreter has no wgmma whose left operand is in registers
+        if self.interpret:  # the interpreter has no wgmma with its left operand in registers
             scratch["weights_smem"] = tile(WGMMA_ROWS, BLOCK, self.dtype, (self.warpgroups,))
         return scratch
 
@@ -233,11 +230,9 @@ class _Attention:
     # ------------------------------------------------------------ body
 
     def _attend(self, refs: _Refs, q: Any, blocks: jax.Array, last: jax.Array) -> _Rows:
-        """A consumer's rows `q` against `blocks`; of the last one they see the keys up to `last`."""
+        """Attention of a consumer's rows `q` over `blocks`; `last`: last visible key of the last block."""
         warpgroup = lax.axis_index("warpgroup")
-        rows_smem = refs.q_smem.at[
-            warpgroup, pl.ds(0, q.shape[0])
-        ]  # what is behind them is computed and not stored
+        rows_smem = refs.q_smem.at[warpgroup, pl.ds(0, q.shape[0])]  # the rest is computed but not stored
         plgpu.copy_gmem_to_smem(q, rows_smem, refs.q_barrier.at[warpgroup])
         plgpu.barrier_wait(refs.q_barrier.at[warpgroup])
         rows = _Rows(
@@ -257,7 +252,7 @@ class _Attention:
         return rows
 
     def _add_block(self, refs: _Refs, block: jax.Array, rows: _Rows, last: jax.Array | None) -> _Rows:
-        """The rows after one more block; with `last` only its keys up to that one are visible."""
+        """The state after one more block; `last`: its last visible key, None if all are visible."""
         warpgroup, slot, shape = lax.axis_index("warpgroup"), ring_slot(block, STAGES), (WGMMA_ROWS, BLOCK)
         plgpu.barrier_wait(refs.k_full.at[slot])
 
@@ -297,13 +292,13 @@ class _Attention:
         return _Rows(top, total, rows.out * lax.broadcast_in_dim(shrink, rows.out.shape, [0]) + product)
 
     def _change_turns(self, refs: _Refs) -> None:
-        """Waits for the other consumer."""
+        """Synchronises the two consumers, which then exchange turns on the tensor cores."""
         if refs.turn_barrier is not None:
             plgpu.barrier_arrive(refs.turn_barrier)
             plgpu.barrier_wait(refs.turn_barrier)
 
     def _store(self, refs: _Refs, rows: _Rows, out: Any) -> None:
-        """Divides, rounds once and starts the copy of a consumer's rows, through the place of its queries."""
+        """Divides by the sums, rounds once and starts copying a consumer's rows, via its queries' memory."""
         warpgroup = lax.axis_index("warpgroup")
         quotient = rows.out / lax.broadcast_in_dim(rows.total, rows.out.shape, [0])
         refs.q_smem[warpgroup] = quotient.astype(self.dtype)
@@ -312,7 +307,7 @@ class _Attention:
 
 
 class Ring(NamedTuple):
-    """Slots that are filled together: `copies(step)` are (source, slots of shared memory)."""
+    """Slots that are filled together; `copies(step)` gives pairs (source, slots in shared memory)."""
 
     full_barrier: Any
     empty_barrier: Any
@@ -320,7 +315,7 @@ class Ring(NamedTuple):
 
 
 def produce(steps: jax.Array, *rings: Ring) -> None:
-    """A producer: keeps rings of `STAGES` slots full, step after step, and waits until all are empty."""
+    """The producer: fills the rings of `STAGES` slots, step after step, then waits until all are empty."""
 
     @pl.loop(0, steps)
     def _step(step: jax.Array) -> None:
@@ -330,7 +325,7 @@ def produce(steps: jax.Array, *rings: Ring) -> None:
             @pl.when(step >= STAGES)
             def _(ring: Ring = ring) -> None:
                 plgpu.barrier_wait(ring.empty_barrier.at[slot])
-                plgpu.commit_smem()  # what consumers read by plain loads comes before what TMA writes next
+                plgpu.commit_smem()  # orders the consumers' plain loads before TMA's next write
 
             for source, slots in ring.copies(step):
                 plgpu.copy_gmem_to_smem(source, slots.at[slot], ring.full_barrier.at[slot])
@@ -342,9 +337,9 @@ def produce(steps: jax.Array, *rings: Ring) -> None:
 
 
 def set_registers(*, producer: bool) -> None:
-    """Of a warpgroup of a program with two consumers."""
+    """Sets the number of registers of a warpgroup, in a program with two consumers."""
     registers = REGISTERS[WARPGROUPS]
-    assert registers is not None  # two consumers have some
+    assert registers is not None  # defined for two consumers
     plgpu.set_max_registers(registers[producer], action="decrease" if producer else "increase")
 
 

@@ -1,14 +1,14 @@
 """The gradient of causal attention on Hopper's tensor cores: two kernels, no atomic additions.
 
     p = exp2(s c - log_sum),  delta = o . do,  ds = p * (do v^T - delta)
-    dq = ds k / sqrt(H)       a program is a query head and a tile of 128 tokens, over the keys that it sees
-    dk = ds^T q / sqrt(H),    a program is a key/value head and a tile of 128 tokens, over the tokens that see
-    dv = p^T do               it under every query head of its group
+    dq = ds k / sqrt(H)       one program for each query head and tile of 128 tokens, over the visible keys
+    dk = ds^T q / sqrt(H),    one program for each key/value head and tile of 128 tokens, over the tokens that
+    dv = p^T do               see the tile, for every query head of the group
 
-Weights and their gradients are rounded to the operands' dtype before the second products, since tensor
-cores take no FP32 there. Each sum is one program's, in one order: the same bits on every call. Tiles,
-segments and rings are those of `mosaic`; the two consumers hold 64 rows each and take blocks of 64 of the
-other side, for which there are registers.
+Weights and their gradients are rounded to the operands' dtype before the second products, since tensor cores
+take no FP32 operands.  Each sum is computed by one program in a fixed order, so every call gives the same
+bits.  Tiles, segments and rings are those of `mosaic`.  The two consumers hold 64 rows each and process the
+other side in blocks of 64, since registers suffice for no more.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def causal_gradients(
 
     Args:
       q, k, v, first_blocks, interpret: as `mosaic.causal_attention`.
-      out, log_sums: its results.
-      cotangent: like `out`; 0 at padding.
+      out, log_sums: results of `mosaic.causal_attention`.
+      cotangent: shape and dtype of `out`; 0 at padding.
     """
     length = q.shape[1]
     wide = out.astype(jnp.float32), cotangent.astype(jnp.float32)
@@ -95,7 +95,7 @@ def causal_gradients(
 
 
 def _ends(first_blocks: jax.Array) -> jax.Array:
-    """Behind the last block of each block's segment; its own number where its tokens see nothing."""
+    """The end (exclusive) of each block's segment, in blocks; its own index if its tokens see nothing."""
     own = jnp.arange(first_blocks.shape[1], dtype=jnp.int32)[None]
     same = first_blocks[:, :, None] == first_blocks[:, None, :]
     return jnp.where(first_blocks <= own, jnp.where(same, own[:, None] + 1, 0).max(-1), own)
@@ -114,7 +114,7 @@ class _Refs(NamedTuple):
     left_smem: Any = None
 
     def load_own(self, *sources: tuple[Any, Any]) -> None:
-        """Copies (source, place of each consumer)."""
+        """Starts the copies, given as pairs (source, place of each consumer), and waits for them."""
         warpgroup = lax.axis_index("warpgroup")
         for source, places in sources:
             plgpu.copy_gmem_to_smem(source, places.at[warpgroup], self.own_barrier.at[warpgroup])
@@ -131,7 +131,10 @@ class _Gradient:
     interpret: bool
 
     def scratch(self, *, own_vectors: bool) -> dict[str, Any]:
-        """Of `plgpu.kernel`, by the names of `_Refs`; `own_vectors`: logarithms and deltas stay."""
+        """Scratch shapes for `plgpu.kernel`, by the names of `_Refs`.
+
+        own_vectors: logarithms and deltas belong to the tile and are loaded once, instead of at every step.
+        """
         own = tile(WGMMA_ROWS, self.width, self.dtype, (WARPGROUPS,))
         slots = tile(WGMMA_ROWS, self.width, self.dtype, (STAGES,))
         vectors = plgpu.SMEM((WARPGROUPS if own_vectors else STAGES, WGMMA_ROWS), jnp.float32)
@@ -280,14 +283,14 @@ class _Gradient:
         return np.float32(self.width**-0.5)
 
     def _per_column(self, vector: Any) -> jax.Array:
-        """[64] of shared memory under one another."""
+        """A vector [64] of shared memory as every row of [64, 64]."""
         return lax.broadcast_in_dim(plgpu.load(vector, layout=PER_COLUMN), SQUARE, [1])
 
     def _zeros(self) -> jax.Array:
         return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, self.width), jnp.float32), plgpu.Layout.WGMMA)
 
     def _products(self, *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
-        """a b^T [64, 64] of pairs of tiles."""
+        """a b^T [64, 64] for each pair of tiles (a, b)."""
 
         def multiply(*sums: Any) -> tuple[jax.Array, ...]:
             for (a, b), total in zip(pairs, sums, strict=True):
@@ -322,7 +325,7 @@ class _Gradient:
         return tuple(a + b for a, b in zip(sums, pl.run_scoped(multiply_from_zero, *shapes), strict=True))
 
     def _store(self, values: jax.Array, smem: Any, gmem: Any) -> None:
-        """Rounds once and starts the copy of a consumer's rows, through the place of its operand."""
+        """Rounds once and starts the copy of a consumer's rows, via its operand's memory."""
         smem[...] = values.astype(self.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, gmem)
@@ -331,9 +334,9 @@ class _Gradient:
 def _hide(
     scores: jax.Array, somewhere: jax.Array, keys_and_tokens: Callable[[], tuple[jax.Array, jax.Array]]
 ) -> jax.Array:
-    """Scores without those of keys behind their token, where there are any.
+    """Hides the scores of keys after their token, if `somewhere` says that there are any.
 
-    The places are made within the branch: outside of it they would stay in registers that are all taken.
+    The indices are computed within the branch; otherwise they would occupy registers, of which none are free.
     """
 
     def hidden(scores: jax.Array) -> jax.Array:
@@ -344,5 +347,5 @@ def _hide(
 
 
 def _places(axis: int, block: jax.Array) -> jax.Array:
-    """The number within the tile of each row (0) or column (1) of a block of 64, int32 [64, 64]."""
+    """Index within the tile of each row (axis 0) or column (axis 1) of a block of 64, int32 [64, 64]."""
     return plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=plgpu.Layout.WGMMA) + block * WGMMA_ROWS

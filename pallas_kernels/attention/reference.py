@@ -1,8 +1,8 @@
-"""THE definition of batch-invariant causal attention, in plain XLA: blocks, order of sums, roundings.
+"""The definition of batch-invariant causal attention, in plain XLA: blocks, order of sums, roundings.
 
-A token sees the keys 0 .. p of its own segment. They come in blocks of 128 that begin with the segment's
-first token, and the blocks b = 0, 1, ... p // 128 follow each other, each with the running maximum m, the
-sum l and the output o of a row:
+A token at position p sees the keys 0 .. p of its own segment.  They are divided into blocks of 128, starting
+at the segment's first token.  The blocks b = 0, 1, ... p // 128 are processed in order, and each updates the
+running maximum m, the sum l and the output o of a row:
 
     s[j]  = sum over the head's width of q[h] k[j, h]            FP32, j in block b and j <= p
     m'    = max(m, max over j of s[j] * c)                       c = log2(e) / sqrt(H), one FP32 product
@@ -11,12 +11,12 @@ sum l and the output o of a row:
     l'    = l * a + (sum over j of w[j])                         the sum in FP32, then one multiply-add
     o'[h] = o[h] * a + (sum over j of w16[j] v[j, h])            w16: w in the operands' dtype
 
-and the result is o / l, rounded once. Keys that are not visible weigh exactly 0. So a row's bits depend on
-its query and on the keys 0 .. p of its segment: not on the rows beside it, nor on the batch, nor on what
-lies behind p, as long as that is finite. Training, prefill and decode walk through the same blocks.
+The result is o / l, rounded once.  The weight of a key that is not visible is exactly 0.  A row's bits
+therefore depend on its query and on the keys 0 .. p of its segment, but not on other rows, on the batch, or
+on values after p, as long as these are finite.  Training, prefill and decode process the same blocks.
 
-Here the three sums are carried in float64 and rounded once to FP32; a tensor core adds in an order of its
-own.
+In this module the three sums are computed in float64 and rounded once to FP32; a tensor core has its own
+order of additions.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _jit = functools.partial(jax.jit, inline=True)
 
 
 def score_factor(width: int) -> np.float32:
-    """c: scores times this are exponents of two."""
+    """c, the factor that turns scores into exponents of two."""
     return np.float32(math.log2(math.e) / math.sqrt(width))
 
 
 @_jit
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: jax.Array) -> jax.Array:
-    """As `api.causal_attention`, without its gradient."""
+    """`api.causal_attention` without a gradient."""
     B, T, N, H = q.shape
     rows = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, H), 1, 3)  # [B, K, G, T, H]
     keys, values = (jnp.moveaxis(x, 1, 2) for x in (k, v))
@@ -50,7 +50,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: jax
 
 @_jit
 def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """As `api.cached_attention`."""
+    """`api.cached_attention`."""
     B, t, N, H = q.shape
     rows = jnp.moveaxis(q.reshape(B, t, keys.shape[1], -1, H), 1, 3)  # [B, K, G, t, H]
     out = _attend(rows, keys, values, jnp.zeros_like(positions), positions)
@@ -60,7 +60,7 @@ def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, positions
 def _attend(
     rows: jax.Array, keys: jax.Array, values: jax.Array, first: jax.Array, last: jax.Array
 ) -> jax.Array:
-    """Of rows [B, K, G, R, H] with keys and values [B, K, S, H].
+    """Attention of rows [B, K, G, R, H] with keys and values [B, K, S, H].
 
     first, last: int32 [B, R], the first and the last visible key of each row.
     """
@@ -79,7 +79,7 @@ def _attend(
             s = round_to_float32(jnp.einsum("BKGRH,BKSH->BKGRS", wide, k))
             s = jnp.where(visible, s, jnp.float32(-np.inf))
             top = jnp.maximum(m, s.max(-1) * factor)
-            base = jnp.where(jnp.isneginf(top), jnp.float32(0), top)  # of a row that has seen nothing yet
+            base = jnp.where(jnp.isneginf(top), jnp.float32(0), top)  # for a row without a visible key so far
             exponent = round_to_float32(to_float64(s) * np.float64(factor) - to_float64(base)[..., None])
             w = round_to_float32(jnp.exp2(to_float64(exponent)))
             a = round_to_float32(jnp.exp2(to_float64(m - base)))
@@ -106,13 +106,13 @@ def _bounds(first_blocks: jax.Array, length: int) -> tuple[jax.Array, jax.Array]
 
 
 def _between(first: jax.Array, keys: np.ndarray, last: jax.Array) -> jax.Array:
-    """Which keys [S] the rows see, bool [B, R, S]."""
+    """bool [B, R, S], true for the keys [S] that a row sees."""
     keys = keys[None, None]
     return (first[..., None] <= keys) & (keys <= last[..., None])
 
 
 def _multiply_add(x: jax.Array, factor: jax.Array, term: jax.Array) -> jax.Array:
-    """x * factor + term, rounded once (but for ties)."""
+    """x * factor + term, rounded once (except for ties)."""
     return round_to_float32(to_float64(x) * to_float64(factor) + to_float64(term))
 
 

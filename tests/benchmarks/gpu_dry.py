@@ -49,6 +49,7 @@ def bench(arguments: list[str]) -> int:
     from jetrl_jax.models import flash_attention
     from pallas_kernels import bench as benchmark
     from pallas_kernels import implementations, measure
+    from pallas_kernels.attention import bench as attentions
     from pallas_kernels.quantize import bench as quantizers
     from tests.kernels import aot
 
@@ -76,7 +77,7 @@ def bench(arguments: list[str]) -> int:
     implementations._hopper_problem = lambda: None
     fused_attention_stablehlo.check_cudnn_version = lambda: 91000
     flash_attention._device_problem = lambda dtype, head_dim: flash_attention._version_problem()
-    for module in (measure, benchmark, quantizers):  # each has its own name of them
+    for module in (measure, benchmark, quantizers, attentions):  # each has its own name of them
         module.jax_contender = contender
         module.steady_state = steady_state
     benchmark.cold_kernels = cold_kernels

@@ -185,6 +185,7 @@ STAGES = (
         "tests-attention", "tests/parity/test_flash_attention.py", processes=0, group="tests", refuses=SKIPPED
     ),
     _bench("layer-8192", "layer", 300, "--rows", "8192"),
+    _bench("attention-8192", "attention", 240, "--rows", "8192"),
     _gemm("gate", 8192),
     _bench("quantize-o-16384", "quantize", 240, "--layers", "o", "--rows", "16384"),
     _bench("decode-o", "decode", 300, "--layers", "o"),
@@ -264,8 +265,9 @@ CALLS = {
         | {
             "layer-8192": 130,
             "gemm-gate-8192": 100,
-            "quantize-o-16384": 75,
-            "decode-o": 90,
+            "quantize-o-16384": 60,
+            "decode-o": 75,
+            "attention-8192": 60,
             "linear-gate": 60,
         },
     ),

@@ -79,6 +79,7 @@ class ScriptedPrograms:
 
     def __init__(self, real: Any) -> None:
         self.optimizer = real.optimizer
+        self.segment_unit = real.segment_unit
         self.updates = 0
         self.shapes: list[tuple[int, ...]] = []
         self.losses: list[float] = []

@@ -65,6 +65,7 @@ from jetrl_jax.runs.policy import build_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+LOOKUP = {"rollout.engine.speculation": {"kind": "lookup"}}
 SLOTS = {"kind": "jax", "slots": 8, "prefill_rows": 2}
 BASE: dict[str, Any] = {
     "model": {
@@ -177,7 +178,7 @@ KINDS = (
     "algorithm.name",
     "correction.mode",
 )
-KINDS += ("correction.weight.kind", "correction.reject.kind")
+KINDS += ("correction.weight.kind", "correction.reject.kind", "rollout.engine.speculation.kind")
 # The table
 
 
@@ -330,6 +331,9 @@ CHANGES = (
     Change("rollout.engine.slots", 4, engine, FP32),
     Change("rollout.engine.prefill_rows", 4, engine, FP32),
     Change("rollout.engine.decode_chunk_tokens", 2, engine, FP32),
+    Change("rollout.engine.speculation.kind", "lookup", engine, FP32),
+    Change("rollout.engine.speculation.tokens", 2, engine, FP32 | LOOKUP),
+    Change("rollout.engine.speculation.longest_match", 1, engine, FP32 | LOOKUP),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
     Change("algorithm.name", "dapo", losses),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.attention import causal_attention
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -85,3 +86,18 @@ def test_backward_kernels_compile_cleanly(name: str) -> None:
     assert len(kernels) == 2
     for report in kernels:
         assert report.clean, report.text
+
+
+@pytest.mark.newest
+@pytest.mark.long
+def test_kernels_compile_inside_remat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward once more in the backward, and its two kernels."""
+    monkeypatch.setattr("pallas_kernels.implementations.gpu_problem", lambda: None)
+
+    @jax.checkpoint
+    def layer(x: jax.Array) -> jax.Array:
+        return jnp.sin(causal_attention(jnp.cos(x), x, x, implementation="mosaic_gpu"))
+
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    program = aot.program_for_h100(jax.value_and_grad(lambda x: layer(x).astype(jnp.float32).sum()), x)
+    assert sum("custom-call(" in line and "mosaic_gpu" in line for line in program.splitlines()) == 4

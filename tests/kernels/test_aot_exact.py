@@ -36,19 +36,19 @@ SIZES = dataclasses.replace(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=256,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=128,
     attention_bias=True,
 )
 INEXACT = "exponential|exponential-minus-one|log|log-plus-one|rsqrt|sqrt|cosine|sine|tanh|logistic|power|divide|dot|reduce|reduce-window"
 ROWS, TOKENS, SLOTS = 2, 96, 4
 
 
-def programs(preset: str) -> dict[str, str]:
+def programs(preset: str, attention: str) -> dict[str, str]:
     """The optimised HLO of the trainer's logprobs and of a decoded token's."""
     dtype = "float16" if preset == "fp16" else "bfloat16"
-    numerics = Numerics(compute_dtype=dtype, stored_dtype=dtype)
+    numerics = Numerics(compute_dtype=dtype, stored_dtype=dtype, attention=attention)
     model = nnx.eval_shape(lambda: Decoder(SIZES, numerics, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
     plan = PrecisionPlan([path for path, _ in named_params(params)], preset)
@@ -81,28 +81,34 @@ def programs(preset: str) -> dict[str, str]:
     }
 
 
+LONG = [pytest.mark.long, pytest.mark.newest]
+
+
 @pytest.mark.parametrize(
-    "preset",
+    ("preset", "attention"),
     [
-        "bf16",
-        *(
-            pytest.param(name, marks=[pytest.mark.long, pytest.mark.newest])
-            for name in ("fp16", "fp8_unified")
-        ),
+        ("bf16", "auto"),
+        pytest.param("bf16", "xla", marks=LONG),
+        pytest.param("fp16", "auto", marks=LONG),
+        pytest.param("fp8_unified", "auto", marks=LONG),
     ],
 )
-def test_every_sum_is_a_kernels_or_in_float64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sum_is_a_kernels_or_in_float64(
+    preset: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is a kernel's: no product is left in float64."""
     monkeypatch.setattr(implementations, "gpu_problem", lambda: None)
     monkeypatch.setattr("jetrl_jax.models.linear.gpu_problem", lambda: None)
-    for name, program in programs(preset).items():
+    for name, program in programs(preset, attention).items():
         found = set(re.findall(rf"= (?:\()?([a-z]+\d+)\[[^=]*? ({INEXACT})\(", program))
         narrow = {
             (dtype, operation)
             for dtype, operation in found
             if dtype != "f64" and not dtype.startswith(("s", "u", "pred"))
         }
-        assert ("f64", "dot") in found and not narrow, f"{name}: {narrow}"
+        assert not narrow, f"{name}: {narrow}"
+        assert (("f64", "dot") in found) == (attention == "xla"), f"{name}: {found}"
         targets = set(re.findall(r'custom_call_target="([^"]*)"', program))
         assert targets == {"mosaic_gpu_v2"}, f"{name}: {targets}"
-        # the head is one of them
-        assert program.count('custom_call_target="mosaic_gpu_v2"') == (12 if preset == "fp8_unified" else 8)
+        kernels = (12 if preset == "fp8_unified" else 8) + (attention != "xla")  # the head is one of them
+        assert program.count('custom_call_target="mosaic_gpu_v2"') == kernels

@@ -34,9 +34,12 @@ SIZES = dataclasses.replace(
 )
 TOKENS = 192
 # the quantisers of attention, and of SiLU with its product
-FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7}
+FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7, "causal_attention": 1}
 # q, k, v share an operand; so do gate and up
 BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul": 14}
+ATTENTION_BACKWARD = {"backward causal_gradients": 2}  # of queries, of keys and values
+BACKWARD |= ATTENTION_BACKWARD
+BF16 = {"dense_matmul": 7, "causal_attention": 1} | ATTENTION_BACKWARD
 
 
 def launches(program: str) -> Counter[str]:
@@ -44,7 +47,7 @@ def launches(program: str) -> Counter[str]:
     'backward NAME'.
     """
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
-    ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul)"
+    ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients)"
     names = [re.search(rf'op_name="[^"]*?(transpose\()?(?:jvp\()?jit\({ours}\)', line) for line in calls]
     assert all(names), calls
     return Counter(("backward " if name.group(1) else "") + name.group(2) for name in names if name)
@@ -74,9 +77,8 @@ class Layer:
     def rollout(self, weights: Any, x: jax.Array, residual: jax.Array) -> Any:
         """(branch, new residual)."""
         table = ops.rope_table(jnp.arange(TOKENS, dtype=jnp.int32)[None], SIZES, self.numerics)
-        mask = jnp.tril(jnp.ones((1, TOKENS, TOKENS), bool))
         model = nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
-        return model.layers[0](x, residual, table, mask)[:2]
+        return model.layers[0](x, residual, table, None)[:2]
 
     def training(
         self, params: Any, published: Any, x: jax.Array, residual: jax.Array, *cotangents: jax.Array
@@ -115,22 +117,24 @@ def test_rollout_computes_nothing_beside_the_fused_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "forward"),
+    ("preset", "expected"),
     [
-        ("bf16", {"dense_matmul": 7}),
-        pytest.param("fp8_forward", FORWARD, marks=[pytest.mark.long, pytest.mark.newest]),
+        ("bf16", BF16),
+        pytest.param(
+            "fp8_forward", FORWARD | ATTENTION_BACKWARD, marks=[pytest.mark.long, pytest.mark.newest]
+        ),
     ],
 )
-def test_a_bf16_backward_runs_no_kernel_and_no_forward_again(preset: str, forward: dict[str, int]) -> None:
+def test_a_bf16_backward_runs_attentions_kernels_and_no_forward_again(
+    preset: str, expected: dict[str, int]
+) -> None:
     layer = Layer(preset=preset)
-    assert launches(aot.program_for_h100(layer.training, *layer.training_arguments)) == forward
+    assert launches(aot.program_for_h100(layer.training, *layer.training_arguments)) == expected
 
 
 @pytest.mark.newest
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", {"dense_matmul": 7})]
-)
+@pytest.mark.parametrize(("preset", "expected"), [("fp8_unified", FORWARD | BACKWARD), ("bf16", BF16)])
 def test_split_layers_run_on_the_same_kernels(preset: str, expected: dict[str, int]) -> None:
     """Two H100 that share the layer: codes are made from the values of the dtype between operations and
     gathered.

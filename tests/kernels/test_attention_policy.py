@@ -21,6 +21,7 @@ PROBLEM = None if gpu_problem() is None else interpreter_problem()
 pytestmark = [
     pytest.mark.skipif(PROBLEM is not None, reason=f"{KERNEL}: {PROBLEM}"),
     pytest.mark.usefixtures("operations_one_by_one"),
+    *([pytest.mark.gpu] if KERNEL == "mosaic_gpu" else []),
 ]
 LENGTHS, STARTS, TOKENS = (130, 9), (0, 256), 272
 

@@ -30,6 +30,7 @@ from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
 from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.speculation import Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
@@ -352,31 +353,36 @@ def sampled_by_one(flow: str) -> list[Trajectory]:
     return single.generate(REQUESTS, SAMPLING)
 
 
-def engine_on(flow: str, mesh: tuple[int, ...]) -> DataParallelEngine:
+def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> DataParallelEngine:
     """An engine on the devices of a mesh, which holds the policy of a flow as version 5."""
     one = policy(flow)
     many = Layout(section(mesh), one.plan, one.model)
-    build = functools.partial(JaxEngine, one.model, one.plan, **SIZES)
+    build = functools.partial(JaxEngine, one.model, one.plan, draft=draft, **SIZES)
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
     engines.load(jax.device_put(one.published, many.shardings(one.params)), 5)
     return engines
 
 
 @pytest.mark.parametrize(
-    ("flow", "mesh"),
+    ("flow", "mesh", "draft"),
     [
-        ("fp8_unified", (2, 1, 2)),
-        *(pytest.param("bf16", mesh, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2))),
+        ("fp8_unified", (2, 1, 2), None),
+        *(pytest.param("bf16", mesh, None, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2))),
+        pytest.param("fp8_unified", (2, 1, 2), Lookup(3), marks=LONG),
     ],
 )
-def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, sampled_by_one):
-    engines = engine_on(flow, mesh)
+def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, sampled_by_one):
+    engines = engine_on(flow, mesh, draft)
     ours = engines.generate(REQUESTS, SAMPLING)
     assert [t.request_id for t in ours] == list(range(23)) and engines.policy_version == 5
     for a, b in zip(ours, sampled_by_one, strict=True):
         np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
         np.testing.assert_array_equal(a.sampled_logprobs, b.sampled_logprobs)
         assert (a.finish_reason, a.oldest_version) == (b.finish_reason, 5)
+    if draft:
+        counts, later = engines.counts(), sum(t.sampled_tokens - 1 for t in ours)
+        assert 0 < counts["accepted"] < counts["drafted"]
+        assert counts["accepted"] + counts["verified"] == later  # each first token is a prefill's
     assert engines.generate([], SAMPLING) == []
     engines.close()
 

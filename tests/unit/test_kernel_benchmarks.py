@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench, measure, tune
+from pallas_kernels.attention import bench as attention_bench
 from pallas_kernels.gemm.config import TRAINING, choose, load_table
 from pallas_kernels.implementations import gpu_problem
 from pallas_kernels.measure import Timing, copies_beyond_cache, markdown, steady_state
@@ -22,6 +23,9 @@ from pallas_kernels.quantize import bench as quantize_bench
 from tests.benchmarks import kernel_layer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+NAMED = {"layer": "decoder layer", "attention": "attention"}
+"""Where a row is not named after a linear layer."""
 
 needs_no_gpu = pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU, and the command would run")
 
@@ -96,6 +100,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "IMPLEMENTATION", "xla")
     monkeypatch.setattr(quantize_bench, "KERNEL", "xla")
     monkeypatch.setattr(quantize_bench, "KERNEL_WIDTHS", (256,))
+    sizes = {"HEADS": 2, "KV_HEADS": 1, "WIDTH": 64, "SEQUENCES": 2, "CACHE_TOKENS": (16,)}
+    for name, value in ({"KERNEL": "xla"} | sizes).items():
+        monkeypatch.setattr(attention_bench, name, value)
+    call = jax.nn.dot_product_attention
+
+    def on_cpu(*arrays: jax.Array, implementation: str, **options) -> jax.Array:
+        assert implementation == "cudnn"
+        return call(*(x.astype(jnp.float32) for x in arrays), **options).astype(arrays[0].dtype)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
     monkeypatch.setattr(measure, "LOAD_S", 1e-3)
     monkeypatch.setattr(measure, "BURST_S", 1e-4)
     monkeypatch.setattr(
@@ -118,6 +132,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ("decode", ["fprop"], ["mosaic", "mosaic bf16", "jax bf16", "rival"]),
         ("linear", ["linear"], ["fp8 1x128 x 1x128", "fp8 1x128 x 128x128", "jax bf16"]),
         ("layer", ["layer"], ["rival", "other"]),
+        (
+            "attention",
+            ["attention forward", "attention forward and backward", "attention decode"],
+            ["mosaic", "cudnn"],
+        ),
         (
             "quantize",
             ["row 1x128", "row + column", "weight 128x128 + transpose", "SiLU * up", "RMSNorm(x)"],
@@ -155,9 +174,7 @@ def test_benchmark_writes_every_site_and_contender(
     assert {(row["site"], row["contender"]) for row in report["rows"]} >= {
         (site, name) for site in sites for name in contenders
     }
-    assert (
-        f"| {sites[0]} | {'decoder layer' if what == 'layer' else 'tiny'} | 16 |" in capsys.readouterr().out
-    )
+    assert f"| {sites[0]} | {NAMED.get(what, 'tiny')} | 16 |" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny")
@@ -244,6 +261,8 @@ def test_layer_benchmark_takes_whole_sequences_and_a_file() -> None:
         (["layer", "--layers", "o", "--rivals", "f.py"], "layers"),
         (["linear", "--rivals", "f.py"], "rivals"),
         (["quantize", "--rivals", "f.py"], "rivals"),
+        (["attention", "--layers", "o"], "layers"),
+        (["attention", "--rivals", "f.py"], "rivals"),
     ],
 )
 def test_an_option_without_effect_is_refused(

@@ -21,6 +21,7 @@ import numpy as np
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, Prefilled, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.shapes import EngineShapes, smallest_fit
+from jetrl_jax.rollout.embedded.speculation import NOTHING, Texts
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
@@ -29,8 +30,10 @@ class EngineStatistics:
     """Counts of the last submission's work so far.
 
     prefills, inserts, decodes: number of program calls.
-    decode_steps: number of token steps within the decode calls.
+    decode_steps: number of steps (forwards of the model) within the decode calls.
     slot_steps: the slots that took part, summed over steps; its excess over sampled tokens is idle work.
+    active_slot_steps: those that sampled.
+    drafted, accepted: tokens that a draft guessed, and those of them that became part of a completion.
     """
 
     prefills: int = 0
@@ -38,6 +41,9 @@ class EngineStatistics:
     decodes: int = 0
     decode_steps: int = 0
     slot_steps: int = 0
+    active_slot_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Generation:
@@ -82,6 +88,12 @@ class Generation:
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
         self.reports: list[jax.Array] = []
         self._plan_prefills(prompts)
+        draft = programs.draft
+        self.texts = (
+            None
+            if draft is None
+            else Texts(self.prompts, self.prompt_of, self.max_tokens, shapes.siblings, draft.context)
+        )
 
     @property
     def state(self) -> SlotState:
@@ -167,7 +179,10 @@ class Generation:
     def _fit_cache(self) -> None:
         """Makes the cache long enough for the tokens of the next chunk."""
         occupants, slots = self.occupant[self.occupant >= 0], len(self.occupant)
-        end = np.minimum(self.sampled[occupants] + self.shapes.chunk, self.max_tokens)
+        step = self.shapes.drafted + 1  # a rejected draft is in the cache too
+        end = np.minimum(
+            self.sampled[occupants] + self.shapes.chunk * step, self.max_tokens + self.shapes.drafted
+        )
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
         if not self.sampled.any():  # no sequence is in flight, so any idle state of the right shape will do
             if self._state is None or self._state.shape != (slots, length):
@@ -190,7 +205,8 @@ class Generation:
         self._fit_cache()
         slots = len(self.occupant)
         idle_limit = np.int32(max(1, slots // 8) if len(self.queue) else slots)
-        self.state, report = self.programs.decode(self.weights, self.state, self.controls, idle_limit)
+        text = None if self.texts is None else self.texts.of(self.occupant, self.state.shape[1])
+        self.state, report = self.programs.decode(self.weights, self.state, self.controls, idle_limit, text)
         self.reports.append(report)
 
     def _collect(self) -> np.ndarray:
@@ -198,10 +214,7 @@ class Generation:
         tokens, bits = np.concatenate([np.asarray(report) for report in self.reports], axis=1)
         busy = np.flatnonzero(self.occupant >= 0)
         occupants, valid = self.occupant[busy], tokens[:, busy] >= 0
-        steps = int(valid[len(self.reports) - 1 :].any(axis=1).sum())
-        self.statistics.decodes += 1
-        self.statistics.decode_steps += steps
-        self.statistics.slot_steps += steps * len(self.occupant)
+        self._count(tokens[len(self.reports) - 1 :, busy])
         self.reports = []
         step, column = np.nonzero(valid)
         request, offset = (
@@ -210,12 +223,29 @@ class Generation:
         )
         self.tokens[request, offset] = tokens[step, busy[column]]
         self.logprobs[request, offset] = bits.view(np.float32)[step, busy[column]]
+        if self.texts is not None:
+            self.texts.add(request, offset, tokens[step, busy[column]])
         self.sampled[occupants] += valid.sum(axis=0)
         last = self.tokens[occupants, self.sampled[occupants] - 1]
         finished = self.is_stop[last] | (self.sampled[occupants] == self.max_tokens)
         self.occupant[busy[finished]] = -1
+        if self.texts is not None:
+            for one in occupants[finished]:
+                if np.isfinite(self.logprobs[one]).all():
+                    self.texts.finish(one, self.sampled[one])
         ended = np.cumsum(valid[:, finished], axis=0).argmax(axis=0)
         return occupants[finished][np.argsort(ended, kind="stable")]
+
+    def _count(self, decoded: np.ndarray) -> None:
+        """Adds the work of a decode call, of its report's tokens [C, slots that were busy]."""
+        steps = decoded.reshape(-1, self.shapes.drafted + 1, decoded.shape[1])
+        count, statistics = int((steps >= 0).any(axis=(1, 2)).sum()), self.statistics
+        statistics.decodes += 1
+        statistics.decode_steps += count
+        statistics.slot_steps += count * len(self.occupant)
+        statistics.active_slot_steps += int((steps[:, 0] >= 0).sum())
+        statistics.drafted += int((steps[:, 1:] != NOTHING).sum())
+        statistics.accepted += int((steps[:, 1:] >= 0).sum())
 
     def _trajectory(self, index: int, version: int) -> Trajectory:
         count = int(self.sampled[index])

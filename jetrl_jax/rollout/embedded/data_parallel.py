@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -60,6 +61,16 @@ class DataParallelEngine(RolloutEngine):
     def describe(self) -> Mapping[str, Any]:
         """The description of one engine, and the number of engines in this process."""
         return {**self.engines[0].describe(), "copies": len(self.engines)}
+
+    def counts(self) -> Mapping[str, int]:
+        """The sum over the engines of every process, each of which must call this."""
+        if not self.engines[0].counts():
+            return {}
+        totals: Counter[str] = Counter()
+        for counts in processes.exchange_json([dict(engine.counts()) for engine in self.engines]):
+            for one in counts:
+                totals.update(one)
+        return totals
 
     def _load(self, published: nnx.State, version: int) -> None:
         """Copies published weights, split or whole, to the devices of every engine; errors as `JaxEngine`."""

@@ -2,7 +2,8 @@
 
 A slot is refilled when its sequence ends, so that a long answer does not hold up the others.  A program
 decodes up to `decode_chunk_tokens` tokens before the host checks again (`continuous_batching`).  Prompts are
-padded on the right to a bucket, never on the left.  Each program is compiled once per shape (`shapes`,
+padded on the right to a bucket, never on the left.  With a draft a step of the model may sample several
+tokens, which are the same (`speculation`).  Each program is compiled once per shape (`shapes`,
 `warmup`).
 
 The result of a request does not depend on other requests.  Its noise comes from its seed and the token's
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jetrl_jax.config.rollout import JaxEngineSection, RolloutSection
+from jetrl_jax.config.rollout import JaxEngineSection, LookupSection, RolloutSection
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import named_params
@@ -36,6 +37,7 @@ from jetrl_jax.rollout.embedded.shapes import (
     prompt_buckets,
     smallest_fit,
 )
+from jetrl_jax.rollout.embedded.speculation import Draft, Lookup, described
 from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
@@ -50,10 +52,12 @@ class JaxEngine(RolloutEngine):
       plan: the precision plan with which the weights for `load` are published.
       slots: number of sequences decoded at the same time.
       prefill_rows: number of prompts prefilled at the same time.
-      decode_chunk_tokens: largest number of tokens decoded between two checks of the host.
+      decode_chunk_tokens: largest number of steps decoded between two checks of the host; a step samples a
+        token or, with a draft, several.
       max_prompt_tokens, max_completion_tokens: longest prompt and longest completion.
       pad_id: any valid token id; it fills places that are not read.
       layout: the devices over which the layers are split; None is JAX's default device.
+      draft: guesses tokens for speculation; None is off.
 
     Attributes:
       statistics: counts of the last submission's work so far.
@@ -74,6 +78,7 @@ class JaxEngine(RolloutEngine):
         max_completion_tokens: int,
         pad_id: int,
         layout: Layout | None = None,
+        draft: Draft | None = None,
     ) -> None:
         sizes = {
             "slots": slots,
@@ -96,14 +101,17 @@ class JaxEngine(RolloutEngine):
         self.max_completion_tokens = max_completion_tokens
         self.vocab_size = config.vocab_size
         self.pad_id = pad_id
+        drafted, context = (0, 0) if draft is None else (draft.tokens, draft.context)
         self.shapes = EngineShapes(
             batch_sizes=batch_sizes(slots),
             prompt_buckets=prompt_buckets(max_prompt_tokens),
-            cache_buckets=cache_buckets(total),
+            cache_buckets=cache_buckets(total + drafted),
             prefill_rows=prefill_rows,
             chunk=min(decode_chunk_tokens, max_completion_tokens),
+            drafted=drafted,
+            siblings=0 if draft is None else context + max_completion_tokens + 1,
         )
-        self.programs = EnginePrograms(model, plan, self.shapes, layout)
+        self.programs = EnginePrograms(model, plan, self.shapes, layout, draft)
         self.statistics = EngineStatistics()
         self._scorer = Scorer(model, layout)
         self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
@@ -136,6 +144,7 @@ class JaxEngine(RolloutEngine):
             max_completion_tokens=section.max_completion_tokens,
             pad_id=pad_id,
             layout=layout,
+            draft=_draft(engine),
         )
 
     @property
@@ -159,8 +168,21 @@ class JaxEngine(RolloutEngine):
         self.programs.compile_all(self._controls(SamplingParams(1.0, 1, (), 0)))
 
     def describe(self) -> Mapping[str, Any]:
-        """Its sizes."""
-        return {"mode": "jax", "slots": self.shapes.batch_sizes[-1], "decode_chunk_tokens": self.shapes.chunk}
+        """Its sizes and, with a draft, the rule of acceptance and the promise that it keeps."""
+        sizes = {
+            "mode": "jax",
+            "slots": self.shapes.batch_sizes[-1],
+            "decode_chunk_tokens": self.shapes.chunk,
+        }
+        draft, numerics = self.programs.draft, self.programs.numerics
+        return sizes if draft is None else sizes | {"speculation": described(draft, numerics)}
+
+    def counts(self) -> Mapping[str, int]:
+        """Of a draft: tokens that it guessed, those that were kept, and the steps that verified them."""
+        if self.programs.draft is None:
+            return {}
+        done = self.statistics
+        return {"drafted": done.drafted, "accepted": done.accepted, "verified": done.active_slot_steps}
 
     def _load(self, published: Any, version: int) -> None:
         """Takes published weights by reference; they must stay alive until the next `load`.
@@ -253,6 +275,14 @@ class JaxEngine(RolloutEngine):
         temperature = 1.0 if sampling.greedy else sampling.temperature
         values = (np.float32(temperature), np.bool_(sampling.greedy), np.uint32(sampling.seed), is_stop)
         return Controls(*jax.device_put(values))
+
+
+def _draft(section: JaxEngineSection) -> Draft | None:
+    """The draft of a config's section."""
+    speculation = section.speculation
+    if isinstance(speculation, LookupSection):
+        return Lookup(speculation.tokens, speculation.longest_match)
+    return None
 
 
 def _describe(weight: Any) -> str:

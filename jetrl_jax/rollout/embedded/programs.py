@@ -2,13 +2,14 @@
 
     prefill[T]      prompts [R, T]  ->  keys and values, logits of the last tokens
     insert[B, S]    prefilled prompts -> the slots that need them, and each slot's first token
-    decode[B, S]    up to `chunk` tokens in every active slot, stopping early when enough slots are idle
+    decode[B, S]    up to `chunk` steps in every active slot, stopping early when enough slots are idle
+                    (a step samples one token or, with a draft, one to k + 1: `speculation`)
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
-B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C chunk.  Everything that a program
-needs is an argument, so that nothing is compiled twice; the state is donated.  With `run=False` a method only
-compiles.  A report is one int32 array [2, C, B]: token ids (-1 where nothing was sampled) and the bits of the
-float32 log-probabilities.
+B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C rows of tokens in a report.
+Everything that a program needs is an argument, so that nothing is compiled twice; the state is donated.  With
+`run=False` a method only compiles.  A report is one int32 array [2, C, B]: token ids (negative where nothing
+was sampled) and the bits of the float32 log-probabilities.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 from jetrl_jax.rollout.embedded.shapes import EngineShapes
+from jetrl_jax.rollout.embedded.speculation import NOTHING, REFUSED, Draft, count_kept
 
 
 @jax.tree_util.register_dataclass
@@ -83,18 +85,26 @@ class EnginePrograms:
       plan: gives the formats of the published weights.
       shapes: the shapes of `compile_all`; prefilled prompts are padded to its longest bucket.
       layout: the devices over which the layers are split ("tensor"; caches by heads); None is one device.
+      draft: guesses `shapes.drafted` tokens in each step; None samples one token in each.
 
     Attributes:
       compilations: number of programs compiled so far.
     """
 
     def __init__(
-        self, model: Decoder, plan: PrecisionPlan, shapes: EngineShapes, layout: Layout | None = None
+        self,
+        model: Decoder,
+        plan: PrecisionPlan,
+        shapes: EngineShapes,
+        layout: Layout | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.config = model.config
         self.numerics = model.numerics
         self.shapes = shapes
         self.layout = layout
+        self.draft = draft
+        self._decoding = self._decode_program if draft is None else self._speculate_program
         self.prompt_length = shapes.prompt_buckets[-1]
         self.graphdef, params = nnx.split(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -143,7 +153,8 @@ class EnginePrograms:
                 # a real state, since an abstract float64 array would become float32
                 state = self.empty_state(slots, length)
                 self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
-                self.decode(weights, state, controls, np.int32(0), run=False)
+                text = None if self.draft is None else np.zeros(self._text_shape(state), np.int32)
+                self.decode(weights, state, controls, np.int32(0), text, run=False)
                 for longer in (size for size in shapes.cache_buckets if size > length):
                     self.resize(state, source, longer, run=False)
                 for fewer in (size for size in shapes.batch_sizes if size < slots):
@@ -176,14 +187,23 @@ class EnginePrograms:
         return program(*args) if run else None
 
     def decode(
-        self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any, *, run: bool = True
+        self,
+        weights: list[Any],
+        state: SlotState,
+        controls: Controls,
+        idle_limit: Any,
+        text: Any = None,
+        *,
+        run: bool = True,
     ) -> Any:
-        """Decodes until C tokens are sampled or `idle_limit` (int32) slots are idle.
+        """Decodes for `chunk` steps or until `idle_limit` (int32) slots are idle.
 
-        Consumes the state; returns the next one and a report.
+        text: that the draft reads, int32 [B, siblings + S] (`speculation.Texts`); None without a draft.
+
+        Consumes the state; returns the next one and a report, with k + 1 rows of tokens for each step.
         """
-        args = (weights, state, controls, idle_limit)
-        program = self._program(("decode", *state.shape), self._decode_program, args, donate=1)
+        args = (weights, state, controls, idle_limit, *(() if text is None else (text,)))
+        program = self._program(("decode", *state.shape), self._decoding, args, donate=1)
         return program(*args) if run else None
 
     def resize(self, state: SlotState, index: Any, length: int, *, run: bool = True) -> Any:
@@ -199,9 +219,14 @@ class EnginePrograms:
 
     def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
         """`decode` traced; the arguments may be abstract."""
-        return jit(self._mapped("decode", self._decode_program), donate_argnums=1).trace(
-            weights, state, controls, idle_limit
+        text = () if self.draft is None else (jax.ShapeDtypeStruct(self._text_shape(state), jnp.int32),)
+        return jit(self._mapped("decode", self._decoding), donate_argnums=1).trace(
+            weights, state, controls, idle_limit, *text
         )
+
+    def _text_shape(self, state: SlotState) -> tuple[int, int]:
+        slots, length = state.shape
+        return slots, self.shapes.siblings + length
 
     def _program(
         self,
@@ -237,7 +262,10 @@ class EnginePrograms:
             "empty": ((), STATE_SPEC),
             "prefill": ((weights, WHOLE, WHOLE), PREFILLED_SPEC),
             "insert": ((STATE_SPEC, PREFILLED_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
-            "decode": ((weights, STATE_SPEC, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "decode": (
+                (weights, STATE_SPEC, WHOLE, WHOLE, *(() if self.draft is None else (WHOLE,))),
+                (STATE_SPEC, WHOLE),
+            ),
             "resize": ((STATE_SPEC, WHOLE), STATE_SPEC),
         }[kind]
 
@@ -336,6 +364,67 @@ class EnginePrograms:
 
         report = jnp.full((2, self.shapes.chunk, slots), -1, jnp.int32)
         _, state, report = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, report))
+        return state, report
+
+    def _speculate_program(
+        self,
+        weights: list[Any],
+        state: SlotState,
+        controls: Controls,
+        idle_limit: jax.Array,
+        text: jax.Array,
+    ) -> tuple[SlotState, jax.Array]:
+        """`_decode_program` with several tokens a step; its report has REFUSED where a draft was not kept."""
+        assert self.draft is not None
+        model, draft = self._bind(weights), self.draft
+        slots, first, wide = state.shape[0], self.shapes.siblings, draft.tokens + 1
+        rows, ahead = jnp.arange(slots, dtype=jnp.int32)[:, None], jnp.arange(wide, dtype=jnp.int32)[None]
+
+        def more(carry: tuple[jax.Array, SlotState, jax.Array, jax.Array]) -> jax.Array:
+            step, state, _, _ = carry
+            idle = jnp.sum(state.remaining == 0, dtype=jnp.int32)
+            return (step < self.shapes.chunk) & (idle < idle_limit)
+
+        def several_tokens(
+            carry: tuple[jax.Array, SlotState, jax.Array, jax.Array],
+        ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
+            step, state, text, report = carry
+            drafted = jnp.where(
+                ahead[:, 1:] < state.remaining[:, None], draft(text, first + state.position), NOTHING
+            )
+            # where nothing is drafted, the last token once more: no token that the sequence does not have
+            guesses = jnp.where(drafted >= 0, drafted, state.token[:, None])
+            tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)
+            positions = state.position[:, None] + ahead
+            hidden, cache = model.extend(tokens, positions, state.cache)
+            sampled, logprob = sample(
+                self._logits(model, hidden.reshape(slots * wide, -1)),
+                jnp.repeat(state.keys, wide, axis=0, total_repeat_length=slots * wide),
+                (positions + 1).reshape(-1),
+                controls,
+                self.numerics,
+            )
+            sampled = sampled.reshape(slots, wide)
+            count = count_kept(drafted, sampled, controls.is_stop, state.remaining)
+            kept = ahead < count[:, None]
+            token = jnp.take_along_axis(sampled, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+            remaining = jnp.where(controls.is_stop[token], 0, state.remaining - count)
+            new = jnp.where(kept, sampled, NOTHING)
+            text = text.at[rows, first + positions + 1].set(new, mode="drop")
+            refused = jnp.pad(
+                jnp.where(drafted >= 0, REFUSED, NOTHING), ((0, 0), (1, 0)), constant_values=NOTHING
+            )
+            bits = jax.lax.bitcast_convert_type(logprob, jnp.int32).reshape(slots, wide)
+            rows_of_step = jnp.stack([jnp.where(kept, sampled, refused).T, bits.T])
+            report = jax.lax.dynamic_update_slice(report, rows_of_step, (0, step * wide, 0))
+            position = jnp.where(remaining > 0, state.position + count, 0)
+            return step + 1, SlotState(cache, state.keys, token, position, remaining), text, report
+
+        # a slot that was refilled has a token that the host has not read
+        text = text.at[rows[:, 0], first + state.position].set(state.token)
+        report = jnp.full((2, self.shapes.chunk * wide, slots), NOTHING, jnp.int32)
+        start = jnp.int32(0), state, text, report
+        _, state, _, report = jax.lax.while_loop(more, several_tokens, start)
         return state, report
 
     def _resize_program(self, state: SlotState, index: jax.Array, *, length: int) -> SlotState:

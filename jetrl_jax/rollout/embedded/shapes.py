@@ -17,7 +17,10 @@ class EngineShapes:
     prompt_buckets: padded prompt lengths.
     cache_buckets: cache lengths.
     prefill_rows: number of prompts of one prefill.
-    chunk: largest number of tokens of one decode call.
+    chunk: largest number of steps of one decode call; a step samples a token or, with speculation, 1 to
+      `drafted` + 1.
+    drafted: number of tokens drafted in a step.
+    siblings: width of the siblings' text that a draft reads.
     """
 
     batch_sizes: tuple[int, ...]
@@ -25,6 +28,8 @@ class EngineShapes:
     cache_buckets: tuple[int, ...]
     prefill_rows: int
     chunk: int
+    drafted: int = 0
+    siblings: int = 0
 
 
 def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:

@@ -1,0 +1,178 @@
+"""Speculation of the embedded engine: for any draft, the tokens and the bits of the loop without it.
+
+The loop without speculation is the oracle.  A planted draft reads what a test wrote for each request: the
+oracle's own completion, tokens that are never right, or some of each.  `Lookup` is compared with a slow loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.rollout.embedded import programs
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.speculation import NOTHING, Draft, Lookup, Texts, count_kept
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from tests.parity.small_policy import VOCAB, SmallPolicy
+
+LONG = pytest.mark.long
+MAX_PROMPT, MAX_TOKENS, REQUESTS = 6, 12, 26
+SIZES = {
+    "slots": 5,
+    "prefill_rows": 2,
+    "decode_chunk_tokens": 2,
+    "max_prompt_tokens": MAX_PROMPT,
+    "max_completion_tokens": MAX_TOKENS,
+    "pad_id": 0,
+}
+STOPS = (1, 2, 3, 4)
+SAMPLING = SamplingParams(0.9, MAX_TOKENS, STOPS, 11)
+WIDTH = MAX_PROMPT + MAX_TOKENS + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A draft that reads the token of each position where the siblings' text would be."""
+
+    tokens: int
+    context: int = MAX_PROMPT
+
+    def __call__(self, text: jax.Array, last: jax.Array) -> jax.Array:
+        place = last[:, None] - WIDTH + 1 + jnp.arange(self.tokens, dtype=jnp.int32)[None]
+        return jnp.take_along_axis(text, jnp.minimum(place, WIDTH - 1), axis=1)
+
+
+@functools.cache
+def requests() -> list[Request]:
+    """Groups of two of short prompts, with more requests than slots."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, VOCAB, rng.integers(1, MAX_PROMPT + 1)).tolist() for _ in range(REQUESTS // 2)]
+    return [Request(i, prompts[i // 2], 100 + i) for i in range(REQUESTS)]
+
+
+@functools.cache
+def policy(preset: str) -> SmallPolicy:
+    return SmallPolicy(preset)
+
+
+@functools.cache
+def engine(preset: str, draft: Draft | None = None) -> JaxEngine:
+    made = JaxEngine(policy(preset).model, policy(preset).plan, draft=draft, **SIZES)
+    made.load(policy(preset).published, 0)
+    if draft is not None:  # its other programs are those of the oracle's engine: compiled once
+        shared = engine(preset).programs._compiled
+        made.programs._compiled.update({key: shared[key] for key in shared if key[0] != "decode"})
+    return made
+
+
+@functools.cache
+def one_by_one(preset: str, sampling: SamplingParams = SAMPLING) -> list[Trajectory]:
+    """The oracle."""
+    return engine(preset).generate(requests(), sampling)
+
+
+def planted(kind: str, trajectories: list[Trajectory]) -> np.ndarray:
+    """Of each request the token that is drafted for each position, int32 [R, WIDTH]."""
+    rng = np.random.default_rng(3)
+    noise = rng.integers(0, VOCAB, (len(trajectories), WIDTH)).astype(np.int32)
+    right = noise.copy()  # beyond the end of a completion the draft goes on
+    for row, trajectory in zip(right, trajectories, strict=True):
+        row[: len(trajectory.token_ids)] = trajectory.token_ids
+    return {
+        "perfect": right,
+        "random": noise,
+        "adversarial": (right + 1) % VOCAB,
+        "mixed": np.where(rng.random(right.shape) < 0.7, right, (right + noise) % VOCAB),
+        "nothing": np.full_like(right, NOTHING),
+    }[kind]
+
+
+def sampled_with(
+    preset: str, draft: Draft, drafted: np.ndarray | None, sampling: SamplingParams = SAMPLING
+) -> list[Trajectory]:
+    """By the engine that speculates; `drafted`: what a planted draft reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        if drafted is not None:
+            texts_of = Texts.of
+
+            def of(self: Texts, occupant: np.ndarray, length: int) -> np.ndarray:
+                text = texts_of(self, occupant, length)
+                text[:, :WIDTH] = drafted[occupant]
+                return text
+
+            patch.setattr(Texts, "of", of)
+        return engine(preset, draft).generate(requests(), sampling)
+
+
+def unequal(ours: list[Trajectory], expected: list[Trajectory]) -> list[int]:
+    """The requests whose tokens, bits or end are not those expected."""
+    return [
+        a.request_id
+        for a, b in zip(ours, expected, strict=True)
+        if a.token_ids.tolist() != b.token_ids.tolist()
+        or a.logprobs.tobytes() != b.logprobs.tobytes()
+        or a.finish_reason != b.finish_reason
+    ]
+
+
+KINDS = ("perfect", "random", "adversarial", "mixed", "nothing")
+CASES = [
+    *(("fp8_unified", 3, kind) for kind in KINDS),
+    *(
+        pytest.param(preset, k, kind, marks=LONG)
+        for preset in ("fp16", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
+        for k in (1, 3, 7)
+        for kind in KINDS
+        if (preset, k) != ("fp8_unified", 3)
+    ),
+]
+
+
+@pytest.mark.parametrize(("preset", "k", "kind"), CASES)
+def test_any_draft_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int, kind: str) -> None:
+    expected = one_by_one(preset)
+    lengths = np.array([t.sampled_tokens for t in expected])
+    stopped = np.array([t.finish_reason == "stop" for t in expected])
+    assert k > 3 or set((lengths[stopped & (lengths > 1)] - 2) % (k + 1)) == set(range(k + 1)), "each place"
+    assert (~stopped).any() and engine(preset).statistics.inserts > 3, "budgets should end, slots be refilled"
+    assert unequal(sampled_with(preset, Planted(k), planted(kind, expected)), expected) == []
+    done = engine(preset, Planted(k)).statistics
+    assert done.active_slot_steps + done.accepted == lengths.sum() - REQUESTS  # the first is a prefill's
+    if kind == "perfect":
+        assert done.active_slot_steps == (-(-(lengths - 1) // (k + 1))).sum()
+    if kind in ("adversarial", "nothing"):
+        assert done.accepted == 0 and (done.drafted > 0) == (kind == "adversarial")
+
+
+@pytest.mark.parametrize(
+    ("preset", "k"), [("bf16", 1), *(pytest.param("fp8_unified", k, marks=LONG) for k in (3, 7))]
+)
+def test_lookup_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int) -> None:
+    """At a low temperature, where a policy repeats itself and lookup finds something; then greedily."""
+    for sampling in (
+        dataclasses.replace(SAMPLING, temperature=0.3, stop_token_ids=(1,)),
+        dataclasses.replace(SAMPLING, greedy=True, max_tokens=MAX_TOKENS - 1),
+    ):
+        expected = one_by_one(preset, sampling)
+        assert unequal(sampled_with(preset, Lookup(k), None, sampling), expected) == []
+        done = engine(preset, Lookup(k)).statistics
+        assert 0 < done.accepted < done.drafted
+        assert done.decode_steps < engine(preset).statistics.decode_steps
+
+
+@LONG
+def test_a_mismatch_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: the first drafted token is accepted whatever was sampled."""
+
+    def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:
+        return count_kept(drafted.at[:, 0].set(sampled[:, 0]), sampled, *rest)
+
+    monkeypatch.setattr(programs, "count_kept", trusting)
+    expected = one_by_one("bf16")
+    assert unequal(sampled_with("bf16", Planted(2), planted("random", expected)), expected)
