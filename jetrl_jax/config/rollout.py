@@ -44,6 +44,8 @@ Share = Annotated[float, Field(gt=0, lt=1 - RESERVE)]
 
 
 class NoSpeculationSection(Section):
+    """One token of each sequence in a step."""
+
     kind: Literal["none"] = option(
         "none",
         "Draft of the next tokens, which a step verifies at once; it changes no token. lookup: what followed "

@@ -230,6 +230,9 @@ def test_a_completion_that_ends_inside_the_thought_its_prompt_opened_is_not_solv
     tokenizer = ByteTokenizer()
 
     class Engine:
+        def counts(self) -> dict[str, int]:
+            return {}
+
         def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Trajectory]:
             ids = [np.array(tokenizer.encode(texts[i % len(texts)]), np.int32) for i in range(len(requests))]
             return [

@@ -41,17 +41,17 @@ REFUSED = -2  # in a report: a token was drafted here and is not part of the seq
 
 
 class Draft(Protocol):
-    """Guesses the next tokens of each slot, inside the decode program.
-
-    tokens: how many, k.
-    context: how many tokens before a completion it reads of a finished sibling.
-    """
+    """Guesses the next tokens of each slot, inside the decode program."""
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """The number of guesses for each slot, k."""
+        ...
 
     @property
-    def context(self) -> int: ...
+    def context(self) -> int:
+        """The number of tokens before a completion that it reads of a finished sibling."""
+        ...
 
     def __call__(self, text: Int32[Array, "B W"], last: Int32[Array, " B"]) -> Int32[Array, "B k"]:
         """The guesses, `NOTHING` where there is none.
@@ -86,6 +86,7 @@ class Lookup:
 
     @property
     def context(self) -> int:
+        """The longest agreement that it looks for."""
         return self.longest
 
     def __call__(self, text: Int32[Array, "B W"], last: Int32[Array, " B"]) -> Int32[Array, "B k"]:
