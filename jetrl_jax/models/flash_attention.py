@@ -77,8 +77,7 @@ def attention_implementation(
         return Choice(
             name, f"auto: {'a GPU that is not here' if elsewhere else 'a GPU'} and operands that it takes"
         )
-    exact = "true" if numerics.exact else "false"
-    return Choice("xla", f"auto: numerics.exact is {exact}, and {name} cannot run: {problem}")
+    return Choice("xla", f"auto: {name} cannot run: {problem}")
 
 
 def extension_implementation(attention: Choice) -> Choice:
