@@ -63,8 +63,8 @@ def causal_gradients(
       cotangent: shape and dtype of `out`; 0 at padding.
     """
     length = q.shape[1]
-    wide = out.astype(jnp.float32), cotangent.astype(jnp.float32)
-    delta = jnp.einsum("BTNH,BTNH->BNT", *wide, precision=lax.Precision.HIGHEST)
+    # not as a product of matrices, for which XLA would store both in FP32
+    delta = jnp.moveaxis((out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(-1), 1, 2)
     q, k, v, cotangent = (fill(x, 1) for x in (q, k, v, cotangent))
     log_sums, delta = (fill(x, 2) for x in (log_sums, delta))
     B, _, N, H = q.shape

@@ -18,7 +18,7 @@ from tests.oracles import attention_oracle, tolerances
 pytestmark = pytest.mark.usefixtures("operations_one_by_one")
 
 EVERY = runnable("xla", "mosaic_interpret", "mosaic_gpu")
-LENGTHS = ((130, 40), (1, 128, 140))  # of the segments of two rows
+LENGTHS = ((270, 20), (1, 128, 140))  # of the segments of two rows; one has three blocks
 TOKENS = 408
 LONG = [pytest.mark.long, pytest.mark.newest]
 RUBBISH = 100.0
@@ -95,7 +95,7 @@ def assert_same_bits(tokens: list[tuple[int, int, int]], length: int, implementa
 @pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize(
     ("width", "heads", "kv_heads", "dtype"),
-    [(64, 2, 1, "bfloat16"), pytest.param(128, 3, 3, "float16", marks=LONG)],
+    [(64, 4, 2, "bfloat16"), pytest.param(128, 3, 3, "float16", marks=LONG)],
 )
 def test_packed_rows_match_float64(
     width: int, heads: int, kv_heads: int, dtype: str, implementation: str
@@ -110,7 +110,7 @@ def test_packed_rows_match_float64(
     ]
     arrays.append(np.asarray(jnp.asarray(cotangent, dtype), np.float64))
     exact = attention_oracle.attention(*arrays[:3], visible, arrays[3])
-    relative = tolerances.attention(140, width, exact.spread, ROUNDOFF[dtype])
+    relative = tolerances.attention(270, width, exact.spread, ROUNDOFF[dtype])
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return causal_attention(
@@ -134,15 +134,15 @@ def test_packed_rows_match_float64(
 @pytest.mark.parametrize("implementation", EVERY)
 def test_decode_has_the_bits_of_training(implementation: str) -> None:
     """Ragged segments, rubbish behind the cache, a query head of its own place in the tile."""
-    edges = [token for token in packed().tokens() if token[2] in (0, 63, 64, 127, 128, 129)]
-    assert_same_bits(edges, 144, implementation)
+    edges = [token for token in packed().tokens() if token[2] in (0, 63, 64, 127, 128, 256, 269)]
+    assert_same_bits(edges, 272, implementation)
 
 
 @pytest.mark.newest
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", EVERY)
 def test_decode_has_the_bits_of_training_at_every_position(implementation: str) -> None:
-    assert_same_bits(packed().tokens(), 256, implementation)
+    assert_same_bits(packed().tokens(), 280, implementation)
 
 
 @pytest.mark.parametrize("implementation", EVERY)
@@ -174,10 +174,10 @@ def test_several_new_tokens_of_a_row_are_those_tokens_one_by_one(implementation:
 def test_a_segment_that_begins_within_a_block_is_nan_and_the_others_are_not(implementation: str) -> None:
     given = packed()
     ids = given.ids.copy()
-    ids[0, 200:210] = 7  # behind the second segment, within its block
+    ids[0, 404:] = 7  # behind the second segment, within its block
     out = whole(dataclasses.replace(given, ids=ids), implementation)
     wrong = np.zeros(out.shape[:2], bool)
-    wrong[0, 128:256] = True
+    wrong[0, 384:] = True
     assert np.isnan(out[wrong]).all()
     np.testing.assert_array_equal(out[~wrong], trained(implementation)[~wrong])
 
