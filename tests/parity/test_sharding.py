@@ -60,7 +60,9 @@ LENGTHS = [
     (5, 5),
 ]
 LONG = pytest.mark.long
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+# The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
+# makes these two of different instructions, so that a published value in 10^5 is not its master's.
+pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
 MESHES = [(1, 2, 2)]
 LONG_MESHES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1)]
