@@ -14,7 +14,8 @@ ARGS ?=
 # Which tests `make test` runs.
 MARKED ?= not long
 # Each worker gets whole files (their tests share engines and programs); runs and meshes come first.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS := 2
+PYTEST_ARGS ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The Python whose version counts: the environment's if it exists, else the one that will make it.
 ENV_PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
@@ -85,6 +86,7 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
+test: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)

@@ -3,7 +3,7 @@ signatures, a reason for every skip, and a limit of time.
 
 Compiled programs are kept over sessions in `.cache/jax-tests`, by the versions and the processor that they
 were made for. A test's cost is the processor time of its process and of those that it started and waited for:
-two workers share two cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing so;
+workers share the cores, and clocks on the wall count the neighbour too.  (Waiting costs nothing so;
 pytest's own list of durations has it.)
 """
 
@@ -72,7 +72,7 @@ def compilation_cache() -> Path:
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-# two workers on two cores: threads of torch that wait for each other burn both
+# several workers: threads of torch that wait for each other burn all cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -91,6 +91,8 @@ def test_generate_and_evaluate_read_the_run_and_its_export(finished):
     assert answer["step"] == 4 and answer["eval/accuracy"] == rows(directory)[-1]["eval/accuracy"]
 
 
+@pytest.mark.long
+@pytest.mark.newest
 def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     command = ("jetrl_jax.commands.mismatch", "--checkpoint", str(finished[0]))
     outputs = ("--json", str(tmp_path / "numbers.json"), "--out", str(tmp_path / "page.html"))

@@ -206,6 +206,7 @@ def test_programs_of_warm_start_and_updates_are_traced_once(tmp_path, monkeypatc
     assert GRPOTrainer(config, reward_functions=[shorter]).train()["steps"] == 3
 
 
+@pytest.mark.long
 def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path, monkeypatch):
     """No program is traced twice meanwhile, neither for a state that was restored nor for the engine that
     samples from it.

@@ -106,7 +106,7 @@ def relative(a: np.ndarray, b: np.ndarray, shares: list[Gradient], path: str) ->
     return float(np.linalg.norm(a - b) / sum(np.linalg.norm(share[path]) for share in shares))
 
 
-@pytest.mark.parametrize("preset", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_gradient_of_a_batch_is_the_sum_over_any_split(preset: str) -> None:
     """To roundoff; microbatches of other contents in the same program, and (BF16) of another shape."""
     bound = FP32_BOUND if preset == "fp32" else BF16_BOUND
