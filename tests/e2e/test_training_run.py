@@ -69,6 +69,8 @@ def test_export_is_read_by_transformers(finished):
     assert transformers.AutoTokenizer.from_pretrained(finished[0] / "export")("abc")["input_ids"]
 
 
+@pytest.mark.long
+@pytest.mark.newest
 def test_generate_and_evaluate_read_the_run_and_its_export(finished):
     directory = finished[0]
     said = run_here(

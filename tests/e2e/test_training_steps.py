@@ -161,7 +161,8 @@ def test_correction_of_the_flow_that_needs_one(correction, compiled, tmp_path, m
         )
 
 
-@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("compared", [False, True])
 def test_correction_of_an_exact_flow_changes_nothing(compared, tmp_path):
     """Compiled, with what asks most of the programs: two minibatches, ratios of sequences,
     and a reference.

@@ -53,7 +53,11 @@ SIZES = {
     ("bf16 large", True): LARGE,
 }
 LONG = pytest.mark.long
-FLOWS = [("bf16", True), ("fp8_unified", True), pytest.param("bf16 large", True, marks=LONG)]
+FLOWS = [
+    ("fp8_unified", True),
+    pytest.param("bf16", True, marks=LONG),
+    pytest.param("bf16 large", True, marks=LONG),
+]
 
 
 class Setup:
@@ -172,6 +176,7 @@ def test_a_request_does_not_see_its_batch(preset: str, exact: bool) -> None:
         assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("preset", "exact"), [("fp8_unified", True)])
 def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(
     preset: str, exact: bool, monkeypatch: pytest.MonkeyPatch

@@ -330,8 +330,10 @@ def test_syncs_with_optimiser_steps_between_them(
         f"sync {seconds * 1e3:.0f} ms, {rows[0]['bytes']:,} bytes; peak RSS in MiB: "
         f"{[round(size) for size in memory]}"
     )
-    if syncs == 20:
-        assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
+    if syncs < 20:
+        return
+    assert memory[-1] - memory[4] < 50, "MiB of growth over 15 syncs"
+    # what many syncs leave behind changes nothing
     before = engine.generate(requests(8, 99), SAMPLING)
     close_shared()
     fresh = InProcessEngine(policy.model.config, fp8_paths(policy), SETTINGS)
