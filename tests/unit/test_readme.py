@@ -90,7 +90,10 @@ def test_folders_are_read_from_the_list() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(name, marks=[pytest.mark.long] * ("train()" in text)) for name, text in BLOCKS.items()],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * ("policy" in text or "train()" in text))
+        for name, text in BLOCKS.items()
+    ],
 )
 def test_python_of_the_pages_runs(block: str, tmp_path: Path) -> None:
     """Each block runs by itself, in a directory that holds only the configs."""
