@@ -100,8 +100,8 @@ def target_devices(description: str | Path, count: int) -> list[Any]:
 
     if not Path(description).is_file():
         raise UserError(
-            f"--check-target: no such file: got {str(description)!r}, expected a GpuTargetConfig as a "
-            "text proto."
+            f"plan: no such GpuTargetConfig: got {str(description)!r}, expected a "
+            "file that holds one as a text proto."
         )
     try:
         topology = topologies.get_topology_desc(
@@ -111,7 +111,7 @@ def target_devices(description: str | Path, count: int) -> list[Any]:
         )
     except (RuntimeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise UserError(
-            f"--check-target: XLA cannot compile for CUDA here: {error}. Expected jax-cuda13-plugin and "
+            f"plan: XLA cannot compile for CUDA here: {error}. Expected jax-cuda13-plugin and "
             "jax-cuda13-pjrt of jax "
             f"{jax.__version__} in this environment; they need no GPU."
         ) from error
