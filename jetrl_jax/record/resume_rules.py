@@ -79,8 +79,8 @@ def compare_implementations_for_resume(saved: Mapping[str, Any], current: Mappin
         raise UserError(
             "compare_implementations_for_resume: other implementations than the run began with:\n"
             + "\n".join(differing.values())
-            + "\nResume on the kind of device and with the JAX of the run's start (environment.json), or start "
-            "a new run from its exported checkpoint (model.path)."
+            + "\nResume on the kind of device and with the JAX of the run's start (environment.json), or "
+            "start a new run from its exported checkpoint (model.path)."
         )
 
 

@@ -11,7 +11,6 @@ test_aot_instructions.py` holds some of these counts.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -19,10 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
@@ -32,10 +29,6 @@ if _triton := importlib.util.find_spec("triton"):
     TOOLS = Path(str(_triton.origin)).parent / "backends/nvidia/bin"
     os.environ["PATH"] += f"{os.pathsep}{TOOLS}"  # Mosaic and this file use one assembler: PATH's first
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-
-from tests.kernels import aot  # noqa: E402
 
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P[\dT]+)\s+)?([A-Z][\w.]*)([^;]*);")
@@ -83,9 +76,7 @@ class Assembly:
         """The innermost loops with products of the tensor core."""
         found = [loop for loop in self.loops if any(self.counted(loop)[name] for name in TENSOR)]
         return tuple(
-            loop
-            for loop in found
-            if not any(other != loop and _inside(other, loop) for other in found)
+            loop for loop in found if not any(other != loop and _inside(other, loop) for other in found)
         )
 
     def behind_the_wait(self, loop: Loop) -> int:
