@@ -25,7 +25,11 @@ from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
-from jetrl_jax.record.resume_rules import compare_data_for_resume, compare_for_resume
+from jetrl_jax.record.resume_rules import (
+    compare_data_for_resume,
+    compare_for_resume,
+    compare_implementations_for_resume,
+)
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
 from jetrl_jax.training.optimizer import learning_rate_schedule
@@ -118,14 +122,23 @@ class Run:
         return directory, Path(shared["checkpoints"])
 
     def _check_data(self) -> None:
-        """Raises, before anything is written, if data or tokenizer differ from the newest checkpoint's."""
+        """Raises, before anything is written, if data, tokenizer or implementations differ from the newest
+        checkpoint's.
+        """
         steps = self.store.steps() if self.directory.resumed else []
         if steps:
             # a damaged checkpoint is skipped, with a warning, when the state is restored
             with contextlib.suppress(CorruptCheckpoint):
-                compare_data_for_resume(
-                    self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints
-                )
+                self._compare(self.store.read_metadata(steps[-1])["metadata"])
+
+    def _compare(self, metadata: Mapping[str, Any]) -> None:
+        """Raises if a checkpoint was made with other data or implementations."""
+        compare_data_for_resume(metadata, self.parts.fingerprints)
+        compare_implementations_for_resume(metadata, self._implementations)
+
+    @property
+    def _implementations(self) -> dict[str, str]:
+        return self.parts.policy.model.numerics.choices.names()
 
     def _record(self) -> None:
         """Writes config, environment, precision table and resolved choices, so that a run is repeatable."""
@@ -280,6 +293,7 @@ class Run:
             "prompts_skipped": prompts.skipped,
             "before": self.before,
             **self.parts.fingerprints,
+            "implementations": self._implementations,
         }
         self.writer.sync()
         with self.console.phase("checkpoint"):
@@ -298,7 +312,7 @@ class Run:
                 )
             self.parts.prompts.restart()  # an earlier run of the same parts may have drawn prompts
             return None
-        compare_data_for_resume(restored.metadata, self.parts.fingerprints)
+        self._compare(restored.metadata)
         prompts = self.parts.prompts
         prompts.cursor = restored.metadata["prompt_cursor"]
         prompts.skipped = restored.metadata["prompts_skipped"]
