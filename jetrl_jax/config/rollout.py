@@ -42,6 +42,15 @@ Zero = Annotated[int, must(lambda k: k == 0, "training rollouts cannot be trunca
 GroupSize = Annotated[int, Field(ge=2, le=INT32_MAX)]
 Share = Annotated[float, Field(gt=0, lt=1 - RESERVE)]
 
+DraftLengths = Annotated[
+    tuple[int, ...],
+    must(
+        lambda ks: 0 in ks and len(set(ks)) == len(ks) > 1 and 0 <= min(ks) <= max(ks) <= MOST_DRAFTED,
+        "not a choice of draft lengths",
+        f"different numbers from 0 to {MOST_DRAFTED}, 0 and another one among them, such as [0, 3]",
+    ),
+]
+
 
 class NoSpeculationSection(Section):
     """One token of each sequence in a step."""
@@ -49,7 +58,7 @@ class NoSpeculationSection(Section):
     kind: Literal["none"] = option(
         "none",
         "Draft of the next tokens, which a step verifies at once; it changes no token. lookup: what followed "
-        "the last tokens where they stood before, in the sequence or in finished ones of its group.",
+        "the last tokens where they stood before, in the sequence or in others of its prompt.",
     )
 
 
@@ -57,7 +66,9 @@ class LookupSection(Section):
     """Guesses from text that is there."""
 
     kind: Literal["lookup"] = "lookup"
-    tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] = option(3, "Tokens drafted in a step.")
+    lengths: DraftLengths = option(
+        (0, 3), "Numbers of tokens drafted in a step, of which the faster is taken; 0 is a step without."
+    )
     longest_match: PositiveInt = option(3, "Most last tokens that are compared.")
 
 

@@ -332,7 +332,7 @@ CHANGES = (
     Change("rollout.engine.prefill_rows", 4, engine, FP32),
     Change("rollout.engine.decode_chunk_tokens", 2, engine, FP32),
     Change("rollout.engine.speculation.kind", "lookup", engine, FP32),
-    Change("rollout.engine.speculation.tokens", 2, engine, FP32 | LOOKUP),
+    Change("rollout.engine.speculation.lengths", (0, 2), engine, FP32 | LOOKUP),
     Change("rollout.engine.speculation.longest_match", 1, engine, FP32 | LOOKUP),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
