@@ -154,7 +154,7 @@ class ArithmeticTask:
             Sum: "0123456789+",
             Chain: "0123456789+-",
             Sort: "0123456789",
-            Repeat: _LETTERS + "0123456789*",
+            Repeat: _LETTERS + "*" + "".join(map(str, range(2, getattr(family, "max_times", 2) + 1))),
         }[type(family)]
         self.characters = "".join(sorted(set(letters + "=" + format_prompt(self._template, ""))))
         self.train = LazyExamples(train_size, self._train_example)

@@ -20,7 +20,7 @@ from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.jax_engine import SIBLINGS, JaxEngine
 from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Draft, Lookup, Texts, count_kept
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
-from tests.parity.small_policy import VOCAB, SmallPolicy
+from tests.parity.small_policy import VOCAB, SmallPolicy, surprise
 
 LONG = pytest.mark.long
 MAX_PROMPT, MAX_TOKENS, REQUESTS = 6, 12, 26
@@ -193,13 +193,37 @@ def test_another_length_in_each_chunk_gives_the_tokens_and_bits_of_one_by_one(
     assert made.counts()["asked"] == made.statistics.asked
 
 
+def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:
+    """An acceptance that takes the first drafted token whatever was sampled."""
+    return count_kept(drafted.at[:, 0].set(sampled[:, 0]), sampled, *rest)
+
+
+@LONG
+def test_without_exact_tokens_are_draws_of_the_policy() -> None:
+    """10^5 tokens, some of them guessed; guesses that are accepted unseen are found."""
+    loose = SmallPolicy("bf16", exact=False)
+    sizes = SIZES | {"slots": 64, "prefill_rows": 16, "decode_chunk_tokens": 6}
+    rng, count = np.random.default_rng(2), 9_000
+    asked = [Request(i, rng.integers(5, VOCAB, MAX_PROMPT).tolist(), i) for i in range(count)]
+    sampling = SamplingParams(1.0, MAX_TOKENS, (), 3)
+
+    def sampled(draft: Draft | None) -> tuple[JaxEngine, list[Trajectory]]:
+        made = JaxEngine(loose.model, loose.plan, draft=draft, **sizes)
+        made.load(loose.published, 0)
+        return made, made.generate(asked, sampling)
+
+    made, ours = sampled(Lookup((3,)))
+    assert sum(one.sampled_tokens for one in ours) > 1e5 and made.statistics.accepted > 1e3
+    assert max(surprise(loose, ours)) < 4.5
+    assert "every token is drawn from the policy" in made.describe()["speculation"]["promise"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "count_kept", trusting)
+        assert max(surprise(loose, sampled(Lookup((3,)))[1])) > 10
+
+
 @LONG
 def test_a_mismatch_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: the first drafted token is accepted whatever was sampled."""
-
-    def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:
-        return count_kept(drafted.at[:, 0].set(sampled[:, 0]), sampled, *rest)
-
+    """The comparison can fail."""
     monkeypatch.setattr(programs, "count_kept", trusting)
     expected = one_by_one("bf16")
     assert unequal(sampled_with("bf16", Planted((2,)), planted("random", expected)), expected)
