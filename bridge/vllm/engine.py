@@ -60,7 +60,7 @@ class VllmEngine(RolloutEngine):
         check_requests(requests, sampling, self.settings, self.model.vocab_size)
 
     def describe(self) -> Mapping[str, Any]:
-        """Mode and release of vLLM, its operations, whether it sleeps between rollouts, and its speculation."""
+        """Mode and release of vLLM, its operations, whether it sleeps, and its speculation."""
         speculation = self.settings.described_speculation
         return {
             **self._identity(),

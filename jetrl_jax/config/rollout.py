@@ -57,9 +57,11 @@ VLLM_DRAFTS = ("ngram", "suffix", "eagle3")  # whose acceptance and weights are 
 VllmSpeculation = Annotated[
     Options,
     must(
-        lambda given: given.get("method") in VLLM_DRAFTS
-        and type(given.get("num_speculative_tokens")) is int
-        and 1 <= given["num_speculative_tokens"] <= MOST_DRAFTED,
+        lambda given: (
+            given.get("method") in VLLM_DRAFTS
+            and type(given.get("num_speculative_tokens")) is int
+            and 1 <= given["num_speculative_tokens"] <= MOST_DRAFTED
+        ),
         "not a speculation of vLLM's that this project knows",
         f"method: one of {', '.join(VLLM_DRAFTS)}, and num_speculative_tokens: 1 to {MOST_DRAFTED}",
     ),

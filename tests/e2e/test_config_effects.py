@@ -318,7 +318,12 @@ CHANGES = (
     Change("numerics.exact", False, vllm_engine, VLLM),
     Change("numerics.engine_variant", "cuda", vllm_engine, VLLM),
     Change("rollout.engine.max_num_seqs", 7, vllm_engine, VLLM),
-    Change("rollout.engine.speculative_config", {"method": "suffix", "num_speculative_tokens": 2}, vllm_engine, VLLM),
+    Change(
+        "rollout.engine.speculative_config",
+        {"method": "suffix", "num_speculative_tokens": 2},
+        vllm_engine,
+        VLLM,
+    ),
     Change("rollout.engine.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("rollout.engine.sleep", False, shared_gpu, VLLM),
     Change("rollout.engine.kv_cache_memory_mb", 7, vllm_engine, VLLM),

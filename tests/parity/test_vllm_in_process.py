@@ -536,7 +536,7 @@ def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(mo
     assert Gap.of(Scorer(policy)(policy.published, sampled), logprobs).exact
     engine.close()
 
-    def filling_a_copy(output, values, ends, old, new, MAX_NUM_TOKENS=None):  # noqa: N803
+    def filling_a_copy(output, values, ends, old, new, MAX_NUM_TOKENS=None):
         torch.ops._C.expand_kernel_impl(output.long(), values.long(), ends.long(), old, new)
 
     monkeypatch.setattr(speculation, "expand", filling_a_copy)

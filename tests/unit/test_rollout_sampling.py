@@ -211,7 +211,9 @@ def test_two_policies_with_the_same_noise_agree_as_often_as_the_closed_form_says
     def same(seeds: jax.Array, controls: Controls) -> tuple[jax.Array, jax.Array]:
         keys = request_keys(controls.seed, seeds)
         both = [
-            sample(jnp.broadcast_to(row, (len(seeds), size)), keys, jnp.full(len(seeds), 7), controls, Numerics())[0]
+            sample(
+                jnp.broadcast_to(row, (len(seeds), size)), keys, jnp.full(len(seeds), 7), controls, Numerics()
+            )[0]
             for row in jnp.asarray(logits, jnp.float32)
         ]
         return (both[0] == both[1]).sum(), (both[0] == int(p.argmax())).sum()
@@ -222,4 +224,7 @@ def test_two_policies_with_the_same_noise_agree_as_often_as_the_closed_form_says
         controls = Controls(np.float32(1), np.bool_(False), np.uint32(1), np.zeros(size, bool))
         counts += [int(count) for count in same(seeds, jax.device_put(controls))]
     for count, chance in zip(counts, (expected, p.max()), strict=True):
-        assert abs(count - draws * chance) < 5 * np.sqrt(draws * chance * (1 - chance)), (count / draws, chance)
+        assert abs(count - draws * chance) < 5 * np.sqrt(draws * chance * (1 - chance)), (
+            count / draws,
+            chance,
+        )

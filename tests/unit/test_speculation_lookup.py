@@ -80,7 +80,7 @@ def test_texts_of_a_later_call_have_the_completions_of_the_prompt_and_of_the_sam
         texts.finish(1)
     text, again = Texts(prompts, prompt_of, noises(3), 1, 8, 1, kept).of(np.array([0, 1, 2]), 4)
     np.testing.assert_array_equal(again, [[-1] * 4, [-1, -1, 3, -1], [-1] * 4])  # as many as may be sampled
-    assert text[0].tolist() == [6, 3, 4, -1, 6, -1, 6, -1] + [5, 6, -1, -1]
+    assert text[0].tolist() == [6, 3, 4, -1, 6, -1, 6, -1, 5, 6, -1, -1]
     assert text[2].tolist() == [-1] * 6 + [8, -1] + [8, -1, -1, -1]
 
 

@@ -247,8 +247,8 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 class ExactSampler(Sampler):
     """Log-probabilities with the trainer's normaliser.
 
-    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM's sampling gives
-    it log-probabilities all the same; normalised twice, they would differ in their last bits.
+    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM's sampling
+    gives it log-probabilities all the same; normalised twice, they would differ in their last bits.
     """
 
     def sample(self, logits: torch.Tensor, sampling_metadata: Any, *override: Any, **named: Any) -> Any:

@@ -1,9 +1,9 @@
 """Mends vLLM's speculation on a CPU, up to 0.32 (vllm#55005).
 
-Before a rejection sampler accepts drafted tokens, `expand_kernel` writes the temperature of each request once
-for each of its drafted tokens.  vLLM's stand-in for the CPU converts its output to int64 and fills the copy, so
-the temperatures stay as they were: whatever the memory held.  Tokens are then drawn from other distributions,
-and their log-probabilities are those, or NaN.  This one fills the output itself.
+Before a rejection sampler accepts drafted tokens, `expand_kernel` writes the temperature of each request
+once for each of its drafted tokens.  vLLM's stand-in for the CPU converts its output to int64 and fills the
+copy, so the temperatures are whatever the memory held.  Tokens are then drawn from other distributions, and
+their log-probabilities are those, or NaN.  This one fills the output itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def expand(
     cu_num_tokens: torch.Tensor,
     replace_from: Any,
     replace_to: Any,
-    MAX_NUM_TOKENS: Any = None,  # noqa: N803  # vLLM's name
+    MAX_NUM_TOKENS: Any = None,  # vLLM's name
 ) -> None:
     """Writes the value [R] of each request into its places of output [cu_num_tokens[-1]].
 
