@@ -91,6 +91,17 @@ class EngineSettings:
         """The longest prompt with its completion, in tokens."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
+    @property
+    def described_speculation(self) -> dict[str, Any] | None:
+        """For a run's record: vLLM's speculation and its rule of acceptance; None without."""
+        engine = self.rollout.engine
+        given = engine.speculative_config if isinstance(engine, StartedVllmSection) else None
+        return given and {
+            "draft": dict(given),
+            "acceptance": "rejection sampling, by vLLM",
+            "promise": "the distribution without speculation; tokens are others than without it",
+        }
+
     def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
         """vLLM's engine arguments by name, as JSON values; a server gets the same ones as flags."""
         longest = min(self.longest + 1, model.max_position_embeddings)  # + 1: scoring samples one token
@@ -126,6 +137,8 @@ class EngineSettings:
             arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
         if self.numerics.exact and not on_cpu:
             arguments["attention_backend"] = "FLASH_ATTN"  # the plugin's exact attention replaces it
+        if section.speculative_config is not None:
+            arguments["speculative_config"] = dict(section.speculative_config)
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:

@@ -48,7 +48,7 @@ class ArithmeticSection(_SplitTask):
         "Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; "
         "function is yours.",
     )
-    name: Literal["sum", "chain", "reverse", "sort"] = option("sum", "Family of problems.")
+    name: Literal["sum", "chain", "reverse", "sort", "repeat"] = option("sum", "Family of problems.")
 
 
 class ReasoningGymSection(_Task):

@@ -44,8 +44,11 @@ class Metric:
 
     @property
     def is_clock(self) -> bool:
-        """Whether the metric depends on a clock, so that equal runs may differ in it."""
-        return self.name.startswith(("time/", "rate/"))
+        """Whether the metric depends on a clock, so that equal runs may differ in it.
+
+        The lengths of drafts do, by which no token and no other metric changes.
+        """
+        return self.name.startswith(("time/", "rate/", "speculation/"))
 
 
 _PHASES = {
@@ -149,6 +152,11 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "guessed tokens that became part of a completion; generated tokens without a forward of their own",
         "higher",
+    ),
+    Metric(
+        "speculation/length_mean",
+        "tokens",
+        "mean number of tokens for which a draft was asked in a forward of a sequence, chosen by the time",
     ),
     Metric(
         "speculation/accepted_per_step",
