@@ -1,7 +1,7 @@
-"""The worker process of a reward function, and the call that worker and trainer share.
+"""The worker process of a reward function or of environments, and the call that worker and trainer share.
 
 It runs as a file, not as a module, so that it starts in tens of milliseconds.  It imports only the standard
-library, and this package only if the reward does.  It communicates over one socket (argument 1) in frames of
+library, and this package only if the reward does or if it plays (`jetrl_jax.workers.playing`).  It communicates over one socket (argument 1) in frames of
 an 8-byte length and a payload: pickles in, JSON out.  The protocol does not use standard input, output or
 error, so a reward may print anything.
 
@@ -253,8 +253,14 @@ def main(descriptor: int) -> None:
     if first is None:
         return
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    start = pickle.loads(first)
+    if "environment" in start:
+        sys.path[:] = start["sys_path"]
+        from jetrl_jax.workers import playing
+
+        return playing.serve(start["environment"], lambda: _receive_frame(connection), reply)
     try:
-        function = _load(pickle.loads(first))
+        function = _load(start)
         accepted = accepted_columns(function)
     except BadReward as error:
         return reply({"bad": error.args})
