@@ -283,8 +283,7 @@ def trajectory(
     limit = request.limit(sampling)
     if not 0 < len(token_ids) <= limit or len(logprobs) != len(token_ids):
         problems.append(
-            f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to "
-            f"{limit} of each"
+            f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to {limit} of each"
         )
     if finish_reason == "stop" and not stopped:
         problems.append(

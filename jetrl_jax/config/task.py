@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.types import Options, PositiveFloat, PositiveInt, Rule, Section, Text, UserPath, must, option
+from jetrl_jax.config.types import (
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Section,
+    Text,
+    UserPath,
+    must,
+    option,
+)
 
 UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: in the trainer's process
 BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)

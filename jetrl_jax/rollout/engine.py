@@ -72,8 +72,8 @@ def check_kinds(requests: Sequence[Request]) -> None:
             )
         if request.max_tokens is not None and (not is_whole(request.max_tokens) or request.max_tokens < 1):
             problems.append(
-                f"request {request.id}: got max_tokens={request.max_tokens!r}, expected a whole number from 1 "
-                "on, or None"
+                f"request {request.id}: got max_tokens={request.max_tokens!r}, expected a whole number from "
+                "1 on, or None"
             )
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

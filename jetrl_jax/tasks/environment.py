@@ -7,14 +7,14 @@ An environment has the methods of gymnasium's, with text in place of arrays:
     close()
     demonstration() -> list of texts; optional, after reset, for a supervised warm start
 
-An observation is text or a list of ``{"role": ..., "content": ...}``; the first is text, or one message of the
-user, and is the prompt.  `info` may count ``tool_calls`` and ``tool_errors``.  After reset with equal seeds, equal
-actions must get equal observations: the members of a group begin alike, and an environment whose worker was
-killed is played again.
+An observation is text or a list of ``{"role": ..., "content": ...}``.  The first one is text, or one message
+of the user, and is the prompt.  `info` may count ``tool_calls`` and ``tool_errors``.  After reset with equal
+seeds, equal actions must get equal observations: the members of a group begin alike, and an environment whose
+worker was killed is played again.
 
-A training episode is a seed below 2**30 that depends on the run's seed and an index.  Held-out episodes have the
-seeds from 2**30 on, in every run.  An environment with few different episodes therefore shows the policy the
-same ones in both splits (guess_number: 16 of them).
+A training episode is a seed below 2**30 that depends on the run's seed and an index.  Held-out episodes have
+the seeds from 2**30 on, in every run.  An environment with few different episodes therefore shows the policy
+the same ones in both splits (guess_number: 16 of them).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class EnvironmentTask:
             return observation[0]["content"]
         raise UserError(
             f"environment {self.name}: bad first observation: got messages of "
-            f"{', '.join(message['role'] for message in observation)}, expected text or one message of the user. "
-            "The system's text is tokenizer.system_prompt."
+            f"{', '.join(message['role'] for message in observation)}, expected text or one message of the "
+            "user. The system's text is tokenizer.system_prompt."
         )
 
 

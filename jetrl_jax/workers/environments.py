@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.workers import playing
 from jetrl_jax.workers.process import MAX_CRASHES, MAX_HANGS, Crashed, TimedOut, WorkerProcess
 
 Observation = str | list[dict[str, str]]
@@ -77,13 +78,14 @@ class _EnvironmentProcess(WorkerProcess):
     """One worker and the episodes that it holds."""
 
     def __init__(self, name: str, start: Mapping[str, Any], timeout_s: float, logs: str | Path | None):
-        super().__init__("environment", name, {"environment": start}, timeout_s, log_directory=logs)
+        message = {"environment": start, "served_by": playing.__name__}
+        super().__init__("environment", name, message, timeout_s, log_directory=logs)
         self._sent = False
         self._lost = False  # environments that must be played again
         self.probe = Answer()
 
     def start(self) -> None:
-        """Starts the worker; the first start of a worker with a check plays a step, whose answer is `probe`."""
+        """Starts the worker; the first start with a check plays a step, whose answer is `probe`."""
         started = self._process is None
         super().start()
         if started and self._ready["probe"] is not None:

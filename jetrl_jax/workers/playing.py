@@ -3,8 +3,8 @@
 A request is a list of jobs, each with the whole history of its episode: key, seed and actions.
 
     no action              make an environment, reset(seed)
-    actions a_1 .. a_n     step(a_n), if an environment with this key has taken a_1 .. a_{n-1}; else the history
-                           is played again: reset(seed), step(a_1), ..., step(a_n)
+    actions a_1 .. a_n     step(a_n), if an environment with this key has taken a_1 .. a_{n-1}; else the
+                           history is played again: reset(seed), step(a_1), ..., step(a_n)
 
 So an environment whose worker was killed comes back by itself.  Environments without a job are closed.
 
@@ -89,7 +89,9 @@ class Player:
             if actions:
                 if job["digest"] != one.digest:
                     self._close(key)
-                    message = f"after {len(actions) - 1} actions from seed {job['seed']} it answered otherwise"
+                    message = (
+                        f"after {len(actions) - 1} actions from seed {job['seed']} it answered otherwise"
+                    )
                     return {"failed": "not repeatable", "message": message}
                 self._step(one, actions[-1])
         except BadEnvironment:
@@ -135,11 +137,9 @@ class Player:
         return one
 
     def _step(self, one: _Open, action: str) -> None:
-        observation, reward, terminated, truncated, info = _parts(
-            "step", one.environment.step(action), _FIVE
-        )
+        observation, reward, terminated, truncated, info = _parts("step", one.environment.step(action), _FIVE)
         for name, value in (("terminated", terminated), ("truncated", truncated)):
-            if getattr(value, "dtype", type(value)) != bool:
+            if not isinstance(value, bool) and getattr(value, "dtype", None) != "bool":
                 raise BadEnvironment(f"step returned {name}={_short(value)}, expected True or False")
         try:
             number = float(reward)

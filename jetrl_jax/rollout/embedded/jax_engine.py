@@ -94,8 +94,10 @@ class JaxEngine(RolloutEngine):
         if total > config.max_position_embeddings:
             limit = f"expected at most max_position_embeddings={config.max_position_embeddings}"
             problems.append(f"got max_prompt_tokens + max_completion_tokens = {total}, {limit}")
-        if not max(max_prompt_tokens, max_completion_tokens) < total <= sum(
-            (max_prompt_tokens, max_completion_tokens)
+        if (
+            not max(max_prompt_tokens, max_completion_tokens)
+            < total
+            <= sum((max_prompt_tokens, max_completion_tokens))
         ):
             problems.append(
                 f"got max_sequence_tokens={total}, expected more than the longest prompt and completion, and "

@@ -21,9 +21,7 @@ class GuessNumber:
 
     def __init__(self, numbers: int = 16, penalty: float = 0.05) -> None:
         if not 2 <= numbers <= len(DIGITS):
-            raise ValueError(
-                f"GuessNumber: got task.options.numbers={numbers}, expected 2 to {len(DIGITS)}."
-            )
+            raise ValueError(f"GuessNumber: got task.options.numbers={numbers}, expected 2 to {len(DIGITS)}.")
         self._numbers = DIGITS[:numbers]
         self._penalty = penalty
         self._rng = random.Random()
@@ -48,7 +46,8 @@ class GuessNumber:
 
     def demonstration(self) -> list[str]:
         """Guesses that the answers allow, each as likely: a player who knows the rules and no strategy."""
-        low, high, guesses = 0, len(self._numbers), []
+        guesses: list[str] = []
+        low, high = 0, len(self._numbers)
         while not guesses or guesses[-1] != self._numbers[self._number]:
             guess = self._rng.randrange(low, high)
             guesses.append(self._numbers[guess])
