@@ -19,6 +19,7 @@ import jax
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch
+from jetrl_jax.collect.episodes import episode_record
 from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
@@ -61,6 +62,8 @@ class Run:
         stack.enter_context(self.console)
         rewards = stack.enter_context(parts.new_rewards(self.directory.path))
         stack.callback(parts.evaluator.close)
+        if parts.player is not None:
+            stack.callback(parts.player.pool.close)
         kept = self.config.checkpoint
         self.store = stack.enter_context(
             CheckpointStore(
@@ -256,6 +259,7 @@ class Run:
                 "finish_reason": group.trajectories[0].finish_reason,
                 "policy_version": group.trajectories[0].oldest_version,
                 **token_record(self.parts.policy.tokenizer, group.trajectories[0]),
+                **(episode_record(group.episodes[0]) if group.episodes else {}),
             }
             for group in batch.groups[: self.config.run.samples_per_step]
         ]
