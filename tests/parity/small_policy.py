@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -71,6 +72,38 @@ class SmallPolicy:
 
     def rollout_model(self) -> Decoder:
         return nnx.merge(self.graphdef, self.published)
+
+
+def surprise(policy: SmallPolicy, sampled: Sequence[Trajectory], rows: int = 50) -> tuple[float, float]:
+    """By how many standard deviations sampled tokens differ from draws of the policy at temperature 1.
+
+    (Of the sum of their surprisals, of the count of the token that differs most), from the trainer's whole
+    distributions at their places.
+    """
+    model = policy.rollout_model()
+
+    def distributions(ids: jax.Array) -> jax.Array:
+        places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+        return jax.nn.log_softmax(model.logits(model(ids, places, jnp.ones_like(ids))), axis=-1)
+
+    compiled, width = jit(distributions), max(len(one.token_ids) for one in sampled)
+    excess, spread = 0.0, 0.0
+    count, variance = np.zeros(model.config.vocab_size), np.zeros(model.config.vocab_size)
+    for first in range(0, len(sampled), rows):
+        ids = np.zeros((rows, width), np.int32)
+        for row, one in zip(ids, sampled[first : first + rows], strict=False):
+            row[: len(one.token_ids)] = one.token_ids
+        logp = np.asarray(compiled(ids), np.float64)
+        for row, one in zip(logp, sampled[first : first + rows], strict=False):
+            places = np.flatnonzero(one.sampled)
+            here, tokens = row[places - 1], one.token_ids[places]
+            p = np.exp(here)
+            mean = (p * here).sum(axis=1)
+            excess += (mean - here[np.arange(len(tokens)), tokens]).sum()
+            spread += (p * here**2).sum() - (mean**2).sum()
+            count += np.bincount(tokens, minlength=len(count)) - p.sum(axis=0)
+            variance += (p * (1 - p)).sum(axis=0)
+    return float(abs(excess) / np.sqrt(spread)), float((np.abs(count) / np.sqrt(variance + 1)).max())
 
 
 def trajectories(lengths: list[tuple[int, int]], seed: int = 0) -> list[Trajectory]:

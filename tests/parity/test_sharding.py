@@ -370,7 +370,7 @@ def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> 
     [
         ("fp8_unified", (2, 1, 2), None),
         *(pytest.param("bf16", mesh, None, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2))),
-        pytest.param("fp8_unified", (2, 1, 2), Lookup(3), marks=LONG),
+        pytest.param("fp8_unified", (2, 1, 2), Lookup((3,)), marks=LONG),
     ],
 )
 def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, sampled_by_one):

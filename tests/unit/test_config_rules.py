@@ -47,6 +47,30 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.top_p: training rollouts cannot be truncated
     rollout: {top_p: 0.999}
     rollout: {top_p: 1}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [3]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 17]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 16]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3, 3]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [7, 0, 3]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [1, 0]}}}
+rollout.engine.speculative_config: not a speculation of vLLM's that this project knows
+    rollout: {engine: {kind: vllm, speculative_config: {method: mtp, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1}}}
+rollout.engine.speculative_config: not a speculation of vLLM's that this project knows
+    rollout: {engine: {kind: vllm, speculative_config: {method: suffix, num_speculative_tokens: 17}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: suffix, num_speculative_tokens: 16}}}
+rollout.engine.speculative_config: a rule of acceptance that does not keep the distribution
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1, rejection_sample_method: synthetic}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1, rejection_sample_method: standard}}}
+rollout.engine.speculative_config: only a draft of eagle3 has weights
+    rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
 rollout.top_k: training rollouts cannot be truncated
     rollout: {top_k: 1}
     rollout: {top_k: 0}

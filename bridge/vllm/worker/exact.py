@@ -245,7 +245,21 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 
 
 class ExactSampler(Sampler):
-    """Log-probabilities with the trainer's normaliser."""
+    """Log-probabilities with the trainer's normaliser.
+
+    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM's sampling
+    gives it log-probabilities all the same; normalised twice, they would differ in their last bits.
+    """
+
+    def sample(self, logits: torch.Tensor, sampling_metadata: Any, *override: Any, **named: Any) -> Any:
+        """(token ids, log-probabilities, or the logits if `logprobs_mode_override` asks for them)."""
+        sampler, asked = self.topk_topp_sampler, (*override, *named.values())
+        mode = sampler.logprobs_mode
+        sampler.logprobs_mode = asked[0] if asked and asked[0] is not None else mode
+        try:
+            return super().sample(logits, sampling_metadata, *override, **named)
+        finally:
+            sampler.logprobs_mode = mode
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -271,11 +285,12 @@ class ExactTopKTopPSampler(TopKTopPSampler):
     def _drawn(
         self, draw: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        if self.logprobs_mode != "processed_logprobs":
+        if self.logprobs_mode not in ("processed_logprobs", "processed_logits"):
             return draw(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        logprobs = exact_torch.log_softmax(logits)  # first: a draw may write into the logits
-        return draw(logits, generators, None, None)[0], logprobs
+        # first: a draw may write into the logits
+        kept = logits.clone() if self.logprobs_mode == "processed_logits" else exact_torch.log_softmax(logits)
+        return draw(logits, generators, None, None)[0], kept
 
 
 class ExactLogitsProcessor(LogitsProcessor):
