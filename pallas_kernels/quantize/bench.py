@@ -62,7 +62,9 @@ def fused_cases(implementation: str) -> dict[str, tuple[int, Operation]]:
         ),
         "SiLU's gradient, both ways": (
             10,
-            lambda gate, up, _: _both(*silu_gradients_quantize(gate, up, gate, implementation=implementation)),
+            lambda gate, up, _: _both(
+                *silu_gradients_quantize(gate, up, gate, implementation=implementation)
+            ),
         ),
         "RMSNorm(x + residual)": (
             7,
