@@ -91,8 +91,8 @@ class NumericsSection(Section):
     exact: bool = option(
         True,
         "Whether rollout and training logprobs are the same bits; false is faster. Sums are in float64, on a "
-        "Hopper GPU in kernels with one order of sums; where its kernels cannot run, a GPU is slow (a warning "
-        "says so).",
+        "Hopper GPU in kernels with one order of sums. A GPU on which these cannot run is slow, with a "
+        "warning.",
     )
     engine_variant: Literal["native", "cuda"] = option(
         "native", "Those operations of vLLM whose rounding the model mirrors."
