@@ -96,7 +96,7 @@ def _unknown_key(path: Path, got: str, source: Source) -> Problem:
 def _hint(value: Any, mark: Mark, place: Place) -> str:
     """How to correct the likely mistake; "" if got and expected say enough."""
     text = value if isinstance(value, str) else ""
-    if place.type in ("choice", "section", "array", "object") and re.match(r"\w+:\S", text):
+    if place.type in ("choice", "section", "array", "texts", "object") and re.match(r"\w+:\S", text):
         return "a space is missing after the colon"
     if place.choices:
         close = difflib.get_close_matches(str(value).replace("-", "_"), place.choices, n=1, cutoff=0.5)

@@ -39,6 +39,7 @@ _WORDS = {
     "string": "text",
     "section": "a section of fields",
     "array": "a list of sections",
+    "texts": "a list of texts",
     "object": "a section of free names and values",
     "free": "a value",
 }
@@ -82,6 +83,8 @@ class Place:
                 tag = section["properties"].get(self.tag, {"const": section["title"]})
                 self.kinds |= dict.fromkeys(tag.get("enum") or [tag["const"]], section)
         self.type = "section" if self.kinds else "choice" if self.choices else self.takes["type"]
+        if self.type == "array" and self.takes["items"].get("type") == "string":
+            self.type = "texts"
         takes = {name: limit for name, limit in self.takes.items() if limit != INT32_MAX}  # only in errors
         limits = [f"{word} {show(takes[name])}" for name, word in _LIMITS.items() if name in takes]
         limits += ["not empty"] if takes.get("minLength") or takes.get("minItems") else []
