@@ -239,6 +239,7 @@ BLOCKS = {
     }
 }
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
+QUANTISED_QUERIES = {**VLLM, "precision.kv_cache": "fp8", "numerics.exact": False}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
 PROCESSES = {
@@ -297,6 +298,8 @@ CHANGES = (
     Change("precision.wgrad_operand", "block", fp8_layer, WIDE),
     Change("precision.scale_format", "power_of_two", fp8_layer, WIDE),
     Change("precision.promotion_order", "triton", fp8_layer, WIDE),
+    Change("precision.kv_cache", "fp8", plan),
+    Change("precision.kv_query", "fp8", plan, QUANTISED_QUERIES),
     Change("precision.loss_scale.initial", 64.0, loss_scale, FP16),
     Change("precision.loss_scale.growth_interval", 7, loss_scale, FP16),
     Change("numerics.exact", True, logprobs, BF16),

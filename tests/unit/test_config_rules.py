@@ -263,6 +263,18 @@ rollout.engine.probe_logprob_tolerance: has no effect here
 precision.loss_scale: loss_scale belongs to preset fp16; this is preset fp8_unified
     precision: {loss_scale: {initial: 2.0}}
     precision: {preset: fp16, loss_scale: {initial: 2.0}}
+precision.kv_cache: an FP32 policy rounds nothing between operations
+    precision: {preset: fp32, kv_cache: fp8}
+    precision: {preset: fp16, kv_cache: fp8}
+precision.kv_query: no engine quantises queries beside a BF16 cache
+    precision: {kv_query: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
+precision.kv_query: this engine does not quantise queries
+    precision: {kv_query: fp8, kv_cache: fp8}
+    precision: {kv_query: bf16, kv_cache: fp8}
+precision.kv_query: this engine does not quantise queries
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
 algorithm.dual_clip: dual_clip belongs to name grpo, rloo, reinforce_pp, dapo, dr_grpo, gspo; this is name cispo
     algorithm: {name: cispo, dual_clip: 3.0}
     algorithm: {name: gspo, dual_clip: 3.0}
