@@ -251,6 +251,8 @@ class ExactSampler(Sampler):
     log-probabilities all the same, which, normalised twice, would differ in their last bits.
     """
 
+    logprobs_mode: Any
+
     def forward(self, *arguments: Any, logprobs_mode_override: Any = None, **named: Any) -> Any:
         """vLLM's sampling, with what `logprobs_mode_override` asks for, if anything."""
         own = self.logprobs_mode
