@@ -112,7 +112,12 @@ def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
 class NumericsSection(Section):
     """Rounding points and exactness of the forward pass."""
 
-    exact: bool = option(True, "Whether rollout and training logprobs are the same bits; false is faster.")
+    exact: bool = option(
+        True,
+        "Whether rollout and training logprobs are the same bits; false is faster. Sums are in float64, on a "
+        "Hopper GPU in kernels with one order of sums. A GPU on which these cannot run is slow, with a "
+        "warning.",
+    )
     engine_variant: Literal["native", "cuda"] = option(
         "native", "Those operations of vLLM whose rounding the model mirrors."
     )

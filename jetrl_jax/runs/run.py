@@ -24,6 +24,7 @@ from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.choices import slow_exactness
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
 from jetrl_jax.record.resume_rules import (
@@ -149,7 +150,8 @@ class Run:
         self.directory.write_config(dump_config(self.config))
         self.directory.write_precision(self.parts.policy.plan.table())
         self.directory.write_environment(collect_environment() | record)
-        for note in (*self.parts.algorithm.notes, *record["task_notes"]):
+        slow = slow_exactness(self.parts.policy.model.numerics)
+        for note in (*self.parts.algorithm.notes, *record["task_notes"], *filter(None, [slow])):
             self.console.warn(note)
 
     def _new_writer(self) -> MetricsWriter:

@@ -299,6 +299,27 @@ rewards.0.separate_process: has no effect here
 tokenizer.system_prompt: has no effect here
     tokenizer: {kind: huggingface, path: a, system_prompt: b}
     tokenizer: {kind: huggingface, path: a, chat_template: true, system_prompt: b}
+rollout.max_turn_tokens: only an environment has turns
+    rollout: {max_turn_tokens: 4}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+rollout.max_turn_tokens: an environment's turns have no limit
+    task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 32}, task: {kind: environment, name: guess_number}
+rollout.max_turn_tokens: a turn is longer than an episode
+    rollout: {max_turn_tokens: 33}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 32}, task: {kind: environment, name: guess_number}
+distributed.processes: environments answer one process only
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, distributed: {processes: 2}, sharding: {data: 2}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
+task.observation_template: has no effect here
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a, chat_template: true}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a}
+task.observation_template: the observation has no place in the template
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: 'so'}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}'}
+task.name: unknown environment
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_numbers}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: 'a.b:C'}
 distributed.coordinator: has no effect here
     distributed: {coordinator: "node1:1"}
     distributed: {coordinator: "node1:1", processes: null}
