@@ -70,7 +70,8 @@ class EngineSettings:
     """How vLLM runs: the sections of the config that it reads, and whether it sleeps.
 
     rollout: its `engine` is one of vLLM's; also gives the longest prompt and completion.
-    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's.
+    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's;
+      and the format of keys and values.
     numerics: `exact` (reductions in float64, `bridge.vllm.worker.exact`, for eager engines) and the rounding
       points.
     sleep: whether the engine's `sleep` frees its memory; vLLM refuses it on a CPU.
@@ -91,6 +92,17 @@ class EngineSettings:
     def longest(self) -> int:
         """The longest prompt with its completion, in tokens."""
         return self.rollout.longest_tokens
+
+    @property
+    def described_speculation(self) -> dict[str, Any] | None:
+        """For a run's record: vLLM's speculation and its rule of acceptance; None without."""
+        engine = self.rollout.engine
+        given = engine.speculative_config if isinstance(engine, StartedVllmSection) else None
+        return given and {
+            "draft": dict(given),
+            "acceptance": "rejection sampling, by vLLM",
+            "promise": "the distribution without speculation; tokens are others than without it",
+        }
 
     def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
         """vLLM's engine arguments by name, as JSON values; a server gets the same ones as flags."""
@@ -127,6 +139,10 @@ class EngineSettings:
             arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
         if self.numerics.exact and not on_cpu:
             arguments["attention_backend"] = "FLASH_ATTN"  # the plugin's exact attention replaces it
+        if self.fp8.kv_cache == "fp8":
+            arguments["kv_cache_dtype"] = "fp8_e4m3"
+        if section.speculative_config is not None:
+            arguments["speculative_config"] = dict(section.speculative_config)
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:

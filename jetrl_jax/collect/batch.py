@@ -104,5 +104,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         drafted, accepted, verified = (batch.counts[name] for name in ("drafted", "accepted", "verified"))
         row["speculation/drafted_tokens"] = drafted
         row["speculation/accepted_tokens"] = accepted
+        row["speculation/length_mean"] = batch.counts["asked"] / max(verified, 1)
         row["speculation/accepted_per_step"] = accepted / max(verified, 1)
     return row

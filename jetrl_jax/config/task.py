@@ -75,7 +75,7 @@ class ArithmeticSection(_SplitTask):
         "Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; "
         "function is yours; environment has episodes of several turns.",
     )
-    name: Literal["sum", "chain", "reverse", "sort"] = option("sum", "Family of problems.")
+    name: Literal["sum", "chain", "reverse", "sort", "repeat"] = option("sum", "Family of problems.")
 
 
 class ReasoningGymSection(_Task):

@@ -44,8 +44,11 @@ class Metric:
 
     @property
     def is_clock(self) -> bool:
-        """Whether the metric depends on a clock, so that equal runs may differ in it."""
-        return self.name.startswith(("time/", "rate/"))
+        """Whether the metric depends on a clock, so that equal runs may differ in it.
+
+        The lengths of drafts do, by which no token and no other metric changes.
+        """
+        return self.name.startswith(("time/", "rate/", "speculation/"))
 
 
 _PHASES = {
@@ -162,11 +165,24 @@ METRICS: tuple[Metric, ...] = (
         "higher",
     ),
     Metric(
+        "speculation/length_mean",
+        "tokens",
+        "mean number of tokens for which a draft was asked in a forward of a sequence, chosen by the time",
+    ),
+    Metric(
         "speculation/accepted_per_step",
         "tokens",
         "mean number of guessed tokens that a sequence gained in a forward, beside the one that it samples",
         "higher",
     ),
+    Metric(
+        "kv/clip_fraction",
+        "fraction",
+        "keys and values (and FP8 queries) of the training batches beyond the range of the step's scales",
+        "lower",
+    ),
+    Metric("kv/*_exponent_min", "1", "smallest exponent of a layer's scale of keys, values or queries"),
+    Metric("kv/*_exponent_max", "1", "largest exponent of a layer's scale of keys, values or queries"),
     Metric(
         "count/steps_without_signal",
         "steps",

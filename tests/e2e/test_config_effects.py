@@ -239,6 +239,7 @@ BLOCKS = {
     }
 }
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
+QUANTISED_QUERIES = {**VLLM, "precision.kv_cache": "fp8", "numerics.exact": False}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
 PROCESSES = {
@@ -297,6 +298,8 @@ CHANGES = (
     Change("precision.wgrad_operand", "block", fp8_layer, WIDE),
     Change("precision.scale_format", "power_of_two", fp8_layer, WIDE),
     Change("precision.promotion_order", "triton", fp8_layer, WIDE),
+    Change("precision.kv_cache", "fp8", plan),
+    Change("precision.kv_query", "fp8", plan, QUANTISED_QUERIES),
     Change("precision.loss_scale.initial", 64.0, loss_scale, FP16),
     Change("precision.loss_scale.growth_interval", 7, loss_scale, FP16),
     Change("numerics.exact", True, logprobs, BF16),
@@ -354,6 +357,12 @@ CHANGES = (
     Change("numerics.exact", False, vllm_engine, VLLM),
     Change("numerics.engine_variant", "cuda", vllm_engine, VLLM),
     Change("rollout.engine.max_num_seqs", 7, vllm_engine, VLLM),
+    Change(
+        "rollout.engine.speculative_config",
+        {"method": "suffix", "num_speculative_tokens": 2},
+        vllm_engine,
+        VLLM,
+    ),
     Change("rollout.engine.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("rollout.engine.sleep", False, shared_gpu, VLLM),
     Change("rollout.engine.kv_cache_memory_mb", 7, vllm_engine, VLLM),
@@ -368,7 +377,7 @@ CHANGES = (
     Change("rollout.engine.prefill_rows", 4, engine, FP32),
     Change("rollout.engine.decode_chunk_tokens", 2, engine, FP32),
     Change("rollout.engine.speculation.kind", "lookup", engine, FP32),
-    Change("rollout.engine.speculation.tokens", 2, engine, FP32 | LOOKUP),
+    Change("rollout.engine.speculation.lengths", (0, 2), engine, FP32 | LOOKUP),
     Change("rollout.engine.speculation.longest_match", 1, engine, FP32 | LOOKUP),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),

@@ -27,6 +27,7 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
+from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
@@ -37,10 +38,12 @@ from jetrl_jax.rollout.embedded.shapes import (
     prompt_buckets,
     smallest_fit,
 )
-from jetrl_jax.rollout.embedded.speculation import Draft, Lookup, described
+from jetrl_jax.rollout.embedded.speculation import Completions, Draft, Lookup, described
 from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences, too_long
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
+
+SIBLINGS = 4  # longest completions that fit into the text of siblings
 
 
 class JaxEngine(RolloutEngine):
@@ -113,7 +116,8 @@ class JaxEngine(RolloutEngine):
         self.max_sequence_tokens = total
         self.vocab_size = config.vocab_size
         self.pad_id = pad_id
-        drafted, context = (0, 0) if draft is None else (draft.tokens, draft.context)
+        lengths, context = ((0,), 0) if draft is None else (draft.lengths, draft.context)
+        drafted = max(lengths)
         self.shapes = EngineShapes(
             batch_sizes=batch_sizes(slots),
             prompt_buckets=prompt_buckets(max_prompt_tokens),
@@ -121,10 +125,12 @@ class JaxEngine(RolloutEngine):
             prefill_rows=prefill_rows,
             chunk=min(decode_chunk_tokens, max_completion_tokens),
             drafted=drafted,
-            siblings=0 if draft is None else context + max_completion_tokens + 1,
+            siblings=0 if draft is None else SIBLINGS * (context + max_completion_tokens + 1),
         )
         self.programs = EnginePrograms(model, plan, self.shapes, layout, draft)
         self.statistics = EngineStatistics()
+        self._length = DraftLength(lengths)
+        self._completions = Completions()
         self._scorer = Scorer(model, layout)
         self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
         self._published: nnx.State | None = None
@@ -191,11 +197,12 @@ class JaxEngine(RolloutEngine):
         return sizes if draft is None else sizes | {"speculation": described(draft, numerics)}
 
     def counts(self) -> Mapping[str, int]:
-        """Of a draft: tokens that it guessed, those that were kept, and the steps that verified them."""
+        """Of a draft: tokens that it guessed and was asked for, those kept, and the steps of a sequence."""
         if self.programs.draft is None:
             return {}
         done = self.statistics
-        return {"drafted": done.drafted, "accepted": done.accepted, "verified": done.active_slot_steps}
+        verified, asked = done.active_slot_steps, done.asked
+        return {"drafted": done.drafted, "accepted": done.accepted, "verified": verified, "asked": asked}
 
     def _load(self, published: Any, version: int) -> None:
         """Takes published weights by reference; they must stay alive until the next `load`.
@@ -237,6 +244,8 @@ class JaxEngine(RolloutEngine):
             controls,
             state,
             self.pad_id,
+            self._length,
+            self._completions,
         )
         self.statistics = generation.statistics
         yield from generation.run(self._version)
@@ -295,7 +304,7 @@ def _draft(section: JaxEngineSection) -> Draft | None:
     """The draft of a config's section."""
     speculation = section.speculation
     if isinstance(speculation, LookupSection):
-        return Lookup(speculation.tokens, speculation.longest_match)
+        return Lookup(speculation.lengths, speculation.longest_match)
     return None
 
 
