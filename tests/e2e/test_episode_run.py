@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny import TINY, rows
+from tiny import ROOT, TINY, command_environment, rows
 
 from jetrl_jax.collect.clock import StepClock
 from jetrl_jax.config.load import config_from_dict
@@ -138,6 +142,26 @@ def test_a_resumed_run_of_episodes_equals_an_uninterrupted_one(finished, tmp_pat
     GRPOTrainer(config(directory), resume=True).train()
     assert rows(directory) == rows(finished[0])
     assert exported_weights(directory) == exported_weights(finished[0])
+
+
+@pytest.mark.long
+def test_the_environment_of_the_front_page_runs(tmp_path, compilation_cache):
+    """Its file and its command as they stand, but for two steps."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
+    code, command = re.findall(r"```(?:python|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
+    (tmp_path / "higher.py").write_text(code)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    words = shlex.split(command.replace("\\\n", " ").replace("run.steps=20", "run.steps=2"))
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=tmp_path,
+        env=command_environment(compilation_cache),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "runs" / "higher")[-1]["episode/turns_mean"] > 1
 
 
 def exported_weights(directory: Path) -> bytes:

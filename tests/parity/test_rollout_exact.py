@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.speculation import Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from pallas_kernels import quantize
 from tests.parity.small_episodes import episodes_of
@@ -86,7 +88,7 @@ class Setup:
         self.engine = self.new_engine(slots=slots, prefill_rows=4, decode_chunk_tokens=6)
         self._logprobs = jit(self._logprobs_program)
 
-    def new_engine(self, **sizes: int) -> JaxEngine:
+    def new_engine(self, **sizes: Any) -> JaxEngine:
         engine = JaxEngine(
             self.decoder,
             self.plan,
@@ -219,6 +221,18 @@ def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
     )
     ours, _ = one.compare([without])
     assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
+
+
+@pytest.mark.long
+def test_speculation_changes_no_episode() -> None:
+    """Turns of up to three tokens, drafted from the history and from what other episodes said."""
+    one = setup("fp8_unified", True)
+    draft = Lookup((2,))
+    fast = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6, draft=draft)
+    plain, drafted = (episodes_of(engine, VOCAB, TEMPERATURE, 24) for engine in (one.engine, fast))
+    for a, b in zip(plain, drafted, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
 
 
 def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
