@@ -110,6 +110,17 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Episodes",
+        (
+            Panel("episode/turns_mean", "Mean turns of an episode", smooth=True),
+            Panel("eval/turns_mean", "Mean turns of a held-out episode"),
+            Panel("episode/tool_calls_mean", "Mean calls of tools", smooth=True),
+            Panel("episode/tool_error_fraction", "Calls answered by an error", smooth=True),
+            Panel("episode/failed_fraction", "Failed environments"),
+            Panel("time/environment_s", "Time of the environments"),
+        ),
+    ),
+    (
         "Time",
         (
             Panel("time/step_s", "Time of a step", log=True),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jetrl_jax.collect.clock import StepClock
-from jetrl_jax.collect.episodes import EpisodePlayer
-from jetrl_jax.collect.prompts import Prompt
-from jetrl_jax.config.rollout import RolloutSection
-from jetrl_jax.config.task import EnvironmentSection
 from jetrl_jax.models import attention, linear, ops
 from jetrl_jax.models import cache as cache_module
 from jetrl_jax.models.cache import KVCache
@@ -34,11 +30,10 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.speculation import Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
-from jetrl_jax.tasks.base import Example
-from jetrl_jax.text.tokenizer import CharacterTokenizer
-from jetrl_jax.workers.environments import Answer, Job
 from pallas_kernels import quantize
+from tests.parity.small_episodes import episodes_of
 from tests.small_model import small_model
 
 VOCAB = 61
@@ -93,7 +88,7 @@ class Setup:
         self.engine = self.new_engine(slots=slots, prefill_rows=4, decode_chunk_tokens=6)
         self._logprobs = jit(self._logprobs_program)
 
-    def new_engine(self, **sizes: int) -> JaxEngine:
+    def new_engine(self, **sizes: Any) -> JaxEngine:
         engine = JaxEngine(
             self.decoder,
             self.plan,
@@ -200,39 +195,11 @@ def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(
     assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
 
 
-class Game:
-    """Environments without a process: each answers by a function of its actions, some at once, some never."""
-
-    def play(self, jobs: Sequence[Job]) -> list[Answer]:
-        return [self._answer(job) for job in jobs]
-
-    def _answer(self, job: Job) -> Answer:
-        said = "".join(job.actions)
-        text = "".join(chr(65 + (ord(c) + job.seed) % 26) for c in said[-1 - job.seed % 3 :])
-        done = len(job.actions) > job.seed % 4
-        return Answer(observation=text, reward=float(len(said)), terminated=done, digest="same")
-
-
-def episodes_of(one: Setup, engine: JaxEngine, count: int, rng: np.random.Generator) -> list[Trajectory]:
-    """Episodes of up to four turns of one to three tokens, whose first half of ids ends a turn."""
-    letters = "".join(chr(33 + i) for i in range(VOCAB - 2))
-    section = EnvironmentSection(name="guess_number", max_turns=4, stop_texts=tuple(letters[: VOCAB // 2]))
-    rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12)
-    tokenizer = CharacterTokenizer(letters)
-    player = EpisodePlayer(section, rollout, tokenizer, Game(), Answer(observation="A"))
-    example = [Example("", None, "", i, {"seed": i, "digest": "same"}) for i in range(count)]
-    prompts = [Prompt(e, rng.integers(2, VOCAB, rng.integers(1, 5)).tolist()) for e in example]
-    sampling = player.sampling(5, TEMPERATURE)
-    seeds = lambda turn: [1000 * turn + i for i in range(count)]  # noqa: E731
-    played, _ = player.play(engine, prompts, seeds, sampling, StepClock())
-    return [episode.trajectory for episode in played]
-
-
 @pytest.mark.parametrize(("preset", "exact"), FLOWS)
 def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
     """Turns and observations by turns, through the engine's cache and prefill, against one packed forward."""
     one = setup(preset, exact)
-    trajectories = episodes_of(one, one.engine, 48, np.random.default_rng(3))
+    trajectories = episodes_of(one.engine, VOCAB, TEMPERATURE, 48)
     turns = [sum(turn.role == "policy" for turn in t.turns) for t in trajectories]
     observed = sum(int((~t.sampled[t.turns[0].stop :]).sum()) for t in trajectories)
     reasons = {t.finish_reason for t in trajectories}
@@ -254,6 +221,18 @@ def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
     )
     ours, _ = one.compare([without])
     assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
+
+
+@pytest.mark.long
+def test_speculation_changes_no_episode() -> None:
+    """Turns of up to three tokens, drafted from the history and from what other episodes said."""
+    one = setup("fp8_unified", True)
+    draft = Lookup((2,))
+    fast = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6, draft=draft)
+    plain, drafted = (episodes_of(engine, VOCAB, TEMPERATURE, 24) for engine in (one.engine, fast))
+    for a, b in zip(plain, drafted, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
 
 
 def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
