@@ -86,7 +86,7 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
-test: WORKERS := 3  # on two cores: some tests wait for other processes
+test test-long test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)

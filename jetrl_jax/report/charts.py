@@ -94,6 +94,14 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Range of FP8 keys and values",
+        (
+            Panel("kv/clip_fraction", "Clipped values", from_zero=True),
+            Panel("kv/*_exponent_max", "Largest exponent of a layer's scale, {}"),
+            Panel("kv/*_exponent_min", "Smallest exponent of a layer's scale, {}"),
+        ),
+    ),
+    (
         "Lengths",
         (
             Panel("length/completion_tokens_mean", "Mean completion length", smooth=True),

@@ -19,6 +19,7 @@ import jax
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch
+from jetrl_jax.collect.episodes import episode_record
 from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
@@ -62,6 +63,8 @@ class Run:
         stack.enter_context(self.console)
         rewards = stack.enter_context(parts.new_rewards(self.directory.path))
         stack.callback(parts.evaluator.close)
+        if parts.player is not None:
+            stack.callback(parts.player.pool.close)
         kept = self.config.checkpoint
         self.store = stack.enter_context(
             CheckpointStore(
@@ -80,7 +83,7 @@ class Run:
         state = parts.programs.init(parts.policy.params)
         restored = self._restored(state)
         if restored is None:
-            counters, state = Counters(), self._warm_start(state)
+            counters, state = Counters(), parts.calibrated(self._warm_start(state))
             reference = parts.reference(state)
         else:
             counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
@@ -227,7 +230,7 @@ class Run:
         if section is None or sampler is None or programs is None:
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
-            start = programs.init(state.params)
+            start = self.parts.calibrated(programs.init(state.params), programs)
             warm, self.warm_start_loss = warm_start(
                 programs, start, sampler, section, lambda step, loss: progress.advance(1)
             )
@@ -258,6 +261,7 @@ class Run:
                 "finish_reason": group.trajectories[0].finish_reason,
                 "policy_version": group.trajectories[0].oldest_version,
                 **token_record(self.parts.policy.tokenizer, group.trajectories[0]),
+                **(episode_record(group.episodes[0]) if group.episodes else {}),
             }
             for group in batch.groups[: self.config.run.samples_per_step]
         ]
@@ -282,7 +286,7 @@ class Run:
     @staticmethod
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        optional = {"reference": reference, "loss_scale": state.loss_scale}
+        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
         }
@@ -323,5 +327,6 @@ class Run:
         return restored
 
     def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        published = self.parts.programs.init(saved["params"]).published
-        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))
+        kv = saved.get("kv")
+        published = self.parts.programs.init(saved["params"], kv).published
+        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"), kv)

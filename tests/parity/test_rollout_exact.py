@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.episodes import EpisodePlayer
+from jetrl_jax.collect.prompts import Prompt
+from jetrl_jax.config.rollout import RolloutSection
+from jetrl_jax.config.task import EnvironmentSection
 from jetrl_jax.models import attention, linear, ops
 from jetrl_jax.models import cache as cache_module
 from jetrl_jax.models.cache import KVCache
@@ -30,6 +35,9 @@ from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.text.tokenizer import CharacterTokenizer
+from jetrl_jax.workers.environments import Answer, Job
 from pallas_kernels import quantize
 from tests.small_model import small_model
 
@@ -115,7 +123,7 @@ class Setup:
             logprobs = np.asarray(self._logprobs(batch.token_ids, batch.positions, batch.segment_ids))
             pairs.append((logprobs[trained], np.asarray(batch.rollout_logprobs)[trained]))
         ours, engines = (np.concatenate(part) for part in zip(*pairs, strict=True))
-        assert len(ours) == sum(len(t.completion_ids) for t in trajectories)
+        assert len(ours) == sum(t.sampled_tokens for t in trajectories)
         return ours, engines
 
 
@@ -190,6 +198,62 @@ def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(
     chosen = list(range(0, 96, 8))
     got = other.generate([requests()[i] for i in chosen], setup(preset, exact).sampling)
     assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
+
+
+class Game:
+    """Environments without a process: each answers by a function of its actions, some at once, some never."""
+
+    def play(self, jobs: Sequence[Job]) -> list[Answer]:
+        return [self._answer(job) for job in jobs]
+
+    def _answer(self, job: Job) -> Answer:
+        said = "".join(job.actions)
+        text = "".join(chr(65 + (ord(c) + job.seed) % 26) for c in said[-1 - job.seed % 3 :])
+        done = len(job.actions) > job.seed % 4
+        return Answer(observation=text, reward=float(len(said)), terminated=done, digest="same")
+
+
+def episodes_of(one: Setup, engine: JaxEngine, count: int, rng: np.random.Generator) -> list[Trajectory]:
+    """Episodes of up to four turns of one to three tokens, whose first half of ids ends a turn."""
+    letters = "".join(chr(33 + i) for i in range(VOCAB - 2))
+    section = EnvironmentSection(name="guess_number", max_turns=4, stop_texts=tuple(letters[: VOCAB // 2]))
+    rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12)
+    tokenizer = CharacterTokenizer(letters)
+    player = EpisodePlayer(section, rollout, tokenizer, Game(), Answer(observation="A"))
+    example = [Example("", None, "", i, {"seed": i, "digest": "same"}) for i in range(count)]
+    prompts = [Prompt(e, rng.integers(2, VOCAB, rng.integers(1, 5)).tolist()) for e in example]
+    sampling = player.sampling(5, TEMPERATURE)
+    seeds = lambda turn: [1000 * turn + i for i in range(count)]  # noqa: E731
+    played, _ = player.play(engine, prompts, seeds, sampling, StepClock())
+    return [episode.trajectory for episode in played]
+
+
+@pytest.mark.parametrize(("preset", "exact"), FLOWS)
+def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
+    """Turns and observations by turns, through the engine's cache and prefill, against one packed forward."""
+    one = setup(preset, exact)
+    trajectories = episodes_of(one, one.engine, 48, np.random.default_rng(3))
+    turns = [sum(turn.role == "policy" for turn in t.turns) for t in trajectories]
+    observed = sum(int((~t.sampled[t.turns[0].stop :]).sum()) for t in trajectories)
+    reasons = {t.finish_reason for t in trajectories}
+    assert max(turns) == 4 and reasons == {"stop", "length"} and observed > 48, (turns, reasons, observed)
+    ours, engines = one.compare(trajectories)
+    unequal = int((ours.view(np.int32) != engines.view(np.int32)).sum())
+    assert unequal == 0, f"{unequal} of {len(ours)} tokens differ, by up to {np.abs(ours - engines).max()}"
+    # an observation is context: without it the tokens after it have other log-probabilities
+    long = next(t for t in trajectories if len(t.turns) > 3)
+    first, _, second = long.turns[1:4]
+    kept = np.r_[0 : first.stop, second.start : second.stop]
+    without = Trajectory.of_completion(
+        0,
+        long.prompt_ids,
+        long.token_ids[kept][len(long.prompt_ids) :],
+        np.zeros(len(kept) - len(long.prompt_ids)),
+        "stop",
+        3,
+    )
+    ours, _ = one.compare([without])
+    assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
 
 
 def rounding_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
-from tests.parity.small_policy import SmallPolicy
+from tests.parity.small_policy import SmallPolicy, surprise
 from tests.sections import changed
 from tests.unit.stub_vllm import TOKEN, StubVllm
 
@@ -42,7 +42,7 @@ import torch  # noqa: E402
 from bridge.vllm import in_process  # noqa: E402
 from bridge.vllm.in_process import InProcessEngine  # noqa: E402
 from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
-from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel  # noqa: E402
+from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel, speculation  # noqa: E402
 
 NEVER = "they never part: every operator's output is the same bits"
 
@@ -507,3 +507,41 @@ def test_the_first_operator_that_differs_is_named(
         "rollout.engine=vllm"
         in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
     )
+
+
+def test_each_value_is_written_once_for_each_of_its_places() -> None:
+    output, ends = torch.full((9,), 7.0), torch.tensor([2, 2, 3, 7], dtype=torch.int32)
+    speculation.expand(output, torch.tensor([0.5, 3.0, 0.0, 2.0]), ends, 0, 1, MAX_NUM_TOKENS=4)
+    assert output.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0, 7.0, 7.0]
+    whole = torch.zeros(3, dtype=torch.int32)
+    speculation.expand(whole, torch.tensor([5, 6]), torch.tensor([1, 3]), 5, 9)
+    assert whole.tolist() == [9, 6, 6]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.long
+def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(monkeypatch) -> None:
+    """With vLLM's own stand-in for a kernel, which fills a copy, it does not."""
+    policy = sampled_policy("bf16", QWEN3)
+    asked = [
+        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(200)
+    ]
+    engine = make_engine(policy, speculative_config=NGRAM)
+    assert engine.describe()["speculation"]["acceptance"] == "rejection sampling, by vLLM"
+    sampled = engine.generate(asked, SAMPLING)
+    assert max(surprise(policy, sampled)) < 4.5
+    logprobs = np.concatenate([one.sampled_logprobs for one in sampled])
+    assert Gap.of(Scorer(policy)(policy.published, sampled), logprobs).exact
+    engine.close()
+
+    def filling_a_copy(output, values, ends, old, new, MAX_NUM_TOKENS=None):
+        torch.ops._C.expand_kernel_impl(output.long(), values.long(), ends.long(), old, new)
+
+    monkeypatch.setattr(speculation, "expand", filling_a_copy)
+    broken = make_engine(policy, speculative_config=NGRAM)
+    assert max(surprise(policy, broken.generate(asked, SAMPLING))) > 40
+    broken.close()
+    monkeypatch.undo()
+    speculation.mend()
