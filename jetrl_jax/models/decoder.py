@@ -203,9 +203,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
         made, scales = {"k": k, "v": v, "q": q}, self.scales
-        q, k, v = (
-            stored(made[kind], scales[kind]) if kind in scales else made[kind] for kind in ("q", "k", "v")
-        )
+        q, k, v = self.rounded(q, k, v)
         pair = (scales["k"], scales["v"]) if scales else None
         if cache is None:
             use = KVUse.of(made, scales) if scales else None
@@ -213,6 +211,15 @@ class Attention(nnx.Module):
         assert positions is not None  # a cache comes with the positions of the new tokens
         cache = cache.scaled(pair).write(k, v, positions, numerics)
         return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache.scaled(None)
+
+    def rounded(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values as attention reads them."""
+        scales = self.scales
+
+        def one(kind: str, x: jax.Array) -> jax.Array:
+            return stored(x, scales[kind]) if kind in scales else x
+
+        return one("q", q), one("k", k), one("v", v)
 
     @property
     def scales(self) -> dict[str, jax.Array]:
