@@ -33,7 +33,7 @@ from jetrl_jax.models.anatomy import MATRICES, Matrix
 from jetrl_jax.models.cache import KeysValues, KVCache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.models.dense import dense
+from jetrl_jax.models.dense import dense, trainable_dense
 from jetrl_jax.models.linear import Activation, activation, linear
 from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
@@ -399,6 +399,9 @@ class Decoder(nnx.Module):
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)
-        matrix = head.whole() if isinstance(head, TrainableMatrix) else head
-        flat = dense(hidden.reshape(-1, hidden.shape[-1]), matrix, jnp.float32, self.numerics)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if isinstance(head, TrainableMatrix):
+            flat = trainable_dense(flat, head.master, head.value, jnp.float32, self.numerics)
+        else:
+            flat = dense(flat, head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)

@@ -144,6 +144,14 @@ def _dense_forward(
 
 
 def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
+    dx, dw, db = _gradients(numerics, saved, dy)
+    return dx, dw.astype(saved[1].dtype), db
+
+
+def _gradients(
+    numerics: Numerics, saved: Any, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The gradients of x, of the weight in FP32, and of the bias."""
     x, weight, bias = saved
     parts = HEAD_PARTS.get(numerics.choices.head_backward.name)
     if dy.dtype == jnp.float32 and parts:
@@ -158,10 +166,27 @@ def _dense_backward(out_dtype: Any, numerics: Numerics, saved: Any, dy: jax.Arra
         dx = _dot(dy, round_to(weight, numerics.dtype), 1, 0)
         dw = _dot(dy, _operand(x, numerics), 0, 0)
     db = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
-    return round_to(dx, x.dtype), dw.astype(weight.dtype), db
+    return round_to(dx, x.dtype), dw, db
 
 
 dense.defvjp(_dense_forward, _dense_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def trainable_dense(
+    x: jax.Array, master: jax.Array, value: jax.Array, out_dtype: Any, numerics: Numerics
+) -> jax.Array:
+    """`dense` of x and `value`; the weight's gradient goes, in FP32, to the master that it is published of.
+
+    So that `value` itself enters the loop over chunks of logits: XLA would move a cast of it out of the loop.
+    """
+    return dense(x, value, out_dtype, numerics)
+
+
+trainable_dense.defvjp(
+    lambda x, master, value, out_dtype, numerics: (dense(x, value, out_dtype, numerics), (x, value)),
+    lambda out_dtype, numerics, saved, dy: (*_gradients(numerics, (*saved, None), dy)[:2], None),
+)
 
 
 def _head_gradients(
