@@ -228,7 +228,7 @@ def _print_largest(console: Console, plan: Any, budget: int) -> None:
     if plan.run.engine is not None:
         console.print(
             f"key/value cache: {plan.run.engine.programs.numerics.choices.cache.name}, "
-            f"{plan.run.cache_token_bytes} bytes a token on a device\n"
+            f"{plan.run.cache_token_bytes} bytes a token on a device; "
             f"largest rollout.engine.slots that fits: {plan.most_slots(budget) or 'none'}"
         )
 

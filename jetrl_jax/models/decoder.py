@@ -38,8 +38,10 @@ from jetrl_jax.models.linear import Activation, activation, linear
 from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
 from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.trainable_weight import TrainableMatrix
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
+Embeddings = jax.Array | TrainableMatrix  # [V, D]
 INIT_STDDEV = 0.02
 
 
@@ -54,7 +56,7 @@ class Embedding(nnx.Module):
         self.numerics = numerics
         self.weight = _normal(rngs, config.vocab_size, config.hidden_size)
 
-    def whole(self) -> jax.Array:
+    def whole(self) -> Embeddings:
         """The gathered matrix [V, D]; under tensor parallelism this device's rows."""
         return gathered(self.weight, self.numerics.dtype)
 
@@ -384,18 +386,19 @@ class Decoder(nnx.Module):
             kept.append(new)
         return self.norm.add(x, residual)[0].value, kept
 
-    def head(self) -> jax.Array:
+    def head(self) -> Embeddings:
         """The gathered matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).whole()
 
-    def splits(self, matrix: jax.Array) -> bool:
+    def splits(self, matrix: Embeddings) -> bool:
         """Whether an embedding or head [V, D] is only a part, with the rest on other devices."""
         return matrix.shape[0] < self.config.vocab_size
 
-    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, head: Embeddings | None = None) -> jax.Array:
         """The float32 logits [..., V] of hidden [..., D], one per row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)
-        flat = dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
+        matrix = head.whole() if isinstance(head, TrainableMatrix) else head
+        flat = dense(hidden.reshape(-1, hidden.shape[-1]), matrix, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)

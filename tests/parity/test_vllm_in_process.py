@@ -450,6 +450,7 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     )
 
 
+@pytest.mark.long
 def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
