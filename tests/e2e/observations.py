@@ -254,7 +254,7 @@ def templated_tokens(config: RunConfig) -> Any:
 def plan(config: RunConfig) -> Any:
     """The precision table's rows and the types of the published weights."""
     policy = build_policy(config)
-    published = jax.eval_shape(policy.plan.publish, policy.params)
+    published = jax.eval_shape(policy.plan.publish, policy.params, policy.plan.unit_scales)
     return policy.plan.rows, {path: type(value).__name__ for path, value in named_params(published)}
 
 
