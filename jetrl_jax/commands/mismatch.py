@@ -152,7 +152,7 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
         for i, seed in enumerate(derived_seeds(count, config.seed, 99))
     ]
     sampling = SamplingParams(
-        config.rollout.temperature, config.rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), 0
+        config.rollout.temperature, config.rollout.turn_tokens, tuple(policy.tokenizer.eos_ids), 0
     )
     with contextlib.closing(build_engine(policy, config.rollout)) as engine:
         engine.load(published_weights(policy), 0)

@@ -199,7 +199,33 @@ class RolloutSection(Section):
     prompts_per_step: PositiveInt = option(32, "Number of prompts of one step (P).")
     group_size: GroupSize = option(16, "Completions of one prompt (G); a group of one has no advantage.")
     max_prompt_tokens: PositiveInt = option(32, "Longest prompt, in tokens; a longer one is skipped.")
-    max_completion_tokens: PositiveInt = option(32, "Longest completion, in tokens.")
+    max_completion_tokens: PositiveInt = option(
+        32, "Longest completion, in tokens; of an episode all that follows its prompt, observations too."
+    )
+    max_turn_tokens: PositiveInt | None = option(
+        None, "Longest turn of an episode, in tokens; null: there are no episodes."
+    )
     temperature: Temperature = option(1.0, "Sampling temperature, of logprobs too; with vLLM 0.01 to 2.")
     top_p: One = option(1.0, "Nucleus; 1, since a truncated distribution is not the policy that is trained.")
     top_k: Zero = option(0, "Candidates of the sampling; 0 (off), as top_p is 1.")
+
+    @property
+    def longest_tokens(self) -> int:
+        """Longest sequence, prompt and all that follows, in tokens."""
+        return self.max_prompt_tokens + self.max_completion_tokens
+
+    @property
+    def turn_tokens(self) -> int:
+        """Longest completion of one request to the engine, in tokens."""
+        return self.max_turn_tokens or self.max_completion_tokens
+
+    @property
+    def longest_history_tokens(self) -> int:
+        """Longest prompt of a request to the engine, in tokens; of an episode, the tokens so far are one."""
+        return self.max_prompt_tokens if self.max_turn_tokens is None else self.longest_tokens - 1
+
+    def _rules(self) -> Iterator[Rule]:
+        what = "a turn is longer than an episode"
+        expected = f"at most rollout.max_completion_tokens = {self.max_completion_tokens}"
+        holds = self.turn_tokens <= self.max_completion_tokens
+        yield Rule(holds, "max_turn_tokens", what, expected)

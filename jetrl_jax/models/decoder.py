@@ -219,11 +219,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        x = read(x, self.readers)
+        x, numerics, reader = read(x, self.readers), self.numerics, local(self.down_proj.weight)
+        if fp8_producers.fuses_silu_gradient([local(layer.weight) for layer in self.readers], numerics):
+            gate, up = (gathered(layer.weight, numerics.dtype) for layer in self.readers)
+            return self.down_proj(fp8_producers.gated(x, gate, up, reader, numerics))
         gate, up = (projection(x) for projection in self.readers)
-        return self.down_proj(
-            fp8_producers.silu_multiply(gate, up, local(self.down_proj.weight), self.numerics)
-        )
+        return self.down_proj(fp8_producers.silu_multiply(gate, up, reader, numerics))
 
     @property
     def readers(self) -> tuple[Linear, Linear]:

@@ -69,6 +69,12 @@ class Choices:
         """The quantiser of an operand with rows of `columns` values."""
         return self.quantize_partial if columns % BLOCK else self.quantize
 
+    def names(self) -> dict[str, str]:
+        """Operation -> name of its implementation."""
+        return {
+            operation: choice.name for operation, choice in vars(self).items() if isinstance(choice, Choice)
+        }
+
     def record(self) -> dict[str, Any]:
         """The choices as nested dictionaries, for the run's record."""
         found = {

@@ -29,7 +29,7 @@ from flax import nnx
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, published_value
 from pallas_kernels import quantize
 
 
@@ -163,9 +163,10 @@ class PrecisionPlan:
     def training_weights(
         self, params: nnx.State, published: nnx.State, totals: nnx.State | None = None
     ) -> nnx.State:
-        """The weights of the trainer's forward: masters, bound to their published codes where FProp is FP8.
+        """The weights of the trainer's forward: masters, bound to what is published of them.
 
-        Gradients reach the masters (straight-through); the codes are constants within the step.
+        Only where the engine multiplies codes and FProp does not, FProp rounds the master itself.  Gradients
+        reach the masters (straight-through); what is published is a constant within the step.
 
         Args:
           totals: sums to which the gradients of `adds` are added as they are made.
@@ -175,7 +176,7 @@ class PrecisionPlan:
 
         def bind(path: str, value: jax.Array) -> Any:
             if not self.flow(path).fprop.quantized:
-                return value
+                return published_value(value, codes[path]) if self._reads_published(path) else value
             total = sums.get(path) if self.adds(path) else None
             return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 
@@ -185,11 +186,15 @@ class PrecisionPlan:
         """Whether the product that makes a parameter's gradient can add it to a sum."""
         return path in self._linear and self.flow(path).dgrad.quantized
 
+    def _reads_published(self, path: str) -> bool:
+        """Whether FProp multiplies a parameter in the format in which it is published."""
+        return self.flow(path).fprop == self.flow(path).rollout
+
     def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
         """`training_weights` without masters: the same forward, no gradient; used for a reference policy."""
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:
-            return codes[path] if self.flow(path).fprop.quantized else jnp.array(value, self.value.dtype)
+            return codes[path] if self._reads_published(path) else jnp.array(value, self.value.dtype)
 
         return map_params(freeze, params)

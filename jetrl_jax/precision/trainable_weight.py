@@ -1,10 +1,15 @@
-"""The value of an FP8 weight in training: an FP32 master together with its published codes."""
+"""The value of a weight in training: an FP32 master together with its published codes or value.
+
+Training multiplies the published bytes, never the master: the update's program may compute a new master
+twice, once to keep and once to publish it, and a compiler need not give both the same bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import ScaledArray
 
@@ -24,3 +29,14 @@ class TrainableFp8Weight:
     quantized: ScaledArray
     fp8_backward: bool = field(metadata={"static": True})
     total: jax.Array | None = None
+
+
+@jax.custom_vjp
+def published_value(master: jax.Array, published: jax.Array) -> jax.Array:
+    """`published`, of any shape and dtype, as float32; its gradient goes to the FP32 master, not rounded."""
+    return published.astype(jnp.float32)
+
+
+published_value.defvjp(
+    lambda master, published: (published_value(master, published), None), lambda _, gradient: (gradient, None)
+)

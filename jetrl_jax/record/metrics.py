@@ -53,6 +53,7 @@ class Metric:
 
 _PHASES = {
     "rollout": "generating completions",
+    "environment": "resets and steps of environments, of the whole batch",
     "reward": "scoring completions",
     "logprob": "recomputing the logprobs of the behaviour version",
     "train": "forward, backward and update",
@@ -113,6 +114,7 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "mean length of the held-out completions at the rollout temperature",
     ),
+    Metric("eval/turns_mean", "turns", "mean number of turns of the held-out episodes", "lower"),
     Metric("loss/total", "loss", "the loss that is differentiated"),
     *(Metric(f"time/{phase}_s", "s", f"seconds of {what}", "lower") for phase, what in _PHASES.items()),
     Metric(
@@ -145,6 +147,15 @@ METRICS: tuple[Metric, ...] = (
         "rounds",
         "rounds of generation; dynamic sampling may take more than one",
         "lower",
+    ),
+    Metric("episode/turns_mean", "turns", "mean number of the policy's turns in an episode"),
+    Metric("episode/turns_max", "turns", "most turns of the policy in an episode"),
+    Metric("episode/tool_calls_mean", "calls", "mean number of calls of tools in an episode"),
+    Metric(
+        "episode/tool_error_fraction", "fraction", "calls of tools that were answered by an error", "lower"
+    ),
+    Metric(
+        "episode/failed_fraction", "fraction", "episodes whose environment failed: out of the loss", "lower"
     ),
     Metric("speculation/drafted_tokens", "tokens", "tokens that drafts guessed in the step's rollout"),
     Metric(

@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 
 from jetrl_jax.collect.collector import Collector
+from jetrl_jax.collect.episodes import EpisodePlayer
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices import processes
@@ -41,6 +42,7 @@ class Parts:
     algorithm: the config's, with every null resolved; programs: the compiled programs of the RL phase.
     sampler, warm_programs: data and programs of the warm start; None without one.
     prompts: the stream of training prompts.
+    player: plays the episodes of an environment; None without one.
     evaluator: evaluates on held-out prompts, with the verifier `eval_verifier`.
     reward_functions: replace the config's rewards; None keeps those.
     console: shows the run; stop_signals: end it early.
@@ -56,6 +58,7 @@ class Parts:
     sampler: SolutionSampler | None
     warm_programs: PolicyPrograms | None
     prompts: PromptStream
+    player: EpisodePlayer | None
     evaluator: Evaluator
     eval_verifier: str
     reward_functions: Sequence[Callable[..., Any] | str] | None
@@ -108,6 +111,7 @@ class Parts:
             tokenizer=self.policy.tokenizer,
             prompts=self.prompts,
             console=self.console,
+            player=self.player,
         )
         step = RLStep(
             config=self.config,
@@ -132,6 +136,6 @@ class Parts:
             "sharding": None if self.layout is None else self.layout.record(),
             "processes": processes.count(),
             **self.policy.model.numerics.choices.record(),
-            "task_notes": list(getattr(self.task, "notes", ())),
+            "task_notes": [*getattr(self.task, "notes", ()), *(self.player.notes if self.player else ())],
             "tokenizer": self.policy.tokenizer.fingerprint(),
         }

@@ -28,7 +28,8 @@ import numpy as np
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch, nonfinite_part, rollout_metrics
-from jetrl_jax.collect.collector import Collector, StepClock
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.collector import Collector
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.processes import fetch
 from jetrl_jax.errors import RunStopped

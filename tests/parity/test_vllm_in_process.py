@@ -526,7 +526,7 @@ def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(mo
     """With vLLM's own stand-in for a kernel, which fills a copy, it does not."""
     policy = sampled_policy("bf16", QWEN3)
     asked = [
-        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(400)
+        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(200)
     ]
     engine = make_engine(policy, speculative_config=NGRAM)
     assert engine.describe()["speculation"]["acceptance"] == "rejection sampling, by vLLM"

@@ -85,7 +85,7 @@ def test_texts_of_a_later_call_have_the_completions_of_the_prompt_and_of_the_sam
 
 
 def test_completions_keep_the_newest() -> None:
-    kept = Completions(most_tokens=7, most_of_prompt=2)
+    kept = Completions(most_tokens=9, most_of_prompt=2)
     for prompt, seed, tokens in [(1, 0, 3), (2, 0, 2), (1, 1, 2), (1, 0, 1), (1, 2, 3), (3, 0, 2)]:
         kept.add(ints(prompt), noises(3)[seed], np.full(tokens, seed, np.int32))
     assert [list(kept.of(ints(prompt))) for prompt in (1, 2, 3)] == [
@@ -93,7 +93,7 @@ def test_completions_keep_the_newest() -> None:
         [],
         [noises(3)[0]],
     ]
-    assert kept.tokens == 1 + 3 + 2
+    assert kept.tokens == 2 + 1 + 3 + 2  # two prompts of one token
 
 
 def test_repeated_is_what_followed_the_same_token_at_the_same_position() -> None:

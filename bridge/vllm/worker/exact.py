@@ -247,19 +247,19 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 class ExactSampler(Sampler):
     """Log-probabilities with the trainer's normaliser.
 
-    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM's sampling
-    gives it log-probabilities all the same; normalised twice, they would differ in their last bits.
+    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM gives it
+    log-probabilities all the same, which, normalised twice, would differ in their last bits.
     """
 
-    def sample(self, logits: torch.Tensor, sampling_metadata: Any, *override: Any, **named: Any) -> Any:
-        """(token ids, log-probabilities, or the logits if `logprobs_mode_override` asks for them)."""
-        sampler, asked = self.topk_topp_sampler, (*override, *named.values())
-        mode = sampler.logprobs_mode
-        sampler.logprobs_mode = asked[0] if asked and asked[0] is not None else mode
+    def forward(self, *arguments: Any, logprobs_mode_override: Any = None, **named: Any) -> Any:
+        """vLLM's sampling, with what `logprobs_mode_override` asks for, if anything."""
+        own = self.logprobs_mode
+        asked = logprobs_mode_override or own
+        self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = asked
         try:
-            return super().sample(logits, sampling_metadata, *override, **named)
+            return super().forward(*arguments, **named)
         finally:
-            sampler.logprobs_mode = mode
+            self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = own
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:

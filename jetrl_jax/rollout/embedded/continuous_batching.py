@@ -83,14 +83,15 @@ class Generation:
         self.weights = weights
         self.pad_id = pad_id
         self.requests = requests
-        self.max_tokens = sampling.max_tokens
+        self.limits = np.array([request.limit(sampling) for request in requests], np.int64)
         self.controls = controls
         self._state = state
         self.statistics = EngineStatistics()
         self.is_stop = np.asarray(controls.is_stop)
         self.seeds = np.array([request.seed for request in requests], np.uint32)
-        self.tokens = np.zeros((len(requests), self.max_tokens), np.int32)
-        self.logprobs = np.zeros((len(requests), self.max_tokens), np.float32)
+        longest = int(self.limits.max())
+        self.tokens = np.zeros((len(requests), longest), np.int32)
+        self.logprobs = np.zeros((len(requests), longest), np.float32)
         self.sampled = np.zeros(len(requests), np.int64)  # number of tokens so far
         # the request in each slot
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
@@ -103,7 +104,7 @@ class Generation:
         self.texts = None
         if draft is not None:
             noises = [(sampling.seed, sampling.greedy, sampling.temperature, r.seed) for r in requests]
-            sizes = self.max_tokens, shapes.siblings, draft.context
+            sizes = longest, shapes.siblings, draft.context
             self.texts = Texts(self.prompts, self.prompt_of, noises, *sizes, completions)
 
     @property
@@ -160,15 +161,16 @@ class Generation:
         slots = free[: len(taken)]
         self.occupant[slots] = taken
         self._fit_cache()
-        for batch in np.unique(self.batch_of[taken]):
-            here = self.batch_of[taken] == batch
+        # a call inserts the prompts of one prefill that have the same limit
+        for batch, limit in np.unique(np.stack([self.batch_of[taken], self.limits[taken]]), axis=1).T:
+            here = (self.batch_of[taken] == batch) & (self.limits[taken] == limit)
             source = np.full(len(self.occupant), -1, np.int32)
             source[slots[here]] = self.row_of[taken[here]]
             seeds = np.zeros(len(self.occupant), np.uint32)
             seeds[slots[here]] = self.seeds[taken[here]]
             prompts = self._prefill(int(batch))
             self.state, report = self.programs.insert(
-                self.state, prompts, source, seeds, np.int32(self.max_tokens), self.controls
+                self.state, prompts, source, seeds, np.int32(limit), self.controls
             )
             self.reports.append(report)
             self.statistics.inserts += 1
@@ -192,7 +194,7 @@ class Generation:
         occupants, slots = self.occupant[self.occupant >= 0], len(self.occupant)
         step = self.shapes.drafted + 1  # a rejected draft is in the cache too
         end = np.minimum(
-            self.sampled[occupants] + self.shapes.chunk * step, self.max_tokens + self.shapes.drafted
+            self.sampled[occupants] + self.shapes.chunk * step, self.limits[occupants] + self.shapes.drafted
         )
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
         if not self.sampled.any():  # no sequence is in flight, so any idle state of the right shape will do
@@ -242,7 +244,7 @@ class Generation:
             self.texts.add(request, offset, tokens[step, busy[column]])
         self.sampled[occupants] += valid.sum(axis=0)
         last = self.tokens[occupants, self.sampled[occupants] - 1]
-        finished = self.is_stop[last] | (self.sampled[occupants] == self.max_tokens)
+        finished = self.is_stop[last] | (self.sampled[occupants] == self.limits[occupants])
         self.occupant[busy[finished]] = -1
         if self.texts is not None:
             for one in occupants[finished]:

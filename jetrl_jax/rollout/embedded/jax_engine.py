@@ -39,7 +39,7 @@ from jetrl_jax.rollout.embedded.shapes import (
     smallest_fit,
 )
 from jetrl_jax.rollout.embedded.speculation import Completions, Draft, Lookup, described
-from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
+from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences, too_long
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
 
@@ -58,6 +58,7 @@ class JaxEngine(RolloutEngine):
       decode_chunk_tokens: largest number of steps decoded between two checks of the host; a step samples a
         token or, with a draft, several.
       max_prompt_tokens, max_completion_tokens: longest prompt and longest completion.
+      max_sequence_tokens: longest prompt with its completion; None is the sum of the two.
       pad_id: any valid token id; it fills places that are not read.
       layout: the devices over which the layers are split; None is JAX's default device.
       draft: guesses tokens for speculation; None is off.
@@ -80,6 +81,7 @@ class JaxEngine(RolloutEngine):
         max_prompt_tokens: int,
         max_completion_tokens: int,
         pad_id: int,
+        max_sequence_tokens: int | None = None,
         layout: Layout | None = None,
         draft: Draft | None = None,
     ) -> None:
@@ -91,10 +93,19 @@ class JaxEngine(RolloutEngine):
             "max_completion_tokens": max_completion_tokens,
         }
         problems = [f"got {name}={size}, expected >= 1" for name, size in sizes.items() if size < 1]
-        total, config = max_prompt_tokens + max_completion_tokens, model.config
+        total, config = max_sequence_tokens or max_prompt_tokens + max_completion_tokens, model.config
         if total > config.max_position_embeddings:
             limit = f"expected at most max_position_embeddings={config.max_position_embeddings}"
             problems.append(f"got max_prompt_tokens + max_completion_tokens = {total}, {limit}")
+        if (
+            not max(max_prompt_tokens, max_completion_tokens)
+            < total
+            <= sum((max_prompt_tokens, max_completion_tokens))
+        ):
+            problems.append(
+                f"got max_sequence_tokens={total}, expected more than the longest prompt and completion, and "
+                "at most their sum"
+            )
         if not 0 <= pad_id < config.vocab_size:
             problems.append(f"got pad_id={pad_id}, expected 0 .. vocab_size - 1 = {config.vocab_size - 1}")
         if problems:
@@ -102,6 +113,7 @@ class JaxEngine(RolloutEngine):
         super().__init__()
         self.max_prompt_tokens = max_prompt_tokens
         self.max_completion_tokens = max_completion_tokens
+        self.max_sequence_tokens = total
         self.vocab_size = config.vocab_size
         self.pad_id = pad_id
         lengths, context = ((0,), 0) if draft is None else (draft.lengths, draft.context)
@@ -146,8 +158,9 @@ class JaxEngine(RolloutEngine):
             slots=engine.slots,
             prefill_rows=engine.prefill_rows,
             decode_chunk_tokens=engine.decode_chunk_tokens,
-            max_prompt_tokens=section.max_prompt_tokens,
-            max_completion_tokens=section.max_completion_tokens,
+            max_prompt_tokens=section.longest_history_tokens,
+            max_completion_tokens=section.turn_tokens,
+            max_sequence_tokens=section.longest_tokens,
             pad_id=pad_id,
             layout=layout,
             draft=_draft(engine),
@@ -240,7 +253,7 @@ class JaxEngine(RolloutEngine):
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Scores by the trainer's own forward, padded to few lengths; with `exact` the bits of sampling."""
-        longest = self.max_prompt_tokens + self.max_completion_tokens
+        longest = self.max_sequence_tokens
         check_sequences(sequences, longest, self.vocab_size)
         widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
         return [
@@ -274,6 +287,7 @@ class JaxEngine(RolloutEngine):
                 problems.append(f"{name}: got a prompt of {len(prompt)} tokens, {limit}")
             elif min(prompt) < 0 or max(prompt) >= self.vocab_size:
                 problems.append(f"{name}: got a token id outside 0 .. vocab_size - 1 = {self.vocab_size - 1}")
+        problems += too_long(requests, sampling, self.max_sequence_tokens)
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")

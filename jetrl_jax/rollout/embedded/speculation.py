@@ -162,7 +162,7 @@ class Completions:
     """Completions of earlier calls, of each prompt the newest; on the host, in no checkpoint.
 
     Args:
-      most_tokens: in all; the prompts that were asked longest ago are dropped.
+      most_tokens: in all, prompts too; the prompts that were asked longest ago are dropped.
       most_of_prompt: completions of one prompt.
     """
 
@@ -179,14 +179,19 @@ class Completions:
     def add(self, prompt: np.ndarray, noise: Noise, completion: np.ndarray) -> None:
         """Takes a completion, in place of an earlier one with the same noise."""
         key = prompt.tobytes()
-        known = self._of_prompt.pop(key, {})
+        known = self._of_prompt.pop(key, None)
+        if known is None:
+            known = {}
+            self.tokens += len(prompt)
         self._of_prompt[key] = known
         self.tokens += len(completion) - len(known.pop(noise, ()))
         known[noise] = completion.copy()
         while len(known) > self.most_of_prompt:
             self.tokens -= len(known.pop(next(iter(known))))
         while self.tokens > self.most_tokens and len(self._of_prompt) > 1:
-            self.tokens -= sum(map(len, self._of_prompt.pop(next(iter(self._of_prompt))).values()))
+            oldest = next(iter(self._of_prompt))
+            dropped = self._of_prompt.pop(oldest).values()
+            self.tokens -= len(oldest) // prompt.itemsize + sum(map(len, dropped))
 
 
 class Texts:
