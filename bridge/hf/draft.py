@@ -1,5 +1,4 @@
-"""Writes a draft head (`jetrl_jax.models.draft_head`) as a directory that vLLM's `llama_eagle3` loads, and reads
-it.
+"""A draft head (`jetrl_jax.models.draft_head`) as a directory that vLLM's `llama_eagle3` loads.
 
     config.json        a Llama of one layer, with the size of the draft's vocabulary and the feature layers
     model.safetensors  the head's parameters in BF16, d2t as offsets (id - index), and t2d

@@ -315,7 +315,7 @@ class Decoder(nnx.Module):
     def with_features(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
-        """As `__call__`, with the residual stream before each of `layers`, one after the other [B, T, L D]."""
+        """As `__call__`, with the residual stream before each of `layers`, side by side [B, T, L D]."""
         mask = attention.packed_mask(segment_ids, self.numerics)
         hidden, _, features = self._run(token_ids, positions, mask, None, layers)
         return hidden, jnp.concatenate(features, axis=-1)

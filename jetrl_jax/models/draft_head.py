@@ -1,16 +1,16 @@
 """A small model that guesses the policy's next tokens from its hidden states, in EAGLE-3's form.
 
-    g_t = fc([h^a_t ; h^b_t ; h^c_t])                  features: the policy's residual stream before three layers
+    g_t = fc([h^a_t ; h^b_t ; h^c_t])                  features: the residual stream before three layers
     x_t = g_t + attention([norm(e_{t+1}) ; norm(g_t)]) e: the policy's embedding of the token after t
     f_t = x_t + mlp(norm(x_t))
     logits of the token after t + 1 = norm(f_t) . W^T  over the draft's own vocabulary
 
 f_t stands for g_{t+1} when the next guess is made: there the policy's features are not known yet.  The
-attention sees its own earlier inputs, those of guesses included.  A guess decides no token (`rollout.embedded.
-speculation`), so the head computes in the policy's dtype with ordinary sums, exact or not.
+attention sees its own earlier inputs, those of guesses included.  A guess decides no token
+(`rollout.embedded.speculation`), so the head computes in the policy's dtype with ordinary sums.
 
-Names and layouts are those of vLLM's `llama_eagle3`, which loads an exported head (`bridge.hf.draft`).  Source:
-Li et al., EAGLE-3, arXiv 2503.01840.
+Names and layouts are those of vLLM's `llama_eagle3`, which loads an exported head (`bridge.hf.draft`).
+Source: Li et al., EAGLE-3, arXiv 2503.01840.
 
 Axes: B rows, T tokens, D width of the policy, N query heads, K key/value heads, H head width, W draft
 vocabulary.
@@ -36,15 +36,15 @@ KeysValues = tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers before which the residual stream is read: EAGLE-3's, or others in a policy that is shallow.
+    """The layers before which the residual stream is read: EAGLE-3's, others in a shallow policy.
 
     Raises:
       ValueError: fewer than four layers.
     """
     if num_layers < FEWEST_LAYERS:
         raise ValueError(
-            f"feature_layers: a draft head reads three layers: got num_layers={num_layers}, expected at least "
-            f"{FEWEST_LAYERS}."
+            f"feature_layers: a draft head reads three layers: got num_layers={num_layers}, expected at "
+            f"least {FEWEST_LAYERS}."
         )
     low, middle, high = 2, num_layers // 2, num_layers - 3
     return (low, middle, high) if low < middle < high else (1, middle, num_layers - 1)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, fp8_paths, sampled_policy
@@ -19,6 +20,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.rollout.types import Request
+from jetrl_jax.training.draft import draft_gradient, draft_loss, draft_optimizer
 from tests.parity.small_policy import SmallPolicy
 from tests.sections import changed
 
@@ -109,7 +111,7 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
     ids = np.random.default_rng(1).integers(3, DEEP.vocab_size, 19).tolist()
     (sampled,) = engine.generate([Request(0, ids, 5)], dataclasses.replace(SAMPLING, max_tokens=2))
     engine.close()
-    calls = {name: arrays for name, arrays in reversed(seen)}  # the first of each: the prompt's
+    calls = dict(reversed(seen))  # the first of each: the prompt's
     count, following = len(ids), sampled.token_ids[1 : len(ids) + 1]
     whole, places = jnp.asarray([ids], jnp.int32), jnp.arange(count, dtype=jnp.int32)[None]
     model = policy.rollout_model()
@@ -134,3 +136,75 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
     near(logits[VOCAB], theirs[VOCAB], "logits")
     swapped, _ = head(states, embedded, places, [], [causal])  # the order of the two inputs shows
     assert np.abs(np.asarray(swapped[0], np.float32) - calls["forward"][-1][:count]).max() > 0.2
+
+
+@pytest.mark.long
+def test_a_trained_step_is_the_step_of_a_rollout() -> None:
+    """Row t of each step against the head asked for one token after the other, with only known tokens and its
+    own guesses' inputs; a policy has no gradient of it.
+    """
+    policy = sampled_policy("bf16", DEEP)
+    head, model, steps = spread_head(policy), policy.rollout_model(), 3
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, 9)), jnp.int32)
+    places, ones = jnp.arange(9, dtype=jnp.int32)[None], jnp.ones_like(ids)
+    hidden, features = model.with_features(ids, places, ones, feature_layers(DEEP.num_layers))
+    embedded = model.embed_tokens.whole()[ids].astype(hidden.dtype)
+    p = np.asarray(jax.nn.softmax(model.logits(hidden)[0][:, VOCAB], axis=-1))
+    expected = np.zeros((steps, 2))
+    for step in range(steps):
+        counted = [t for t in range(9) if t + step + 2 < 9]
+        for t in counted:
+            states, earlier = head.combine(features[:, : t + 1]), []
+            causal = jnp.tril(jnp.ones((1, t + 1, t + 1), bool))
+            out, pair = head(embedded[:, 1 : t + 2], states, places[:, : t + 1], earlier, [causal])
+            for more in range(1, step + 1):
+                earlier = [*earlier, pair]
+                seen = [jnp.ones((1, 1, keys.shape[1]), bool) for keys, _ in earlier]
+                given = embedded[:, t + more + 1 : t + more + 2]
+                place = places[:, t + more : t + more + 1]
+                out, pair = head(given, out[:, -1:], place, earlier, [*seen, jnp.ones((1, 1, 1), bool)])
+            q = np.asarray(jax.nn.softmax(head.logits(out)[0, -1]))
+            teacher = p[t + step + 1]
+            expected[step] += [-(teacher * np.log(q)).sum(), np.minimum(teacher, q).sum()]
+        expected[step] /= len(counted)
+    loss, overlaps = draft_loss(head, model, ids, places, ones, ids >= 0, steps)
+    np.testing.assert_allclose(loss, expected[:, 0].mean(), rtol=0.01)
+    np.testing.assert_allclose(overlaps, expected[:, 1], rtol=0.02)
+    graphdef, params = nnx.split(policy.model)
+
+    def of_policy(params: nnx.State) -> jax.Array:
+        return draft_loss(head, nnx.merge(graphdef, params), ids, places, ones, ids >= 0, 1)[0]
+
+    grads = jax.grad(of_policy)(params)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.long
+def test_a_head_learns_what_the_policy_goes_on_with() -> None:
+    """On rollouts of a policy, the overlap with its distributions rises in every step of the head."""
+    policy = sampled_policy("bf16", DEEP, exact=False)
+    head, model = (
+        DraftHead(DEEP, policy.numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(1)),
+        policy.rollout_model(),
+    )
+    graphdef, state = nnx.split(head)
+    optimizer = draft_optimizer(2e-3)
+    params, fixed = nnx.split_state(state, nnx.Param, ...)
+    moments, found = optimizer.init(params), []
+    rng = np.random.default_rng(0)
+    place = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32)[None], (16, 24))
+
+    @jax.jit
+    def update(params: Any, moments: Any, ids: jax.Array) -> Any:
+        arrays = (ids, place, jnp.ones_like(ids), ids >= 0)
+        grads, _, overlaps = draft_gradient(nnx.merge_state(params, fixed), graphdef, model, arrays, 2)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, changes), moments, overlaps
+
+    for _ in range(150):
+        ids = jnp.asarray(rng.integers(0, DEEP.vocab_size, (16, 24)), jnp.int32)
+        params, moments, overlaps = update(params, moments, ids)
+        found.append(np.asarray(overlaps))
+    first, last = np.mean(found[:5], axis=0), np.mean(found[-5:], axis=0)
+    assert (last > first + 0.03).all(), (first, last)
