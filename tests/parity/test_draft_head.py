@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from vllm_policy import QWEN3, SAMPLING, SETTINGS, fp8_paths, sampled_policy
+from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, sampled_policy
 
-from bridge.hf.draft import read_draft_head, save_draft_head
+from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
@@ -109,9 +109,21 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
 
     engine.llm.collective_rpc(watch)
     ids = np.random.default_rng(1).integers(3, DEEP.vocab_size, 19).tolist()
-    (sampled,) = engine.generate([Request(0, ids, 5)], dataclasses.replace(SAMPLING, max_tokens=2))
-    engine.close()
+    asked, short = [Request(0, ids, 5)], dataclasses.replace(SAMPLING, max_tokens=2)
+    (sampled,) = engine.generate(asked, short)
     calls = dict(reversed(seen))  # the first of each: the prompt's
+    seen.clear()
+    other = read_draft_head(tmp_path / "head", DEEP, policy.numerics)
+    nnx.update(other, map_params(lambda _, value: -value, nnx.state(other, nnx.Param)))
+    engine.load_draft(draft_tensors(other))
+    engine.generate(asked, short)
+    updated = dict(reversed(seen))
+    longer = engine.generate([Request(i, ids, i) for i in range(8)], SAMPLING)
+    engine.close()
+    gap = Gap.of(
+        Scorer(policy)(policy.published, longer), np.concatenate([t.sampled_logprobs for t in longer])
+    )
+    assert gap.exact, "the policy in vLLM is as it was"
     count, following = len(ids), sampled.token_ids[1 : len(ids) + 1]
     whole, places = jnp.asarray([ids], jnp.int32), jnp.arange(count, dtype=jnp.int32)[None]
     model = policy.rollout_model()
@@ -123,6 +135,7 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
         assert np.abs(ours - theirs[: len(ours)]).max() <= 0.03 * np.abs(ours).max(), what
 
     near(features[0], calls["combine_hidden_states"][0], "features")
+    near(other.combine(features)[0], updated["combine_hidden_states"][1], "after an update of the weights")
     states = head.combine(features)
     near(states[0], calls["combine_hidden_states"][1], "their combination")
     embedded = model.embed_tokens.whole()[jnp.asarray([following])].astype(states.dtype)
