@@ -320,6 +320,17 @@ class Decoder(nnx.Module):
         hidden, _, features = self._run(token_ids, positions, mask, None, layers)
         return hidden, jnp.concatenate(features, axis=-1)
 
+    def featured(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: list[KVCache] | None,
+        layers: Sequence[int],
+    ) -> tuple[jax.Array, list[Any], jax.Array]:
+        """`prefill` without segments (no cache), or `extend`, and the residual stream before each layer."""
+        hidden, kept, features = self._run(token_ids, positions, None, cache, layers)
+        return hidden, kept, jnp.concatenate(features, axis=-1)
+
     def extend(
         self, token_ids: jax.Array, positions: jax.Array, cache: list[KVCache]
     ) -> tuple[jax.Array, list[KVCache]]:

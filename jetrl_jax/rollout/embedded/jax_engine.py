@@ -135,6 +135,7 @@ class JaxEngine(RolloutEngine):
         self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
         self._published: nnx.State | None = None
         self._weights: list[Any] = []  # the published weights in the programs' order
+        self._head: list[Any] = []  # then those of a draft head
 
     @classmethod
     def from_section(
@@ -225,6 +226,10 @@ class JaxEngine(RolloutEngine):
         self._published = published
         self._weights = [given[path] for path in expected]
 
+    def load_draft(self, head: nnx.State) -> None:
+        """Takes the weights of the draft head by reference: the state of a `DraftHead` of its sizes."""
+        self._head = jax.tree.leaves(head)
+
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """Samples; if there are more requests than slots, a slot takes the next when it is free."""
         self.statistics = EngineStatistics()
@@ -237,7 +242,7 @@ class JaxEngine(RolloutEngine):
         generation = Generation(
             self.programs,
             self.shapes,
-            self._weights,
+            [*self._weights, *self._head],
             requests,
             prompts,
             sampling,
