@@ -70,7 +70,8 @@ class EngineSettings:
     """How vLLM runs: the sections of the config that it reads, and whether it sleeps.
 
     rollout: its `engine` is one of vLLM's; also gives the longest prompt and completion.
-    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's.
+    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's;
+      and the format of keys and values.
     numerics: `exact` (reductions in float64, `bridge.vllm.worker.exact`, for eager engines) and the rounding
       points.
     sleep: whether the engine's `sleep` frees its memory; vLLM refuses it on a CPU.
@@ -138,6 +139,8 @@ class EngineSettings:
             arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
         if self.numerics.exact and not on_cpu:
             arguments["attention_backend"] = "FLASH_ATTN"  # the plugin's exact attention replaces it
+        if self.fp8.kv_cache == "fp8":
+            arguments["kv_cache_dtype"] = "fp8_e4m3"
         if section.speculative_config is not None:
             drafts = (
                 {"draft_load_config": {"load_format": "auto"}}

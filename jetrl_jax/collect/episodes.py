@@ -188,6 +188,7 @@ class EpisodePlayer:
         """
         played = [_Played.begin(prompt) for prompt in prompts]
         counts: Counter[str] = Counter()
+        clock.seconds.setdefault("rollout", 0.0)  # if no episode can begin
         with clock.phase("environment"):
             first = self.pool.play([self._job(index, one) for index, one in enumerate(played)])
         for one, answer in zip(played, first, strict=True):

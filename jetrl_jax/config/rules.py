@@ -68,6 +68,11 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
+    holds = config.precision.kv_query == "bf16" or (
+        isinstance(engine, VllmSection) and not config.numerics.exact
+    )
+    expected = "bf16, or rollout.engine: vllm with numerics.exact: false"
+    yield Rule(holds, "precision.kv_query", "this engine does not quantise queries", expected)
     if not isinstance(engine, VllmSection):
         return
     holds = not (config.numerics.exact and config.numerics.attention.startswith("mosaic"))

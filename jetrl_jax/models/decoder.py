@@ -30,16 +30,16 @@ from flax import nnx
 
 from jetrl_jax.models import attention, fp8_producers, ops, tensor_parallel, vocabulary
 from jetrl_jax.models.anatomy import MATRICES, Matrix
-from jetrl_jax.models.cache import KVCache
+from jetrl_jax.models.cache import KeysValues, KVCache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.linear import Activation, activation, linear
 from jetrl_jax.models.sharded import gathered, local
+from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
 from jetrl_jax.precision.numerics import Numerics
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
-KeysValues = tuple[jax.Array, jax.Array]  # keys and values of a whole sequence, [B, T, K, H] each
 INIT_STDDEV = 0.02
 
 
@@ -181,6 +181,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
+        for kind in numerics.kinds:
+            setattr(self, f"{kind}_scale", KVScale(jnp.ones((), jnp.float32)))
 
     def __call__(
         self,
@@ -198,11 +200,22 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
+        made, scales = {"k": k, "v": v, "q": q}, self.scales
+        q, k, v = (
+            stored(made[kind], scales[kind]) if kind in scales else made[kind] for kind in ("q", "k", "v")
+        )
+        pair = (scales["k"], scales["v"]) if scales else None
         if cache is None:
-            return self.o_proj(attention.attend(q, k, v, mask, numerics)), (k, v)
+            use = KVUse.of(made, scales) if scales else None
+            return self.o_proj(attention.attend(q, k, v, mask, numerics)), KeysValues(k, v, pair, use)
         assert positions is not None  # a cache comes with the positions of the new tokens
-        cache = cache.write(k, v, positions, numerics)
-        return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache
+        cache = cache.scaled(pair).write(k, v, positions, numerics)
+        return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache.scaled(None)
+
+    @property
+    def scales(self) -> dict[str, jax.Array]:
+        """The scale of each kind that is rounded to FP8, see `jetrl_jax.precision.kv_cache`."""
+        return {kind: getattr(self, f"{kind}_scale").get_value() for kind in self.numerics.kinds}
 
     @property
     def readers(self) -> tuple[Linear, Linear, Linear]:
@@ -297,6 +310,17 @@ class Decoder(nnx.Module):
           [B, T, D] in `numerics.dtype`; values at padding are finite but meaningless.
         """
         return self.prefill(token_ids, positions, segment_ids)[0]
+
+    def with_use(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, KVUse | None]:
+        """As `__call__`, with the use of the FP8 range [L, n] by the tokens that are no padding.
+
+        None if keys and values are not in FP8.
+        """
+        hidden, kept = self.prefill(token_ids, positions, segment_ids)
+        uses = [layer.use for layer in kept if layer.use is not None]
+        return hidden, KVUse.total(uses, segment_ids > 0) if uses else None
 
     def prefill(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None

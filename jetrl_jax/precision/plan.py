@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.precision import kv_cache
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, published_value
@@ -61,9 +62,11 @@ class PrecisionPlan:
       overrides: (glob, name of a format) pairs; the last match wins.  A layer whose override is the preset's
         rollout format follows the preset; otherwise all its products run in the named format.
       wgrad_operand, scale_format: see `Numerics`.
+      kinds: what is rounded to FP8 before attention (`Numerics.kinds`); each has a scale in every layer.
 
     Attributes:
       value: the format of everything between the products, see `Flow`.
+      scale_paths: the path of each of these scales, [L][n]; published weights have them too.
 
     Raises:
       UserError: an override that matches no linear layer.
@@ -77,6 +80,7 @@ class PrecisionPlan:
         *,
         wgrad_operand: str = "requantize",
         scale_format: str = "float32",
+        kinds: tuple[str, ...] = (),
     ) -> None:
         self.preset = preset
         self.scale_format = scale_format
@@ -98,6 +102,9 @@ class PrecisionPlan:
                 dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt))
             )
         self._other = default.uniform(default.value)
+        layers_with = {path.split(".")[1] for path in self.paths if path.startswith("layers.")}
+        self.kinds = kinds
+        self.scale_paths = kv_cache.scale_paths(len(layers_with) if kinds else 0, kinds)
 
     @property
     def linear(self) -> tuple[str, ...]:
@@ -122,6 +129,8 @@ class PrecisionPlan:
             else:
                 head = path in ("lm_head.weight", "embed_tokens.weight")
                 rows.append(PlanRow(path, "value", self.value.name, "logits in fp32" if head else "-"))
+        for paths in self.scale_paths:
+            rows += [PlanRow(path, "cache", "fp8", "one scale, a power of two") for path in paths]
         return rows
 
     def table(self) -> str:
@@ -139,16 +148,25 @@ class PrecisionPlan:
             + "\n"
         )
 
-    def publish(self, params: nnx.State) -> nnx.State:
+    def publish(self, params: nnx.State, scales: jax.Array | None = None) -> nnx.State:
         """The weights of a policy version as the engine multiplies them; traceable under `jax.jit`.
 
         Args:
           params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them.
+          scales: float32 [L, n], those of keys, values and queries; None if none is in FP8.
 
         Returns:
           A state of the same paths: `ScaledArray` (128x128 blocks) where the plan's rollout format is FP8,
-          else BF16 (FP32 or FP16 for the presets of that name).
+          else BF16 (FP32 or FP16 for the presets of that name); and the scales at `scale_paths`.
+
+        Raises:
+          ValueError: scales are missing, or the plan has none.
         """
+        if (scales is None) != (not self.kinds):
+            raise ValueError(
+                f"PrecisionPlan.publish: wrong scales: got {None if scales is None else scales.shape}, "
+                f"expected {None if not self.kinds else 'one for each layer and'} {self.kinds} in FP8."
+            )
 
         def publish_one(path: str, value: jax.Array) -> Any:
             # a copy even in FP32, because an update donates the masters' buffers
@@ -158,7 +176,25 @@ class PrecisionPlan:
                 source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
             )
 
-        return map_params(publish_one, params)
+        published = map_params(publish_one, params)
+        return published if scales is None else kv_cache.with_scales(published, self.by_path(scales))
+
+    def by_path(self, scales: Any) -> dict[str, Any]:
+        """Path -> scale, of scales [L, n]."""
+        return {
+            path: scales[layer, kind]
+            for layer, paths in enumerate(self.scale_paths)
+            for kind, path in enumerate(paths)
+        }
+
+    @property
+    def unit_scales(self) -> jax.Array | None:
+        """Scales of 1, [L, n], before anything is known about the policy; None if nothing is in FP8."""
+        return jnp.ones((len(self.scale_paths), len(self.kinds)), jnp.float32) if self.kinds else None
+
+    def _scaled(self, weights: nnx.State, codes: dict[str, Any]) -> nnx.State:
+        scales = {path: codes[path] for paths in self.scale_paths for path in paths}
+        return kv_cache.with_scales(weights, scales) if scales else weights
 
     def training_weights(
         self, params: nnx.State, published: nnx.State, totals: nnx.State | None = None
@@ -180,7 +216,7 @@ class PrecisionPlan:
             total = sums.get(path) if self.adds(path) else None
             return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 
-        return map_params(bind, params)
+        return self._scaled(map_params(bind, params), codes)
 
     def adds(self, path: str) -> bool:
         """Whether the product that makes a parameter's gradient can add it to a sum."""
@@ -197,4 +233,4 @@ class PrecisionPlan:
         def freeze(path: str, value: jax.Array) -> Any:
             return codes[path] if self._reads_published(path) else jnp.array(value, self.value.dtype)
 
-        return map_params(freeze, params)
+        return self._scaled(map_params(freeze, params), codes)

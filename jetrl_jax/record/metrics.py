@@ -176,6 +176,14 @@ METRICS: tuple[Metric, ...] = (
         "higher",
     ),
     Metric(
+        "kv/clip_fraction",
+        "fraction",
+        "keys and values (and FP8 queries) of the training batches beyond the range of the step's scales",
+        "lower",
+    ),
+    Metric("kv/*_exponent_min", "1", "smallest exponent of a layer's scale of keys, values or queries"),
+    Metric("kv/*_exponent_max", "1", "largest exponent of a layer's scale of keys, values or queries"),
+    Metric(
         "count/steps_without_signal",
         "steps",
         "steps in a row, up to this one, in which all rewards of each group were equal",

@@ -23,6 +23,7 @@ from jetrl_jax.record.run_directory import RunDirectory
 from jetrl_jax.record.stop_signals import StopSignals
 from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.runs.engines import build_engine, unrecorded
 from jetrl_jax.runs.policy import Policy
@@ -93,6 +94,23 @@ class Parts:
     def reference(self, state: TrainState) -> nnx.State | None:
         """The frozen start policy for the KL term; None if the algorithm has no such term."""
         return self.programs.frozen(state) if self.algorithm.needs_reference else None
+
+    def calibrated(self, state: TrainState, programs: PolicyPrograms | None = None) -> TrainState:
+        """The state with scales of keys and values from a forward over the first step's prompts.
+
+        programs: those of the state; None takes `programs`.
+        """
+        if state.kv is None:
+            return state
+        first = PromptStream(
+            self.task,
+            self.policy.tokenizer,
+            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
+            seed=self.config.seed,
+        ).take(self.config.rollout.prompts_per_step)
+        rows = self.config.microbatch_tokens // self.config.row_tokens
+        batches = padded_rows([prompt.ids for prompt in first], rows, self.config.rollout.max_prompt_tokens)
+        return (programs or self.programs).calibrate(state, batches)
 
     def new_step(
         self,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from bridge.hf.read import read_config, read_into
@@ -29,26 +30,33 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
+from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.runs.policy_config import is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
+PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with its tokenizer, precision plan and config; `step`: of the checkpoint it was read from."""
+    """A model with its tokenizer, precision plan and config.
+
+    step, scales: of the checkpoint it was read from; the scales [L, n] of keys and values if they are in FP8.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
     plan: PrecisionPlan
     config: RunConfig
     step: int | None = None
+    scales: jax.Array | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -61,7 +69,8 @@ class Policy:
         """Writes a Hugging Face checkpoint directory that transformers and vLLM load."""
         model = self.model
         if params is not None:
-            model = nnx.merge(nnx.graphdef(model), params)
+            graphdef, _, *others = nnx.split(model, nnx.Param, ...)
+            model = nnx.merge(graphdef, params, *others)
         save_checkpoint(
             directory,
             self.model.config,
@@ -191,9 +200,14 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         policy = _build(policy_config(path, overrides, config))
-        restored = _restore(path, step, {"params": policy.params})
+        scales = policy.plan.unit_scales
+        template = {"params": policy.params}
+        restored = _restore(
+            path, step, template if scales is None else template | {"kv": KVCalibration.start(scales)}
+        )
         nnx.update(policy.model, restored.state["params"])
-        return dataclasses.replace(policy, step=restored.step)
+        kv = restored.state.get("kv")
+        return dataclasses.replace(policy, step=restored.step, scales=None if kv is None else kv.scales)
     if step != "last":
         raise UserError(
             f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
@@ -262,6 +276,22 @@ def _lengths(config: ModelConfig) -> dict[str, int]:
 
 
 def published_weights(policy: Policy) -> nnx.State:
-    """The policy's weights in the form that an engine multiplies."""
+    """The policy's weights in the form that an engine multiplies.
+
+    Scales of keys and values that are in FP8 are the checkpoint's.  A policy that is not from a run has none;
+    they follow then from a forward over fixed random tokens, which a longer prompt may exceed.
+    """
     params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
-    return jit(policy.plan.publish)(params)
+    publish = jit(policy.plan.publish)
+    if not policy.plan.kinds or policy.scales is not None:
+        return publish(params, policy.scales)
+    numerics, scales = policy.model.numerics, policy.plan.unit_scales
+    count = min(PROBE_TOKENS, policy.config.max_sequence_tokens)
+    ids = np.random.default_rng(PROBE_SEED).integers(0, policy.model.config.vocab_size, (1, count))
+    (batch,) = padded_rows(ids.tolist(), 1, count)
+    graphdef = nnx.graphdef(policy.model)
+    program = jit(lambda weights, *arrays: nnx.merge(graphdef, weights).with_use(*arrays)[1])
+    for _ in range(2):  # with scales of 1, then with the first pass's
+        largest = program(publish(params, scales), *batch).largest
+        scales = scales_for(largest, numerics.compute_dtype)
+    return publish(params, scales)

@@ -24,6 +24,7 @@ from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.choices import slow_exactness
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
 from jetrl_jax.record.resume_rules import (
@@ -82,7 +83,7 @@ class Run:
         state = parts.programs.init(parts.policy.params)
         restored = self._restored(state)
         if restored is None:
-            counters, state = Counters(), self._warm_start(state)
+            counters, state = Counters(), parts.calibrated(self._warm_start(state))
             reference = parts.reference(state)
         else:
             counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
@@ -149,7 +150,8 @@ class Run:
         self.directory.write_config(dump_config(self.config))
         self.directory.write_precision(self.parts.policy.plan.table())
         self.directory.write_environment(collect_environment() | record)
-        for note in (*self.parts.algorithm.notes, *record["task_notes"]):
+        slow = slow_exactness(self.parts.policy.model.numerics)
+        for note in (*self.parts.algorithm.notes, *record["task_notes"], *filter(None, [slow])):
             self.console.warn(note)
 
     def _new_writer(self) -> MetricsWriter:
@@ -228,7 +230,7 @@ class Run:
         if section is None or sampler is None or programs is None:
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
-            start = programs.init(state.params)
+            start = self.parts.calibrated(programs.init(state.params), programs)
             warm, self.warm_start_loss = warm_start(
                 programs, start, sampler, section, lambda step, loss: progress.advance(1)
             )
@@ -284,7 +286,7 @@ class Run:
     @staticmethod
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        optional = {"reference": reference, "loss_scale": state.loss_scale}
+        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
         }
@@ -325,5 +327,6 @@ class Run:
         return restored
 
     def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        published = self.parts.programs.init(saved["params"]).published
-        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))
+        kv = saved.get("kv")
+        published = self.parts.programs.init(saved["params"], kv).published
+        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"), kv)

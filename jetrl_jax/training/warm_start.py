@@ -16,6 +16,7 @@ import optax
 
 from jetrl_jax.collect.prompts import SEED_WARM_START
 from jetrl_jax.config.learning import WarmStartSection
+from jetrl_jax.devices.processes import fetch
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.tasks.base import Example, Task
@@ -160,8 +161,9 @@ def warm_start(
     losses = []
     for step in range(section.steps):
         batch = sampler.batch(step)
-        grads, loss = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
-        state, report = programs.update(state, grads)
+        grads, loss, use = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
+        state, report = programs.update(state, grads, None if use is None else fetch(use).largest)
+        state = programs.recalibrated(state)
         if report.nonfinite and not report.overflow:
             raise RunStopped(
                 f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower "

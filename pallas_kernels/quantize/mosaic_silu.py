@@ -7,7 +7,8 @@ Each of dgate and dup [M, F] is written as codes in blocks (1, 128), and transpo
 not leave shared memory, where they take the places of gate and up.
 
 One program takes one tile of 128 x 128.  All four codes leave through one buffer, one after the other, so
-that two programs fit on a multiprocessor and one computes while the other waits for its copies.
+that two programs (114,704 bytes of shared memory each) fit on a multiprocessor and one computes while the
+other waits for its copies.
 
 The speed on a GPU is not measured yet; `python -m pallas_kernels.bench quantize` measures it.
 """
@@ -58,7 +59,7 @@ def silu_gradients_quantize(
     )
     shapes = [
         ((padded, columns), E4M3),
-        ((column_blocks, padded), jnp.float32),
+        ((column_blocks, row_blocks * BLOCK), jnp.float32),  # whole tiles: no TMA cuts these off
         ((columns, wide), E4M3),
         ((row_blocks, columns), jnp.float32),
     ]
@@ -70,12 +71,12 @@ def silu_gradients_quantize(
         grid_names=("row", "column"),
         num_threads=2,
         thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),  # maxima of rows need none
         scratch_types={
             "gate_smem": narrow,
             "up_smem": narrow,
             "dy_smem": narrow,
             "codes_smem": tile(BLOCK, CHUNK, E4M3, leading=(BLOCK // CHUNK,)),
-            "scales_smem": plgpu.SMEM((BLOCK,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=3),
             "computed": plgpu.Barrier(num_arrivals=2),
         },
@@ -98,7 +99,6 @@ def _body(
     up_smem: Any,
     dy_smem: Any,
     codes_smem: Any,
-    scales_smem: Any,
     loaded: Any,
     computed: Any,
 ) -> None:
@@ -119,11 +119,10 @@ def _body(
     wait_for_both(computed)  # the columns of a half are written by both warpgroups
 
     def store(read: Any, codes_gmem: Any, scales_gmem: Any, row_block: Any, column_block: Any) -> None:
-        scales_smem[half] = quantize_half(read, codes_smem.at[:, half], scale_format)
+        place = pl.ds(row_block * BLOCK + warpgroup * HALF, HALF)
+        scales_gmem[column_block, place] = quantize_half(read, codes_smem.at[:, half], scale_format)
         plgpu.commit_smem()
         store_half(codes_smem, codes_gmem, warpgroup, row_block, column_block)
-        place = pl.ds(row_block * BLOCK + warpgroup * HALF, HALF)
-        plgpu.copy_smem_to_gmem(scales_smem.at[half], scales_gmem.at[column_block, place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before the next one is written there
 
     for smem, (codes, scales, turned, turned_scales) in (

@@ -13,6 +13,7 @@ from flax import nnx
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.kv_cache import split_model
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -45,7 +46,7 @@ class SmallPolicy:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
         self.model = Decoder(config, Numerics(compute_dtype=dtype, **options), rngs=nnx.Rngs(seed))
         self.numerics = self.model.numerics
-        self.graphdef, params = nnx.split(self.model)
+        self.graphdef, params = split_model(self.model)
         rng = np.random.default_rng(seed + 1)
 
         def spread(_: str, value: jax.Array) -> jax.Array:
@@ -58,8 +59,13 @@ class SmallPolicy:
 
         self.params = map_params(spread, params)
         self.paths = [path for path, _ in named_params(self.params)]
-        self.plan = PrecisionPlan(self.paths, preset, overrides)
-        self.published = jit(self.plan.publish)(self.params)
+        self.plan = PrecisionPlan(self.paths, preset, overrides, kinds=self.numerics.kinds)
+        # distinct scales, in the range of the keys and values
+        shape = len(self.plan.scale_paths), len(self.plan.kinds)
+        self.scales = (
+            2.0 ** -(2 + np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 5) if shape[1] else None
+        )
+        self.published = jit(self.plan.publish)(self.params, self.scales)
 
     def training_model(self) -> Decoder:
         return nnx.merge(self.graphdef, self.plan.training_weights(self.params, self.published))

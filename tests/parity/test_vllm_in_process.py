@@ -31,6 +31,7 @@ from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
+from tests.parity.small_episodes import episodes_of
 from tests.parity.small_policy import SmallPolicy, surprise
 from tests.sections import changed
 from tests.unit.stub_vllm import TOKEN, StubVllm
@@ -185,6 +186,19 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         check(policy, engine, count=8, faults={})
     finally:
         engine.close()
+
+
+@pytest.mark.long
+def test_trainer_and_vllm_agree_over_episodes(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """The history goes back to vLLM as a prompt at each turn; observations are not sampled."""
+    policy, engine = qwen3
+    trajectories = episodes_of(engine, QWEN3.vocab_size, 1.0, 24)
+    assert max(sum(turn.role == "policy" for turn in t.turns) for t in trajectories) == 4
+    score = Scorer(policy)
+    ours = np.concatenate([score.whole(policy.published, t)[t.sampled] for t in trajectories])
+    gap = Gap.of(ours, np.concatenate([t.sampled_logprobs for t in trajectories]))
+    print(f"\nepisodes: {gap}")
+    assert gap.exact and gap.equal == 1 and gap.tokens == sum(t.sampled_tokens for t in trajectories)
 
 
 BF16_ATTENTION = [("*.self_attn.*", "bf16")]

@@ -32,6 +32,7 @@ from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.cache import KVCache, empty_cache
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import TENSOR
+from jetrl_jax.precision.kv_cache import split_model
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.head_draft import HeadDraft, HeadState, HeadSteps
@@ -113,9 +114,9 @@ class EnginePrograms:
         if self.head_draft is not None and layout is not None:
             raise NotImplementedError("EnginePrograms: a draft head runs on one device: got a layout.")
         self.prompt_length = shapes.prompt_buckets[-1]
-        self.graphdef, params = nnx.split(model)
+        self.graphdef, params = split_model(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-        self.published = jax.eval_shape(plan.publish, masters)
+        self.published = jax.eval_shape(plan.publish, masters, plan.unit_scales)
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -341,7 +342,7 @@ class EnginePrograms:
             hidden, cache, features = model.featured(tokens, positions, None, head.layers)
             draft = head.prompts(tokens, positions, lengths, features)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        stored = [KVCache.of(keys, values, self.prompt_length, self.numerics) for keys, values in cache]
+        stored = [KVCache.of(layer, self.prompt_length, self.numerics) for layer in cache]
         return Prefilled(stored, self._logits(model, last), lengths, draft)
 
     def _insert_program(
