@@ -71,9 +71,9 @@ def draft_tensors(head: DraftHead) -> dict[str, np.ndarray]:
 
 
 def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
-    """Writes a head into a new directory; returns it."""
+    """Writes a head into a directory, in place of one that is there; returns it."""
     target = user_path(directory)
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(head)
     config = draft_config(head.config, len(tensors["d2t"]))
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

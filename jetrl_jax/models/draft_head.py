@@ -27,11 +27,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
 from jetrl_jax.models import ops
+from jetrl_jax.models.anatomy import FEWEST_LAYERS
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import INIT_STDDEV, MLP, RMSNorm
 from jetrl_jax.precision.numerics import Numerics
 
-FEWEST_LAYERS = 4  # of a policy: three different layers after the first
 KeysValues = tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]
 
 

@@ -12,10 +12,12 @@ those of tokens that are known, and its own of each later step: the "training-ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
@@ -23,6 +25,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.draft_head import DraftHead, feature_layers, product
+from jetrl_jax.precision.parameters import jit
+from jetrl_jax.rl.batching import TrainBatch
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
+from jetrl_jax.training.programs import PolicyPrograms
 
 
 def draft_optimizer(learning_rate: float) -> optax.GradientTransformation:
@@ -93,3 +99,61 @@ def draft_gradient(
 
     (value, overlaps), gradient = jax.value_and_grad(loss, has_aux=True)(trained)
     return gradient, value, overlaps
+
+
+class DraftTrainer:
+    """Trains a head beside a policy, by programs of its own: the policy's gradient does not know of it.
+
+    Args:
+      head: to begin with; programs: of the policy.
+      learning_rate: of the head; lengths: of the drafts (`HeadDraft`), the longest is trained.
+    """
+
+    def __init__(
+        self, head: DraftHead, programs: PolicyPrograms, learning_rate: float, lengths: tuple[int, ...]
+    ) -> None:
+        self.programs = programs
+        self.steps = max(lengths)
+        self.draft = HeadDraft.of(head, lengths)
+        self.params, self._fixed = nnx.split_state(nnx.state(head), nnx.Param, ...)
+        self._optimizer = draft_optimizer(learning_rate)
+        self.moments = self._optimizer.init(self.params)
+        self._update = jit(self._program)
+
+    @property
+    def state(self) -> nnx.State:
+        """The head's weights, for an engine."""
+        return nnx.merge_state(self.params, self._fixed)
+
+    @property
+    def head(self) -> DraftHead:
+        """The head as it is now."""
+        return nnx.merge(self.draft.graphdef, self.state)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The arrays of a checkpoint."""
+        return {"params": self.params, "moments": self.moments}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over the arrays of a checkpoint."""
+        self.params = saved["params"]
+        self.moments = saved["moments"]
+
+    def __call__(self, weights: nnx.State, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One update for each microbatch, with the policy's frozen weights; returns their mean metrics."""
+        found = []
+        for batch in batches:
+            arrays = batch.token_ids, batch.positions, batch.segment_ids, batch.loss_mask
+            self.params, self.moments, *told = self._update(self.params, self.moments, weights, arrays)
+            found.append([float(value) for value in told])
+        loss, overlap = np.mean(found, axis=0)
+        return {"draft/loss": float(loss), "draft/overlap": float(overlap)}
+
+    def _program(self, params: nnx.State, moments: Any, weights: nnx.State, arrays: Any) -> Any:
+        model = nnx.merge(self.programs.graphdef, weights)
+        head = nnx.merge_state(params, self._fixed)
+        grads, loss, overlaps = draft_gradient(head, self.draft.graphdef, model, arrays, self.steps)
+        with jax.numpy_dtype_promotion("standard"):
+            changes, moments = self._optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, changes), moments, loss, overlaps[0]

@@ -145,8 +145,12 @@ class JaxEngine(RolloutEngine):
         section: RolloutSection,
         pad_id: int,
         layout: Layout | None = None,
+        draft: Draft | None = None,
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout` section; other arguments as the class."""
+        """The engine with the sizes of a config's `rollout` section; other arguments as the class.
+
+        draft: None for the section's; without one a section of a draft head speculates nothing.
+        """
         engine = section.engine
         if not isinstance(engine, JaxEngineSection):
             raise ValueError(
@@ -164,7 +168,7 @@ class JaxEngine(RolloutEngine):
             max_sequence_tokens=section.longest_tokens,
             pad_id=pad_id,
             layout=layout,
-            draft=_draft(engine),
+            draft=draft or _draft(engine),
         )
 
     @property
