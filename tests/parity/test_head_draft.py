@@ -7,14 +7,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.speculation import Completions
+from jetrl_jax.rollout.types import Request
+from jetrl_jax.training.draft import DraftTrainer
+from jetrl_jax.training.programs import PolicyPrograms
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
@@ -46,3 +51,28 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(monkeypatch: pytest.Monk
         assert unequal(engine.generate(requests(), SAMPLING), expected) == []
         assert engine.statistics.drafted > 0
     assert set(chosen) == {0, 1, 3}
+
+
+@pytest.mark.long
+def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
+    """On the policy's own rollouts; the policy's tokens stay the same."""
+    policy = SmallPolicy("bf16", DEEP, exact=False)
+    programs = PolicyPrograms(policy.model, policy.plan, optax.sgd(0.0), temperature=1.0, chunk_tokens=64)
+    head = DraftHead(DEEP, policy.numerics, np.arange(VOCAB), rngs=nnx.Rngs(0))
+    trainer = DraftTrainer(head, programs, 3e-3, (2,))
+    sizes = SIZES | {"slots": 32, "prefill_rows": 8}
+    engine = JaxEngine(policy.model, policy.plan, draft=trainer.draft, **sizes)
+    engine.load(policy.published, 0)
+    rng, kept, sampling = np.random.default_rng(0), [], dataclasses.replace(SAMPLING, stop_token_ids=())
+    for round_index in range(4):
+        asked = [Request(i, rng.integers(0, VOCAB, 6).tolist(), i) for i in range(64)]
+        engine.load_draft(trainer.state)
+        done = engine.generate(asked, dataclasses.replace(sampling, seed=round_index))
+        kept.append(engine.statistics.accepted / engine.statistics.active_slot_steps)
+        ids = np.stack([one.token_ids for one in done])
+        places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+        sampled, zeros = np.stack([one.sampled for one in done]), np.zeros(ids.shape, np.float32)
+        rows = np.broadcast_to(np.arange(len(ids), dtype=np.int32)[:, None], ids.shape)
+        batch = TrainBatch(ids, places, np.ones_like(ids), sampled, zeros, zeros, rows, zeros)
+        trainer(policy.published, [batch] * 40)
+    assert kept[-1] > 2 * kept[0] and kept[-1] > 0.1, kept
