@@ -395,7 +395,7 @@ class Decoder(nnx.Module):
         )
         features = []
         for index, layer in enumerate(self.layers):
-            if index in features_of:
+            if index in features_of and residual is not None:
                 features.append(ops.round_to(x.astype(jnp.float32) + residual.astype(jnp.float32), x.dtype))
             run = jax.checkpoint(layer.__call__) if self.remat else layer
             x, residual, new = run(

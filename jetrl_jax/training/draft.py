@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.draft_head import DraftHead, feature_layers, product
+from jetrl_jax.models.draft_head import DraftHead, KeysValues, feature_layers, product
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.embedded.head_draft import HeadDraft
@@ -68,7 +68,9 @@ def draft_loss(
     length = token_ids.shape[1]
     same = (segment_ids[:, :, None] == segment_ids[:, None]) & jnp.tril(jnp.ones((1, length, length), bool))
     own = jnp.broadcast_to(jnp.eye(length, dtype=bool)[None], same.shape)
-    states, earlier, masks = head.combine(features), [], []
+    states = head.combine(features)
+    earlier: list[KeysValues] = []
+    masks: list[jax.Array] = []
     losses, overlaps = [], []
     for step in range(steps):
         masks = [*masks, own if step else same]
@@ -88,14 +90,14 @@ def draft_gradient(
     head: nnx.State,
     graphdef: nnx.GraphDef[DraftHead],
     model: Decoder,
-    arrays: Sequence[jax.Array],
+    arrays: tuple[Any, Any, Any, Any],
     steps: int,
 ) -> tuple[nnx.State, jax.Array, jax.Array]:
     """(gradient of the head's parameters, loss, overlaps) of one microbatch; `arrays` as `draft_loss`."""
     trained, fixed = nnx.split_state(head, nnx.Param, ...)
 
     def loss(trained: nnx.State) -> tuple[jax.Array, jax.Array]:
-        return draft_loss(nnx.merge(graphdef, trained, fixed), model, *arrays, steps=steps)
+        return draft_loss(nnx.merge(graphdef, trained, fixed), model, *arrays, steps)
 
     (value, overlaps), gradient = jax.value_and_grad(loss, has_aux=True)(trained)
     return gradient, value, overlaps

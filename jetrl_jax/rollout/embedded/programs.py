@@ -320,7 +320,7 @@ class EnginePrograms:
             empty_cache(self.config, self.numerics, slots, length, kv_heads),
             jnp.zeros((slots, 2), jnp.uint32),
             *zeros,
-            self._empty_draft(slots, length),
+            draft=self._empty_draft(slots, length),
         )
 
     def _empty_draft(self, slots: int, length: int) -> Any:
@@ -335,7 +335,8 @@ class EnginePrograms:
         model = self._bind(weights)
         rows, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-        head, draft = self._head(weights, model), ()
+        head = self._head(weights, model)
+        draft: Any = ()
         if head is None:
             hidden, cache = model.prefill(tokens, positions)
         else:
@@ -514,12 +515,13 @@ class EnginePrograms:
             bits = jax.lax.bitcast_convert_type(logprob, jnp.int32).reshape(slots, wide)
             rows_of_step = jnp.stack([jnp.where(kept, sampled, refused).T, bits.T])
             report = jax.lax.dynamic_update_slice(report, rows_of_step, (0, step * wide, 0))
-            position, guesses = jnp.where(remaining > 0, state.position + count, 0), state.draft
+            position, kept_draft = jnp.where(remaining > 0, state.position + count, 0), state.draft
             if head is not None:
                 states = head.head.combine(features)
                 known = state.draft, states, sampled, state.position, count
-                guesses = head.guess(*known, state.keys, controls)
-            return step + 1, SlotState(cache, state.keys, token, position, remaining, guesses), text, report
+                kept_draft = head.guess(*known, state.keys, controls)
+            state = SlotState(cache, state.keys, token, position, remaining, kept_draft)
+            return step + 1, state, text, report
 
         # a slot that was refilled has a token that the host has not read
         text = text.at[rows[:, 0], first + state.position].set(state.token)
