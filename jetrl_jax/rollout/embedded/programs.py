@@ -314,13 +314,15 @@ class EnginePrograms:
         return tensor_parallel.gather(logits) if model.splits(head) else logits
 
     def _empty_program(self, slots: int, length: int) -> SlotState:
-        zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
+        token, position, remaining = (jnp.zeros(slots, jnp.int32) for _ in range(3))
         kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
         return SlotState(
             empty_cache(self.config, self.numerics, slots, length, kv_heads),
             jnp.zeros((slots, 2), jnp.uint32),
-            *zeros,
-            draft=self._empty_draft(slots, length),
+            token,
+            position,
+            remaining,
+            self._empty_draft(slots, length),
         )
 
     def _empty_draft(self, slots: int, length: int) -> Any:
