@@ -127,6 +127,7 @@ def bound_model(policy: Policy, flow: str) -> Decoder:
         )
     config = override_config(policy.config, [f"precision.preset={preset}"])
     flow_policy = build_policy(config, model=policy.model, tokenizer=policy.tokenizer)
+    flow_policy = dataclasses.replace(flow_policy, scales=policy.scales)
     weights = published_weights(flow_policy)
     if side != "rollout":
         weights = jit(flow_policy.plan.frozen_weights)(flow_policy.params, weights)

@@ -102,7 +102,7 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
         model=policy.model,
         tokenizer=policy.tokenizer,
     )
-    flows = {"policy": policy, "bf16": bf16}
+    flows = {"policy": policy, "bf16": dataclasses.replace(bf16, scales=policy.scales)}
 
     tokens: list[list[int]] = []
     engine_side, trainer_side, operators = {}, {}, {}

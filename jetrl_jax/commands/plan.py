@@ -228,8 +228,8 @@ def _print_largest(console: Console, plan: Any, budget: int) -> None:
     if plan.run.engine is not None:
         console.print(
             f"key/value cache: {plan.run.engine.programs.numerics.choices.cache.name}, "
-            f"{plan.cache_token_bytes} bytes a token on a device; largest rollout.engine.slots that fits: "
-            f"{plan.most_slots(budget) or 'none'}"
+            f"{plan.run.cache_token_bytes} bytes a token on a device; "
+            f"largest rollout.engine.slots that fits: {plan.most_slots(budget) or 'none'}"
         )
 
 

@@ -38,8 +38,10 @@ from jetrl_jax.models.linear import Activation, activation, linear
 from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
 from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.trainable_weight import TrainableMatrix
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
+Embeddings = jax.Array | TrainableMatrix  # [V, D]
 INIT_STDDEV = 0.02
 
 
@@ -54,7 +56,7 @@ class Embedding(nnx.Module):
         self.numerics = numerics
         self.weight = _normal(rngs, config.vocab_size, config.hidden_size)
 
-    def whole(self) -> jax.Array:
+    def whole(self) -> Embeddings:
         """The gathered matrix [V, D]; under tensor parallelism this device's rows."""
         return gathered(self.weight, self.numerics.dtype)
 
@@ -201,9 +203,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
         made, scales = {"k": k, "v": v, "q": q}, self.scales
-        q, k, v = (
-            stored(made[kind], scales[kind]) if kind in scales else made[kind] for kind in ("q", "k", "v")
-        )
+        q, k, v = self.rounded(q, k, v)
         pair = (scales["k"], scales["v"]) if scales else None
         if cache is None:
             use = KVUse.of(made, scales) if scales else None
@@ -211,6 +211,15 @@ class Attention(nnx.Module):
         assert positions is not None  # a cache comes with the positions of the new tokens
         cache = cache.scaled(pair).write(k, v, positions, numerics)
         return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache.scaled(None)
+
+    def rounded(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values as attention reads them."""
+        scales = self.scales
+
+        def one(kind: str, x: jax.Array) -> jax.Array:
+            return stored(x, scales[kind]) if kind in scales else x
+
+        return one("q", q), one("k", k), one("v", v)
 
     @property
     def scales(self) -> dict[str, jax.Array]:
@@ -377,18 +386,19 @@ class Decoder(nnx.Module):
             kept.append(new)
         return self.norm.add(x, residual)[0].value, kept
 
-    def head(self) -> jax.Array:
+    def head(self) -> Embeddings:
         """The gathered matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).whole()
 
-    def splits(self, matrix: jax.Array) -> bool:
+    def splits(self, matrix: Embeddings) -> bool:
         """Whether an embedding or head [V, D] is only a part, with the rest on other devices."""
         return matrix.shape[0] < self.config.vocab_size
 
-    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, head: Embeddings | None = None) -> jax.Array:
         """The float32 logits [..., V] of hidden [..., D], one per row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)
-        flat = dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
+        matrix = head.whole() if isinstance(head, TrainableMatrix) else head
+        flat = dense(hidden.reshape(-1, hidden.shape[-1]), matrix, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)

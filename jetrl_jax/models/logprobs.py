@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.kv_cache import KVUse
-from jetrl_jax.precision.trainable_weight import published_value
 
 
 def completion_logprobs(
@@ -69,13 +68,11 @@ def completion_logprobs_with_use(
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
 
     head = model.head()  # gathered once, not in every chunk
-    value = jax.lax.stop_gradient(head).astype(model.numerics.dtype)  # as it is published: chunks read this
     split, exact = model.splits(head), model.numerics.exact
 
     @jax.checkpoint
     def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = model.logits(part[0], published_value(head, value))
-        logits = vocabulary.scale_logits(logits, temperature, exact=exact)
+        logits = vocabulary.scale_logits(model.logits(part[0], head), temperature, exact=exact)
         return vocabulary.token_logprobs(logits, part[1], exact=exact, split=split), vocabulary.entropy(
             logits, split=split
         )

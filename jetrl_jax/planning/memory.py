@@ -116,13 +116,6 @@ class MemoryPlan:
 
         return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))
 
-    @property
-    def cache_token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in the embedded engine's cache, on a device."""
-        state = self.run.slots()
-        slots, length = state.shape
-        return on_one_device(state.cache) // (slots * length)
-
     def most_slots(self, budget: int) -> int:
         """The largest `rollout.engine.slots` that fits, in the embedded engine; 0 if not even one does."""
         most = self.config.rollout.prompts_per_step * self.config.rollout.group_size

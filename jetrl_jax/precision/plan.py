@@ -30,8 +30,10 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.precision import kv_cache
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, published_value
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix, published_value
 from pallas_kernels import quantize
+
+EMBEDDINGS = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class PrecisionPlan:
                     for site, fmt in products
                 ]
             else:
-                head = path in ("lm_head.weight", "embed_tokens.weight")
+                head = path in EMBEDDINGS
                 rows.append(PlanRow(path, "value", self.value.name, "logits in fp32" if head else "-"))
         for paths in self.scale_paths:
             rows += [PlanRow(path, "cache", "fp8", "one scale, a power of two") for path in paths]
@@ -212,7 +214,10 @@ class PrecisionPlan:
 
         def bind(path: str, value: jax.Array) -> Any:
             if not self.flow(path).fprop.quantized:
-                return published_value(value, codes[path]) if self._reads_published(path) else value
+                if not self._reads_published(path):
+                    return value
+                bound = TrainableMatrix if path in EMBEDDINGS else published_value
+                return bound(value, codes[path])
             total = sums.get(path) if self.adds(path) else None
             return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 

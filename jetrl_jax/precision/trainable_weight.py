@@ -31,6 +31,32 @@ class TrainableFp8Weight:
     total: jax.Array | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainableMatrix:
+    """An embedding or head in training: the FP32 master receives the gradient, `value` is read.
+
+    master: float32 [V, D]; value: its published value.  They stay apart until rows are chosen or logits made,
+    so that no float32 copy of all of `value` exists.
+    """
+
+    master: jax.Array
+    value: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[V, D], or a device's part."""
+        return self.value.shape
+
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
+        """Rows of the value in float32, with their gradient."""
+        return published_value(self.master[rows], self.value[rows])
+
+    def whole(self) -> jax.Array:
+        """The value in float32, with its gradient."""
+        return published_value(self.master, self.value)
+
+
 @jax.custom_vjp
 def published_value(master: jax.Array, published: jax.Array) -> jax.Array:
     """`published`, of any shape and dtype, as float32; its gradient goes to the FP32 master, not rounded."""

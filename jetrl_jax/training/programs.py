@@ -117,7 +117,7 @@ class PolicyPrograms:
             weights = layout.specs(nnx.state(model))
         self.compute_dtype = model.numerics.compute_dtype
         self._publish_shards = self._mapped(plan.publish, (masters, WHOLE), weights)
-        self._publish = jit(self._publish_shards)
+        self._publish = jit(lambda params, scales=None: self._publish_shards(params, scales))
         self._freeze = jit(self._mapped(plan.frozen_weights, (masters, weights), weights))
         self._recalibrate = jit(
             self._recalibrate_program, out_shardings=None if layout is None else layout.replicated

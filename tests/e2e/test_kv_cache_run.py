@@ -13,7 +13,7 @@ from tiny import rows, run_module, shorter, tiny_config, write_config
 
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.runs.grpo import GRPOTrainer
-from jetrl_jax.runs.policy import load_policy, published_weights
+from jetrl_jax.runs.policy import build_policy, kv_scales, load_policy, published_weights
 
 pytestmark = pytest.mark.long
 RUN = {"steps": 4, "tensorboard": False}
@@ -53,6 +53,10 @@ def test_run_is_exact_and_resumes_with_its_scales(preset: str, tmp_path: Path) -
     scales = [path for path in one if path.endswith("_scale")]
     assert len(scales) == 2 and all(np.array_equal(one[path], other[path]) for path in scales)
     assert all(float(one[path]) != 1.0 for path in scales), "these are no scales of a policy"
+    plain = load_policy(tmp_path / "run", ["precision.kv_cache=bf16"])
+    assert kv_scales(plain) is None
+    fresh = kv_scales(build_policy(tiny_config(tmp_path / "fresh", **fields)))
+    assert fresh is not None and fresh.shape == (1, 2) and (np.asarray(fresh) < 1).all()
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -24,13 +25,14 @@ from jetrl_jax.models import decoder as decoder_module
 from jetrl_jax.models.cache import KVCache
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
-from jetrl_jax.precision.kv_cache import LARGEST, stored, with_scales
+from jetrl_jax.precision.kv_cache import LARGEST, KVCalibration, scales_for, stored, with_scales
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.training.programs import PolicyPrograms
 from tests.parity.hf_reference import ragged_batch, random_model, save, torch, transformers
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
@@ -237,3 +239,30 @@ def test_a_policy_is_hugging_faces_with_a_cache_that_rounds(name: str, tmp_path:
     ours = np.asarray(logits(decoder))
     assert np.abs(theirs - plain).mean() > 1e-2, "the cache changes nothing: the case shows nothing"
     assert np.abs(ours - theirs).max() < 1e-4
+
+
+@LONG
+def test_an_update_whose_range_is_not_known_is_skipped_and_others_wait_for_the_next_version() -> None:
+    """A maximum of zero or infinity names its layer; scales change when they are recalibrated."""
+    policy = case("bf16", "qwen3", None).policy
+    programs = PolicyPrograms(policy.model, policy.plan, optax.sgd(1e-3), temperature=1.0, chunk_tokens=64)
+    state = programs.init(policy.params, KVCalibration.start(jnp.asarray(policy.scales)))
+    grads = jax.tree.map(jnp.ones_like, policy.params)
+    state, report = programs.update(state, grads, np.array([[3, 0], [np.inf, 5]], np.float32))
+    assert report.nonfinite == (
+        "largest magnitude behind layers.0.self_attn.v_scale",
+        "largest magnitude behind layers.1.self_attn.k_scale",
+    )
+    assert state.kv is not None and not np.asarray(state.kv.largest).any()
+    largest = np.array([[3, 4], [400, 5]], np.float32)
+    state, report = programs.update(state, jax.tree.map(jnp.ones_like, policy.params), largest)
+    assert not report.nonfinite and state.kv is not None
+    np.testing.assert_array_equal(state.kv.largest[0], largest)
+
+    def published() -> list[list[float]]:
+        values = dict(named_params(state.published))
+        return [[float(values[path]) for path in paths] for paths in policy.plan.scale_paths]
+
+    assert published() == policy.scales.tolist()
+    state = programs.recalibrated(state)
+    assert published() == np.asarray(scales_for(jnp.asarray(largest), "bfloat16")).tolist()

@@ -284,18 +284,16 @@ def other_scales(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@LONG  # in `make test`: test_extend.py::test_the_comparison_can_fail
 @pytest.mark.parametrize(
     "ingredient",
-    [other_scales]
-    + [
-        pytest.param(one, marks=LONG)
-        for one in (
-            cache_in_fp8,
-            rounding_left_out,
-            attention_summed_in_fp32,
-            norm_rounded_once,
-            other_promotion_order,
-        )
+    [
+        other_scales,
+        cache_in_fp8,
+        rounding_left_out,
+        attention_summed_in_fp32,
+        norm_rounded_once,
+        other_promotion_order,
     ],
 )
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None]) -> None:

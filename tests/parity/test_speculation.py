@@ -59,7 +59,9 @@ def requests() -> list[Request]:
 
 @functools.cache
 def policy(preset: str) -> SmallPolicy:
-    return SmallPolicy(preset)
+    """Of a preset, or of "PRESET, KIND cache"."""
+    name, _, cache = preset.removesuffix(" cache").partition(", ")
+    return SmallPolicy(name, **({"kv_cache": cache} if cache else {}))
 
 
 @functools.cache
@@ -124,11 +126,12 @@ def unequal(ours: list[Trajectory], expected: list[Trajectory]) -> list[int]:
 
 
 KINDS = ("perfect", "random", "adversarial", "mixed", "nothing")
+PRESETS = ("fp16", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
 CASES = [
     *(("bf16", 3, kind) for kind in KINDS),
     *(
         pytest.param(preset, k, kind, marks=LONG)
-        for preset in ("fp16", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
+        for preset in (*PRESETS, "fp8_unified, fp8 cache")
         for k in (1, 3, 7)
         for kind in KINDS
         if (preset, k) != ("bf16", 3)

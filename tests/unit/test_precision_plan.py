@@ -26,7 +26,7 @@ from jetrl_jax.precision.formats import Blocks, Format
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
@@ -256,6 +256,7 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
             assert weight is masters[path] and weight.dtype == jnp.float32
             assert bits(frozen[path]) == np.asarray(masters[path]).astype(ml_dtypes.bfloat16).tobytes()
         else:
+            weight = weight.whole() if isinstance(weight, TrainableMatrix) else weight
             assert weight.dtype == jnp.float32
             assert bits(weight) == np.asarray(published[path]).astype(np.float32).tobytes()
             assert bits(frozen[path]) == bits(published[path])

@@ -255,13 +255,16 @@ class ExactSampler(Sampler):
 
     def forward(self, *arguments: Any, logprobs_mode_override: Any = None, **named: Any) -> Any:
         """vLLM's sampling, with what `logprobs_mode_override` asks for, if anything."""
-        own = self.logprobs_mode
-        asked = logprobs_mode_override or own
-        self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = asked
+        own: Any = self.topk_topp_sampler.logprobs_mode
+        self._ask_for(logprobs_mode_override or own)
         try:
             return super().forward(*arguments, **named)
         finally:
-            self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = own
+            self._ask_for(own)
+
+    def _ask_for(self, mode: Any) -> None:
+        self.logprobs_mode = mode
+        self.topk_topp_sampler.logprobs_mode = mode
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
