@@ -9,7 +9,7 @@ VENV ?= .venv
 PYTHON ?= python3
 CONFIG ?= configs/tiny_cpu.yaml
 RUN ?= runs/tiny_cpu
-# XLA's arrays in huge pages: an eighth less processor time of a step of the tiny setting (docs/results.md).
+# XLA's arrays in huge pages: less processor time for the same bits (docs/log.md).
 HUGE_PAGES ?= glibc.malloc.hugetlb=1
 # Extra arguments of the training command and of pytest.
 ARGS ?=

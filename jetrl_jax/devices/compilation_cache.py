@@ -55,7 +55,8 @@ def keep_programs() -> Path | None:
 def _key() -> list[str]:
     """All that a program depends on besides itself, one text each."""
     variables = [f"{name}={os.environ.get(name, '')}" for name in STEERING]
-    return [platform.python_version(), jax.__version__, jaxlib.version.__version__, _instructions(), *variables]
+    versions = [platform.python_version(), jax.__version__, jaxlib.version.__version__]
+    return [*versions, _instructions(), *variables]
 
 
 def _instructions() -> str:

@@ -33,6 +33,7 @@ def _run(home: Path, **more: str) -> list[str]:
     return found.stdout.split()
 
 
+@pytest.mark.long
 def test_second_process_compiles_nothing_again(tmp_path: Path) -> None:
     folder, value, hits = _run(tmp_path)
     assert Path(folder).parent == tmp_path / "jetrl-jax" / "programs"
@@ -41,8 +42,12 @@ def test_second_process_compiles_nothing_again(tmp_path: Path) -> None:
     assert again[:2] == [folder, value] and int(again[2]) > 0
 
 
-def test_users_choice_is_kept(tmp_path: Path) -> None:
-    assert keep_programs() is None  # the tests have a folder of their own
+def test_a_folder_that_is_set_is_kept() -> None:
+    assert keep_programs() is None  # the tests have one of their own
+
+
+@pytest.mark.long
+def test_cache_that_is_turned_off_stays_off(tmp_path: Path) -> None:
     assert _run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
     assert not list(tmp_path.iterdir())
 
