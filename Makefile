@@ -88,7 +88,7 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
-test: WORKERS := 3  # on two cores: some tests wait for other processes
+test test-long test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)
@@ -125,7 +125,7 @@ test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and
 # The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
 ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
-	tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
+	tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
 	tests/unit/test_check_engine.py tests/kernels/test_quantize.py tests/kernels/test_formats.py tests/kernels/test_rounding.py \
 	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch \
 	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates

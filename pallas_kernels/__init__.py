@@ -54,6 +54,7 @@ from pallas_kernels.quantize import (
     quantize_weight,
     requantize,
     rms_norm_quantize,
+    silu_gradients_quantize,
     silu_multiply_quantize,
 )
 from pallas_kernels.scaled_array import ScaledArray
@@ -83,6 +84,7 @@ __all__ = [
     "requantize",
     "resolve",
     "rms_norm_quantize",
+    "silu_gradients_quantize",
     "silu_multiply_quantize",
     "wgrad",
 ]

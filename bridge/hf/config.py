@@ -11,7 +11,7 @@ o, and in a Qwen2 or Llama file a missing ``head_dim`` means ``hidden_size / num
 
 Refused, with the name of the key: sliding-window attention, biases in the MLP, activations other than SiLU,
 rotary types other than default, linear, llama3 and yarn, quantised checkpoints, custom code, attention
-dropout.
+dropout, heads that predict several tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.0,),
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
+    "num_nextn_predict_layers": (0,),  # heads for several tokens (MTP), whose weights would be dropped
+    "mtp_num_hidden_layers": (0,),
 }
 
 

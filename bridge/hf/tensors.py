@@ -21,13 +21,15 @@ from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import anatomy
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.precision.formats import FP8_BLOCKS
+from jetrl_jax.precision.formats import FP8_BLOCKS, is_kv_scale
 from jetrl_jax.precision.parameters import named_params
 from pallas_kernels import ScaledArray
 
 
 def hf_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str, Any]]:
     """(name, array) pairs of published weights, in the order of `parameter_shapes`.
+
+    Scales of keys and values are left out.
 
     published: the result of `PrecisionPlan.publish`; the arrays stay on their devices.
     """
@@ -39,6 +41,14 @@ def hf_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str,
             yield f"{name}_scale_inv", value.scale
         else:
             yield name, jnp.asarray(value, jnp.bfloat16)
+
+
+def synced_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[str, Any]]:
+    """The tensors that an engine gets: `hf_tensors`, then the scales of keys and values, float32 [1]."""
+    yield from hf_tensors(config, published)
+    for path, value in named_params(published):
+        if is_kv_scale(path):
+            yield to_hf_name(path), jnp.reshape(value, 1)
 
 
 def to_host(array: Any) -> np.ndarray:

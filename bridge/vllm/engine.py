@@ -60,8 +60,14 @@ class VllmEngine(RolloutEngine):
         check_requests(requests, sampling, self.settings, self.model.vocab_size)
 
     def describe(self) -> Mapping[str, Any]:
-        """Mode and release of vLLM, its operations, and whether it sleeps between rollouts."""
-        return {**self._identity(), "operations": self.operations, "sleep": self.settings.sleep}
+        """Mode and release of vLLM, its operations, whether it sleeps, and its speculation."""
+        speculation = self.settings.described_speculation
+        return {
+            **self._identity(),
+            "operations": self.operations,
+            "sleep": self.settings.sleep,
+            **({} if speculation is None else {"speculation": speculation}),
+        }
 
     def _load(self, published: Any, version: int) -> Manifest:
         self._accepted = False

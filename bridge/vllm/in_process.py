@@ -26,7 +26,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-from bridge.hf.tensors import hf_tensors
+from bridge.hf.tensors import synced_tensors
 from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
     SLEEP_LEVEL,
@@ -92,7 +92,7 @@ class InProcessEngine(VllmEngine):
         }
 
     def _hand_over(self, published: Any, version: int) -> Manifest:
-        tensors = [(name, _as_torch(array)) for name, array in hf_tensors(self.model, published)]
+        tensors = [(name, _as_torch(array)) for name, array in synced_tensors(self.model, published)]
         manifest = transfer.manifest_of(tensors, version)
         ticket = transfer.hand_over(manifest, tensors)
         try:

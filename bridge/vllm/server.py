@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import jax
 from safetensors.numpy import save_file
 
-from bridge.hf.tensors import hf_tensors, to_host
+from bridge.hf.tensors import synced_tensors, to_host
 from bridge.vllm import server_process
 from bridge.vllm.client import Call, CallFailed, Client, Limit
 from bridge.vllm.engine import Answers, Asked, VllmEngine
@@ -108,7 +108,7 @@ class ServerEngine(VllmEngine):
         return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url}
 
     def _hand_over(self, published: Any, version: int) -> Manifest:
-        tensors = {name: to_host(array) for name, array in hf_tensors(self.model, published)}
+        tensors = {name: to_host(array) for name, array in synced_tensors(self.model, published)}
         manifest = Manifest.of(tensors.items(), version)
         path = self._directory / f"{version}.safetensors"
         save_file(tensors, path)

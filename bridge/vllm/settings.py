@@ -23,6 +23,7 @@ from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.rollout.engine import too_long
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 # Level 2 drops weights and cache, since new weights come before the next request; level 1 would keep a copy
@@ -69,7 +70,8 @@ class EngineSettings:
     """How vLLM runs: the sections of the config that it reads, and whether it sleeps.
 
     rollout: its `engine` is one of vLLM's; also gives the longest prompt and completion.
-    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's.
+    fp8: promotion order and scale format of this project's FP8 kernel; on CUDA the order selects vLLM's;
+      and the format of keys and values.
     numerics: `exact` (reductions in float64, `bridge.vllm.worker.exact`, for eager engines) and the rounding
       points.
     sleep: whether the engine's `sleep` frees its memory; vLLM refuses it on a CPU.
@@ -89,7 +91,18 @@ class EngineSettings:
     @property
     def longest(self) -> int:
         """The longest prompt with its completion, in tokens."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+        return self.rollout.longest_tokens
+
+    @property
+    def described_speculation(self) -> dict[str, Any] | None:
+        """For a run's record: vLLM's speculation and its rule of acceptance; None without."""
+        engine = self.rollout.engine
+        given = engine.speculative_config if isinstance(engine, StartedVllmSection) else None
+        return given and {
+            "draft": dict(given),
+            "acceptance": "rejection sampling, by vLLM",
+            "promise": "the distribution without speculation; tokens are others than without it",
+        }
 
     def arguments(self, model_directory: Path, model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
         """vLLM's engine arguments by name, as JSON values; a server gets the same ones as flags."""
@@ -126,6 +139,10 @@ class EngineSettings:
             arguments["linear_backend"] = LINEAR_BACKENDS[self.fp8.promotion_order]
         if self.numerics.exact and not on_cpu:
             arguments["attention_backend"] = "FLASH_ATTN"  # the plugin's exact attention replaces it
+        if self.fp8.kv_cache == "fp8":
+            arguments["kv_cache_dtype"] = "fp8_e4m3"
+        if section.speculative_config is not None:
+            arguments["speculative_config"] = dict(section.speculative_config)
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:
@@ -216,7 +233,7 @@ def sampling_fields(sampling: SamplingParams, request: Request) -> dict[str, Any
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # only the stop tokens above count
         "min_tokens": 0,
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": request.limit(sampling),
         "logprobs": 0,  # only that of the sampled token
         "detokenize": False,
         "skip_special_tokens": False,
@@ -239,14 +256,14 @@ def check_requests(
         problems.append(
             f"got temperature={sampling.temperature}, expected {low} to {high}, which vLLM takes as they are"
         )
-    longest = settings.rollout.max_completion_tokens
+    longest, history = settings.rollout.turn_tokens, settings.rollout.longest_history_tokens
     if sampling.max_tokens > longest:
         problems.append(
             f"got max_tokens={sampling.max_tokens}, expected at most max_completion_tokens={longest}"
         )
     for request in requests:
-        if not 0 < len(request.prompt_ids) <= settings.rollout.max_prompt_tokens:
-            limit = f"expected 1 to max_prompt_tokens={settings.rollout.max_prompt_tokens}"
+        if not 0 < len(request.prompt_ids) <= history:
+            limit = f"expected 1 to max_prompt_tokens={history}"
             problems.append(
                 f"request {request.id}: got a prompt of {len(request.prompt_ids)} tokens, {limit}"
             )
@@ -254,6 +271,7 @@ def check_requests(
             problems.append(
                 f"request {request.id}: got a token id outside 0 .. vocab_size - 1 = {vocab_size - 1}"
             )
+    problems += too_long(requests, sampling, settings.longest)
     if problems:
         raise ValueError("submit: bad request: " + "; ".join(problems[:5]) + ".")
 
@@ -278,10 +296,10 @@ def trajectory(
         if finish_reason in ("stop", "length")
         else [f"finish_reason={finish_reason!r}, expected 'stop' or 'length'"]
     )
-    if not 0 < len(token_ids) <= sampling.max_tokens or len(logprobs) != len(token_ids):
+    limit = request.limit(sampling)
+    if not 0 < len(token_ids) <= limit or len(logprobs) != len(token_ids):
         problems.append(
-            f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to "
-            f"{sampling.max_tokens} of each"
+            f"{len(token_ids)} tokens with {len(logprobs)} logprobs, expected 1 to {limit} of each"
         )
     if finish_reason == "stop" and not stopped:
         problems.append(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetrl_jax.collect.episodes import Episode, episode_metrics
 from jetrl_jax.collect.prompts import Prompt
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.advantages import in_rows
@@ -22,6 +23,7 @@ class Group:
     trajectories, texts: the completions as tokens and as decoded text.
     rewards: float64 [G], NaN where a reward failed.
     parts: reward function -> its rewards, float64 [G], NaN where it failed.
+    episodes: those of the trajectories; none without an environment.
     """
 
     prompt: Prompt
@@ -29,6 +31,7 @@ class Group:
     texts: list[str]
     rewards: np.ndarray
     parts: Mapping[str, np.ndarray]
+    episodes: Sequence[Episode] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +98,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     row["count/completions"] = len(trajectories)
     row["count/rollout_tokens"] = sum(t.sampled_tokens for t in trajectories)
     row["count/generation_rounds"] = batch.rounds
+    if episodes := [episode for group in batch.groups for episode in group.episodes]:
+        row |= episode_metrics(episodes)
     if batch.counts:
         drafted, accepted, verified = (batch.counts[name] for name in ("drafted", "accepted", "verified"))
         row["speculation/drafted_tokens"] = drafted
         row["speculation/accepted_tokens"] = accepted
+        row["speculation/length_mean"] = batch.counts["asked"] / max(verified, 1)
         row["speculation/accepted_per_step"] = accepted / max(verified, 1)
     return row

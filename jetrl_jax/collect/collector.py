@@ -7,16 +7,16 @@ influence which groups are replaced.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jetrl_jax.collect.batch import Group, RolloutBatch, add_failures
-from jetrl_jax.collect.prompts import SEED_ROLLOUT, PromptStream, derived_seeds
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.episodes import Episode, EpisodePlayer
+from jetrl_jax.collect.prompts import SEED_ROLLOUT, Prompt, PromptStream, derived_seeds
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.record.console import Console
 from jetrl_jax.rewards.distributed import score
@@ -24,26 +24,10 @@ from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.advantages import informative_groups
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.text.tokenizer import Tokenizer
 
 MOST_MESSAGES = 20  # distinct reward failures that a run prints; the metrics count all
-
-
-@dataclass
-class StepClock:
-    """Seconds of each phase of a step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the block to phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(kw_only=True)
@@ -53,6 +37,7 @@ class Collector:
     algorithm: the config's algorithm with every null resolved.
     engine: samples the completions of `prompts`, which `tokenizer` decodes and `rewards` scores.
     console: shows phases and warnings.
+    player: plays the episodes of an environment; None if a prompt has one completion.
     """
 
     config: RunConfig
@@ -62,6 +47,7 @@ class Collector:
     tokenizer: Tokenizer
     prompts: PromptStream
     console: Console
+    player: EpisodePlayer | None = None
     _said: set[str] = field(default_factory=set)  # reward failures already printed as warnings
 
     def collect(self, step: int, clock: StepClock) -> RolloutBatch:
@@ -91,20 +77,25 @@ class Collector:
     def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
         rollout, group = self.config.rollout, self.config.rollout.group_size
         prompts = self.prompts.take(count)
-        seeds = derived_seeds(count * group, self.config.seed, SEED_ROLLOUT, step, round_index)
-        requests = [Request(i, prompts[i // group].ids, seed) for i, seed in enumerate(seeds)]
-        sampling = SamplingParams(
-            rollout.temperature,
-            rollout.max_completion_tokens,
-            tuple(self.tokenizer.eos_ids),
-            self.config.seed,
-        )
-        with self.console.phase("rollout", len(requests), "completions") as progress, clock.phase("rollout"):
-            trajectories = self.engine.generate(requests, sampling)
-            counts = self.engine.counts()
+        requests = [prompts[i // group] for i in range(count * group)]
+        words = self.config.seed, SEED_ROLLOUT, step, round_index
+        episodes: list[Episode] = []
+        with self.console.phase("rollout", len(requests), "completions") as progress:
+            if self.player is None:
+                trajectories, counts = self._complete(requests, words, clock)
+                examples = [prompt.example for prompt in requests]
+            else:
+                episodes, counts = self.player.play(
+                    self.engine,
+                    requests,
+                    lambda turn: derived_seeds(len(requests), *words, turn),
+                    self.player.sampling(self.config.seed, rollout.temperature),
+                    clock,
+                )
+                trajectories = [episode.trajectory for episode in episodes]
+                examples = [episode.example for episode in episodes]
             progress.advance(len(requests))
         texts = [self.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
-        examples = [prompts[i // group].example for i in range(len(requests))]
         opened = [prompt.opens_thought(self.tokenizer) for prompt in prompts]
         with self.console.phase("reward", len(requests), "completions") as progress, clock.phase("reward"):
             rewards = score(
@@ -118,7 +109,7 @@ class Collector:
                 [opened[i // group] for i in range(len(requests))],
             )
             progress.advance(len(requests))
-        for message in rewards.messages:
+        for message in [*rewards.messages, *(f"environment: {e.failed}" for e in episodes if e.failed)]:
             if message not in self._said and len(self._said) < MOST_MESSAGES:
                 self._said.add(message)
                 self.console.warn(f"step {step}: {message}")
@@ -131,12 +122,29 @@ class Collector:
                     texts[m],
                     rewards.total[m],
                     {name: part[m] for name, part in rewards.parts.items()},
+                    episodes[m],
                 )
                 for prompt, m in zip(prompts, members, strict=True)
             ],
             rewards.failures,
             counts=counts,
         )
+
+    def _complete(
+        self, prompts: Sequence[Prompt], words: tuple[int, ...], clock: StepClock
+    ) -> tuple[list[Trajectory], Mapping[str, int]]:
+        """One completion of each prompt, with noise that depends on `words`, and the engine's counts."""
+        rollout = self.config.rollout
+        seeds = derived_seeds(len(prompts), *words)
+        requests = [Request(i, prompt.ids, seeds[i]) for i, prompt in enumerate(prompts)]
+        sampling = SamplingParams(
+            rollout.temperature,
+            rollout.max_completion_tokens,
+            tuple(self.tokenizer.eos_ids),
+            self.config.seed,
+        )
+        with clock.phase("rollout"):
+            return self.engine.generate(requests, sampling), self.engine.counts()
 
 
 def _informative(batch: RolloutBatch) -> list[Group]:

@@ -62,7 +62,7 @@ class PromptStream:
         misses = 0
         while len(taken) < count:
             example = self.task.train[self._next_index()]
-            ids = self.tokenizer.encode_prompt(example.prompt)
+            ids = _prompt_ids(example, self.tokenizer)
             if 0 < len(ids) <= self.max_prompt_tokens:
                 taken.append(Prompt(example, ids))
                 misses = 0
@@ -94,5 +94,10 @@ def fitting_prompts(
     examples: Iterator[Example] | list[Example], tokenizer: Tokenizer, max_prompt_tokens: int
 ) -> list[Prompt]:
     """The tokenised prompts of `examples`, without those that are empty or too long."""
-    prompts = (Prompt(example, tokenizer.encode_prompt(example.prompt)) for example in examples)
+    prompts = (Prompt(example, _prompt_ids(example, tokenizer)) for example in examples)
     return [prompt for prompt in prompts if 0 < len(prompt.ids) <= max_prompt_tokens]
+
+
+def _prompt_ids(example: Example, tokenizer: Tokenizer) -> list[int]:
+    """The ids of an example's prompt; none if the task has none, as of an environment that failed."""
+    return [] if "skipped" in example.metadata else tokenizer.encode_prompt(example.prompt)

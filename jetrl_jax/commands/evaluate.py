@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
         )
 
     from jetrl_jax.runs.engines import build_engine
+    from jetrl_jax.runs.grpo import build_player
     from jetrl_jax.runs.policy import load_policy, published_weights
     from jetrl_jax.tasks.registry import build_task
     from jetrl_jax.training.evaluation import Evaluator
@@ -61,8 +62,9 @@ def main(argv: list[str]) -> int:
     policy = load_policy(arguments.checkpoint, arguments.overrides, arguments.config, arguments.step)
     config = policy.config
     rollout = config.rollout
+    task = build_task(config.task, config.seed)
     evaluator = Evaluator(
-        build_task(config.task, config.seed),
+        task,
         policy.tokenizer,
         prompts=config.eval.prompts,
         samples=config.eval.samples,
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> int:
         max_completion_tokens=rollout.max_completion_tokens,
         seed=config.seed,
         verifier=config.eval_verifier,
+        player=build_player(config, task, policy.tokenizer),
     )
     with contextlib.closing(evaluator), contextlib.closing(build_engine(policy, rollout)) as engine:
         engine.load(published_weights(policy), 0)

@@ -127,6 +127,7 @@ def bound_model(policy: Policy, flow: str) -> Decoder:
         )
     config = override_config(policy.config, [f"precision.preset={preset}"])
     flow_policy = build_policy(config, model=policy.model, tokenizer=policy.tokenizer)
+    flow_policy = dataclasses.replace(flow_policy, scales=policy.scales)
     weights = published_weights(flow_policy)
     if side != "rollout":
         weights = jit(flow_policy.plan.frozen_weights)(flow_policy.params, weights)
@@ -152,7 +153,7 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
         for i, seed in enumerate(derived_seeds(count, config.seed, 99))
     ]
     sampling = SamplingParams(
-        config.rollout.temperature, config.rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), 0
+        config.rollout.temperature, config.rollout.turn_tokens, tuple(policy.tokenizer.eos_ids), 0
     )
     with contextlib.closing(build_engine(policy, config.rollout)) as engine:
         engine.load(published_weights(policy), 0)

@@ -96,13 +96,13 @@ def measure(policy: Policy, sequences: int, seed: int = 0) -> dict[str, dict[str
         for _ in range(sequences)
     ]
     requests = [Request(i, ids, seed + i) for i, ids in enumerate(prompts)]
-    sampling = SamplingParams(1.0, rollout.max_completion_tokens, tuple(policy.tokenizer.eos_ids), seed)
+    sampling = SamplingParams(1.0, rollout.turn_tokens, tuple(policy.tokenizer.eos_ids), seed)
     bf16 = build_policy(
         override_config(policy.config, ["precision.preset=bf16"]),
         model=policy.model,
         tokenizer=policy.tokenizer,
     )
-    flows = {"policy": policy, "bf16": bf16}
+    flows = {"policy": policy, "bf16": dataclasses.replace(bf16, scales=policy.scales)}
 
     tokens: list[list[int]] = []
     engine_side, trainer_side, operators = {}, {}, {}

@@ -225,6 +225,12 @@ def _print_largest(console: Console, plan: Any, budget: int) -> None:
         "longest rollout.max_completion_tokens that fits, with one row a device in a microbatch: "
         f"{length or 'none'}"
     )
+    if plan.run.engine is not None:
+        console.print(
+            f"key/value cache: {plan.run.engine.programs.numerics.choices.cache.name}, "
+            f"{plan.run.cache_token_bytes} bytes a token on a device; "
+            f"largest rollout.engine.slots that fits: {plan.most_slots(budget) or 'none'}"
+        )
 
 
 def _print_step(console: Console, rows: list[Any], title: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jetrl_jax.config.precision import NumericsSection, PrecisionSection, fp8_choices
 from jetrl_jax.precision.formats import PRESETS
-from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.numerics import Numerics, kv_kinds
 from jetrl_jax.precision.plan import PrecisionPlan
 
 
@@ -15,7 +15,12 @@ def build_plan(paths: Iterable[str], section: PrecisionSection) -> PrecisionPlan
     fp8 = fp8_choices(section)
     overrides = [(override.pattern, override.format) for override in fp8.overrides]
     return PrecisionPlan(
-        paths, section.preset, overrides, wgrad_operand=fp8.wgrad_operand, scale_format=fp8.scale_format
+        paths,
+        section.preset,
+        overrides,
+        wgrad_operand=fp8.wgrad_operand,
+        scale_format=fp8.scale_format,
+        kinds=kv_kinds(section.kv_cache, section.kv_query),
     )
 
 
@@ -34,4 +39,6 @@ def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm:
         attention="xla" if float64 and numerics.attention == "auto" else numerics.attention,
         dense="float64" if float64 else "auto",
         head_gradient=numerics.head_gradient,
+        kv_cache=precision.kv_cache,
+        kv_query=precision.kv_query,
     )

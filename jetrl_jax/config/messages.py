@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_jax.config.schema import Path, Place, dotted, look_up, split, suggest, value_in
+from jetrl_jax.config.schema import LISTS, Path, Place, dotted, look_up, split, suggest, value_in
 from jetrl_jax.config.types import INT32_MAX, Problem, show
 from jetrl_jax.config.yaml_text import Mark, Source, labelled
 from jetrl_jax.errors import UserError
@@ -96,7 +96,7 @@ def _unknown_key(path: Path, got: str, source: Source) -> Problem:
 def _hint(value: Any, mark: Mark, place: Place) -> str:
     """How to correct the likely mistake; "" if got and expected say enough."""
     text = value if isinstance(value, str) else ""
-    if place.type in ("choice", "section", "array", "object") and re.match(r"\w+:\S", text):
+    if place.type in ("choice", "section", "object", *LISTS) and re.match(r"\w+:\S", text):
         return "a space is missing after the colon"
     if place.choices:
         close = difflib.get_close_matches(str(value).replace("-", "_"), place.choices, n=1, cutoff=0.5)
@@ -117,7 +117,7 @@ def _hint(value: Any, mark: Mark, place: Place) -> str:
         if isinstance(value, dict | tuple | list):
             return "text that begins with { or [ needs quotes"
         return f'put it in quotes: "{mark.raw}"' if mark.raw else ""
-    if place.type == "array" and isinstance(value, dict):
+    if place.type in LISTS and isinstance(value, dict):
         return 'each entry of a list begins with "- "'
     return ""
 

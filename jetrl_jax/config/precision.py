@@ -21,7 +21,26 @@ class PrecisionOverride(Section):
     format: Literal["bf16", "fp8"] = Field(description="bf16 takes the layers out of FP8; fp8 puts them in.")
 
 
-class UnquantizedSection(Section):
+class _WithCache(Section):
+    """The fields of every preset."""
+
+    preset: str
+    kv_cache: Literal["bf16", "fp8"] = option(
+        "bf16",
+        "Keys and values in attention, in the trainer and in the engine's cache: fp8 rounds them to E4M3 "
+        "codes with one power of two for each layer, which halves the cache; bf16 keeps them as they are.",
+    )
+    kv_query: Literal["bf16", "fp8"] = option(
+        "bf16", "Queries likewise, for a vLLM on a GPU whose own attention quantises them (exact: false)."
+    )
+
+    def _rules(self) -> Iterator[Rule]:
+        holds = self.kv_query == "bf16" or self.kv_cache == "fp8"
+        what = "no engine quantises queries beside a BF16 cache"
+        yield Rule(holds, "kv_query", what, "bf16, or precision.kv_cache: fp8")
+
+
+class UnquantizedSection(_WithCache):
     """One format for every product."""
 
     preset: Literal["fp32", "bf16"] = option(
@@ -29,6 +48,12 @@ class UnquantizedSection(Section):
         "Precision flow: fp8_unified is FP8 in rollout, forward and backward; fp8_forward has a BF16 "
         "backward; fp8_rollout_only trains in BF16; bf16 has no FP8; fp16 has none and scales its loss.",
     )
+
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
+        what = "an FP32 policy rounds nothing between operations"
+        holds = self.kv_cache == "bf16" or self.preset != "fp32"
+        yield Rule(holds, "kv_cache", what, "bf16, or another precision.preset")
 
 
 class LossScaleSection(Section):
@@ -38,17 +63,16 @@ class LossScaleSection(Section):
     growth_interval: PositiveInt = option(400, "Finite updates until the scale doubles; overflow halves it.")
 
 
-class Fp16Section(Section):
+class Fp16Section(_WithCache):
     """FP16, with a scaled loss."""
 
     preset: Literal["fp16"] = "fp16"
     loss_scale: LossScaleSection = LossScaleSection()
 
 
-class Fp8Section(Section):
+class Fp8Section(_WithCache):
     """FP8 with block scales."""
 
-    preset: str
     overrides: tuple[PrecisionOverride, ...] = option((), "Exceptions to the preset; the last match wins.")
     scale_format: Literal["float32", "power_of_two"] = option("float32", "Values of a block's scale.")
     promotion_order: Literal["deepgemm", "triton"] = option(
@@ -88,7 +112,12 @@ def fp8_choices(section: PrecisionSection) -> Fp8UnifiedSection:
 class NumericsSection(Section):
     """Rounding points and exactness of the forward pass."""
 
-    exact: bool = option(True, "Whether rollout and training logprobs are the same bits; false is faster.")
+    exact: bool = option(
+        True,
+        "Whether rollout and training logprobs are the same bits; false is faster. Sums are in float64, on a "
+        "Hopper GPU in kernels with one order of sums. A GPU on which these cannot run is slow, with a "
+        "warning.",
+    )
     engine_variant: Literal["native", "cuda"] = option(
         "native", "Those operations of vLLM whose rounding the model mirrors."
     )

@@ -13,6 +13,7 @@ from jetrl_jax.config.types import (
     TEMPERATURES,
     NonNegativeFloat,
     NonNegativeInt,
+    Options,
     PositiveFloat,
     PositiveInt,
     Rule,
@@ -42,6 +43,40 @@ Zero = Annotated[int, must(lambda k: k == 0, "training rollouts cannot be trunca
 GroupSize = Annotated[int, Field(ge=2, le=INT32_MAX)]
 Share = Annotated[float, Field(gt=0, lt=1 - RESERVE)]
 
+DraftLengths = Annotated[
+    tuple[int, ...],
+    must(
+        lambda ks: 0 in ks and len(set(ks)) == len(ks) > 1 and 0 <= min(ks) <= max(ks) <= MOST_DRAFTED,
+        "not a choice of draft lengths",
+        f"different numbers from 0 to {MOST_DRAFTED}, 0 and another one among them, such as [0, 3]",
+    ),
+]
+
+
+VLLM_DRAFTS = ("ngram", "suffix", "eagle3")  # whose acceptance and weights are known here
+VllmSpeculation = Annotated[
+    Options,
+    must(
+        lambda given: (
+            given.get("method") in VLLM_DRAFTS
+            and type(given.get("num_speculative_tokens")) is int
+            and 1 <= given["num_speculative_tokens"] <= MOST_DRAFTED
+        ),
+        "not a speculation of vLLM's that this project knows",
+        f"method: one of {', '.join(VLLM_DRAFTS)}, and num_speculative_tokens: 1 to {MOST_DRAFTED}",
+    ),
+    must(
+        lambda given: given.get("rejection_sample_method", "standard") == "standard",
+        "a rule of acceptance that does not keep the distribution",
+        "rejection_sample_method: standard, or left out",
+    ),
+    must(
+        lambda given: (given["method"] == "eagle3") == ("model" in given),
+        "only a draft of eagle3 has weights",
+        "model: its directory with method: eagle3, and no model with another one",
+    ),
+]
+
 
 class NoSpeculationSection(Section):
     """One token of each sequence in a step."""
@@ -49,7 +84,7 @@ class NoSpeculationSection(Section):
     kind: Literal["none"] = option(
         "none",
         "Draft of the next tokens, which a step verifies at once; it changes no token. lookup: what followed "
-        "the last tokens where they stood before, in the sequence or in finished ones of its group.",
+        "the last tokens where they stood before, in the sequence or in others of its prompt.",
     )
 
 
@@ -57,7 +92,9 @@ class LookupSection(Section):
     """Guesses from text that is there."""
 
     kind: Literal["lookup"] = "lookup"
-    tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] = option(3, "Tokens drafted in a step.")
+    lengths: DraftLengths = option(
+        (0, 3), "Numbers of tokens drafted in a step, of which the faster is taken; 0 is a step without."
+    )
     longest_match: PositiveInt = option(3, "Most last tokens that are compared.")
 
 
@@ -110,6 +147,12 @@ class StartedVllmSection(VllmSection):
     kv_cache_memory_mb: PositiveInt | None = option(
         None, "Size of vLLM's KV cache, in MiB; null leaves it to vLLM."
     )
+    speculative_config: VllmSpeculation | None = option(
+        None,
+        "Fields of vLLM's own speculation, such as {method: ngram, num_speculative_tokens: 3, "
+        "prompt_lookup_max: 3}. It keeps the distribution, but not the tokens that are sampled without it. "
+        "null: none.",
+    )
     enforce_eager: bool = option(
         True, "Whether vLLM runs without compilation, whose fusions round elsewhere; an exact run needs it."
     )
@@ -156,7 +199,33 @@ class RolloutSection(Section):
     prompts_per_step: PositiveInt = option(32, "Number of prompts of one step (P).")
     group_size: GroupSize = option(16, "Completions of one prompt (G); a group of one has no advantage.")
     max_prompt_tokens: PositiveInt = option(32, "Longest prompt, in tokens; a longer one is skipped.")
-    max_completion_tokens: PositiveInt = option(32, "Longest completion, in tokens.")
+    max_completion_tokens: PositiveInt = option(
+        32, "Longest completion, in tokens; of an episode all that follows its prompt, observations too."
+    )
+    max_turn_tokens: PositiveInt | None = option(
+        None, "Longest turn of an episode, in tokens; null: there are no episodes."
+    )
     temperature: Temperature = option(1.0, "Sampling temperature, of logprobs too; with vLLM 0.01 to 2.")
     top_p: One = option(1.0, "Nucleus; 1, since a truncated distribution is not the policy that is trained.")
     top_k: Zero = option(0, "Candidates of the sampling; 0 (off), as top_p is 1.")
+
+    @property
+    def longest_tokens(self) -> int:
+        """Longest sequence, prompt and all that follows, in tokens."""
+        return self.max_prompt_tokens + self.max_completion_tokens
+
+    @property
+    def turn_tokens(self) -> int:
+        """Longest completion of one request to the engine, in tokens."""
+        return self.max_turn_tokens or self.max_completion_tokens
+
+    @property
+    def longest_history_tokens(self) -> int:
+        """Longest prompt of a request to the engine, in tokens; of an episode, the tokens so far are one."""
+        return self.max_prompt_tokens if self.max_turn_tokens is None else self.longest_tokens - 1
+
+    def _rules(self) -> Iterator[Rule]:
+        what = "a turn is longer than an episode"
+        expected = f"at most rollout.max_completion_tokens = {self.max_completion_tokens}"
+        holds = self.turn_tokens <= self.max_completion_tokens
+        yield Rule(holds, "max_turn_tokens", what, expected)

@@ -30,7 +30,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
 def all_rules(config: RunConfig) -> Iterator[Rule]:
     """Every rule, kept or broken, with dotted paths from the config's root."""
     yield from _own_rules(config)
-    for rules in (_policy, _engine, _batch, _devices, _rewards):
+    for rules in (_policy, _engine, _batch, _devices, _rewards, _episodes):
         yield from rules(config)
 
 
@@ -68,6 +68,11 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
+    holds = config.precision.kv_query == "bf16" or (
+        isinstance(engine, VllmSection) and not config.numerics.exact
+    )
+    expected = "bf16, or rollout.engine: vllm with numerics.exact: false"
+    yield Rule(holds, "precision.kv_query", "this engine does not quantise queries", expected)
     if not isinstance(engine, VllmSection):
         return
     holds = not (config.numerics.exact and config.numerics.attention.startswith("mosaic"))
@@ -144,6 +149,21 @@ def _uneven(config: RunConfig, model: NewModelSection) -> tuple[str, str]:
         if sharding.fsdp not in fitting_degrees(rest, fp8):
             rows.append(f"{matrix.name} {list(rest)}: {fitting_degrees(rest, fp8)}")
     return "; ".join(heads), "; ".join(rows)
+
+
+def _episodes(config: RunConfig) -> Iterator[Rule]:
+    task, turn = config.environment, config.rollout.max_turn_tokens
+    if task is None:
+        what, expected = "only an environment has turns", "null, or task.kind: environment"
+        yield Rule(turn is None, "rollout.max_turn_tokens", what, expected)
+        return
+    what, expected = "an environment's turns have no limit", "a whole number (task.kind: environment)"
+    yield Rule(turn is not None, "rollout.max_turn_tokens", what, expected)
+    what, expected = "environments answer one process only", "1, or another task.kind than environment"
+    yield Rule(not config.distributed.on, "distributed.processes", what, expected)
+    if isinstance(config.tokenizer, HuggingFaceSection) and config.tokenizer.chat_template:
+        because = "tokenizer.chat_template writes the observations"
+        yield from task.idle(because, "observation_template", path="task.")
 
 
 def _rewards(config: RunConfig) -> Iterator[Rule]:

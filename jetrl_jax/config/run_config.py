@@ -40,7 +40,13 @@ from jetrl_jax.config.model import (
 from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection, PrecisionSection
 from jetrl_jax.config.record import CheckpointSection, EvalSection, RunSection
 from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection, VllmSection
-from jetrl_jax.config.task import ArithmeticSection, RewardSection, TaskSection, rewarded_verifier
+from jetrl_jax.config.task import (
+    ArithmeticSection,
+    EnvironmentSection,
+    RewardSection,
+    TaskSection,
+    rewarded_verifier,
+)
 from jetrl_jax.config.types import NonNegativeInt, Section, option, value_at
 
 
@@ -76,6 +82,11 @@ class RunConfig(Section):
         return self.model.path if isinstance(self.model, SavedModelSection) else None
 
     @property
+    def environment(self) -> EnvironmentSection | None:
+        """The section of the environment in which episodes are played; None if there is none."""
+        return self.task if isinstance(self.task, EnvironmentSection) else None
+
+    @property
     def samples_by_vllm(self) -> bool:
         """Whether vLLM is the rollout engine."""
         return isinstance(self.rollout.engine, VllmSection)
@@ -89,7 +100,7 @@ class RunConfig(Section):
     @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence of the run, prompt and completion, in tokens."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+        return self.rollout.longest_tokens
 
     @property
     def row_tokens(self) -> int:

@@ -39,9 +39,13 @@ _WORDS = {
     "string": "text",
     "section": "a section of fields",
     "array": "a list of sections",
+    "integers": "a list of whole numbers",
+    "texts": "a list of texts",
     "object": "a section of free names and values",
     "free": "a value",
 }
+_ITEMS = {"integer": "integers", "string": "texts"}  # else sections
+LISTS = ("array", *_ITEMS.values())
 _LIMITS = {
     "exclusiveMinimum": "greater than",
     "minimum": "at least",
@@ -82,6 +86,8 @@ class Place:
                 tag = section["properties"].get(self.tag, {"const": section["title"]})
                 self.kinds |= dict.fromkeys(tag.get("enum") or [tag["const"]], section)
         self.type = "section" if self.kinds else "choice" if self.choices else self.takes["type"]
+        if self.type == "array":
+            self.type = _ITEMS.get(self.takes["items"].get("type", ""), "array")
         takes = {name: limit for name, limit in self.takes.items() if limit != INT32_MAX}  # only in errors
         limits = [f"{word} {show(takes[name])}" for name, word in _LIMITS.items() if name in takes]
         limits += ["not empty"] if takes.get("minLength") or takes.get("minItems") else []
@@ -130,7 +136,7 @@ def look_up(path: Path, data: Any = None) -> Place:
         if (having := place.having(part)) and isinstance(part, str):
             kind = place.kind_of(data)
             place = place.field(part, kind if kind in having else having[0])
-        elif place.type == "array" and isinstance(part, int):
+        elif place.type in LISTS and isinstance(part, int):
             place = Place(place.takes["items"])
         else:
             return Place({"type": "free"})

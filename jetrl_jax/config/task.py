@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jetrl_jax.config.types import Options, PositiveFloat, Rule, Section, Text, UserPath, must, option
+from jetrl_jax.config.types import (
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Section,
+    Text,
+    UserPath,
+    must,
+    option,
+)
 
 UNTIMED_REWARDS = ("exact_match", "gsm8k", "boxed", "last_number")  # cheap and safe: in the trainer's process
 BUILTIN_REWARDS = ("task", "math_verify", *UNTIMED_REWARDS)
@@ -19,6 +29,10 @@ _FUNCTION_FORM = "module:function of an installed package or of the current dire
 _NO_PLACE = "the prompt has no place in the template"
 Template = Annotated[Text, must(lambda text: "{prompt}" in text, _NO_PLACE, "text with {prompt} in it")]
 Share = Annotated[float, Field(gt=0, lt=1)]
+_NO_OBSERVATION = "the observation has no place in the template"
+ObservationTemplate = Annotated[
+    Text, must(lambda text: "{observation}" in text, _NO_OBSERVATION, "text with {observation} in it")
+]
 FunctionName = Annotated[Text, must(_FUNCTION.fullmatch, "no Python function", _FUNCTION_FORM)]
 _REWARDS = f"one of {', '.join(BUILTIN_REWARDS)}, or {_FUNCTION_FORM}"
 
@@ -27,6 +41,19 @@ def _is_reward(name: str) -> bool:
     return name in BUILTIN_REWARDS or _FUNCTION.fullmatch(name) is not None
 
 
+BUILTIN_ENVIRONMENTS = {
+    "guess_number": "jetrl_jax.tasks.environments.guess_number:GuessNumber",
+    "calculator": "jetrl_jax.tasks.environments.calculator:Calculator",
+    "reasoning_gym": "jetrl_jax.tasks.environments.retries:Retries",
+}
+_ENVIRONMENTS = f"one of {', '.join(BUILTIN_ENVIRONMENTS)}, or {_FUNCTION_FORM}"
+
+
+def _is_environment(name: str) -> bool:
+    return name in BUILTIN_ENVIRONMENTS or _FUNCTION.fullmatch(name) is not None
+
+
+EnvironmentName = Annotated[Text, must(_is_environment, "unknown environment", _ENVIRONMENTS)]
 RewardName = Annotated[Text, must(_is_reward, "unknown reward", _REWARDS)]
 
 
@@ -46,9 +73,9 @@ class ArithmeticSection(_SplitTask):
     kind: Literal["arithmetic"] = option(
         "arithmetic",
         "Kind of task: arithmetic and reasoning_gym are made, jsonl, parquet, datasets and gsm8k read; "
-        "function is yours.",
+        "function is yours; environment has episodes of several turns.",
     )
-    name: Literal["sum", "chain", "reverse", "sort"] = option("sum", "Family of problems.")
+    name: Literal["sum", "chain", "reverse", "sort", "repeat"] = option("sum", "Family of problems.")
 
 
 class ReasoningGymSection(_Task):
@@ -102,8 +129,39 @@ class FunctionSection(RowsSection):
     name: FunctionName = Field(description="The function, as module:function.")
 
 
+class EnvironmentSection(_Task):
+    """An environment that answers the policy's turns."""
+
+    kind: Literal["environment"] = "environment"
+    name: EnvironmentName = Field(
+        description="The environment: guess_number, calculator, or yours as module:Class; task.options are "
+        "its keyword arguments."
+    )
+    max_turns: PositiveInt = option(8, "Most turns of the policy in one episode.")
+    max_observation_tokens: PositiveInt = option(
+        256, "Longest observation, in tokens; the middle of a longer one is left out."
+    )
+    stop_texts: tuple[Text, ...] = option(
+        (), "Texts of one token each that end a turn, beside the tokenizer's stop tokens."
+    )
+    observation_template: ObservationTemplate = option(
+        "{observation}", "How an observation is written; a chat template writes it itself."
+    )
+    timeout_s: PositiveFloat = option(10.0, "Time for one reset or step of the environment, in seconds.")
+    workers: PositiveInt = option(2, "Number of worker processes that hold the environments.")
+    solved: float = option(1.0, "Least sum of an episode's rewards that counts as solved in an evaluation.")
+    train_size: PositiveInt = option(131072, "Number of different episodes to train on.")
+    eval_size: PositiveInt = option(512, "Number of held-out episodes, which no run trains on.")
+
+
 TaskSection = Annotated[
-    ArithmeticSection | ReasoningGymSection | FileSection | DatasetsSection | Gsm8kSection | FunctionSection,
+    ArithmeticSection
+    | ReasoningGymSection
+    | FileSection
+    | DatasetsSection
+    | Gsm8kSection
+    | FunctionSection
+    | EnvironmentSection,
     Field(discriminator="kind"),
 ]
 

@@ -36,6 +36,7 @@ from jetrl_jax.models.anatomy import (
 )
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
+from jetrl_jax.precision.formats import is_kv_scale
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 
@@ -160,9 +161,11 @@ class Layout:
 
     def shards(self, state: nnx.State) -> nnx.State:
         """Inside `map`: the shards in `state` as `ShardedParameter`s, which a model gathers."""
-        return map_params(
-            lambda path, value: ShardedParameter(value, self.axes[path], _of_heads(path)), state
-        )
+
+        def shard(path: str, value: Any) -> Any:
+            return value if is_kv_scale(path) else ShardedParameter(value, self.axes[path], _of_heads(path))
+
+        return map_params(shard, state)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`jax.shard_map` of `function` over the mesh; `function` does its own collectives and gradients."""
@@ -199,10 +202,10 @@ class Layout:
         return found
 
     def _tensor_spec(self, path: str) -> PartitionSpec:
-        return WHOLE if path in self._unsplit else PartitionSpec(TENSOR)
+        return WHOLE if path in self._unsplit or is_kv_scale(path) else PartitionSpec(TENSOR)
 
     def _spec(self, path: str) -> PartitionSpec:
-        axis = self.axes[path]
+        axis = None if is_kv_scale(path) else self.axes[path]
         if axis is None:
             return self._tensor_spec(path)
         tensor = None if path in self._unsplit else TENSOR

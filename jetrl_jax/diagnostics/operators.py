@@ -176,7 +176,9 @@ _LAYER: dict[str, Callable[[DecoderLayer, Values], Values]] = {
         for name in ("q", "k")
     },
     "attention": lambda layer, made: {
-        "attended": attention.attend(made["q"], made["k"], made["v"], made["mask"], layer.self_attn.numerics)
+        "attended": attention.attend(
+            *layer.self_attn.rounded(made["q"], made["k"], made["v"]), made["mask"], layer.self_attn.numerics
+        )
     },
     "o_proj": lambda layer, made: {"x": layer.self_attn.o_proj(made["attended"])},
     "post_norm": lambda layer, made: _add_norm(layer.post_attention_layernorm, made),

@@ -20,6 +20,7 @@ import numpy as np
 from jetrl_jax.models.cache import KVCache
 from jetrl_jax.models.flash_attention import KERNELS, PLANNED, flash_attention, flash_cached_attention
 from jetrl_jax.models.ops import round_to, shape_independent
+from jetrl_jax.precision.kv_cache import CODES
 from jetrl_jax.precision.numerics import Numerics
 from pallas_kernels.attention import cached_attention, causal_attention, segment_blocks
 from pallas_kernels.formats import BLOCK
@@ -94,11 +95,12 @@ def attend_to_cache(q: jax.Array, cache: KVCache, positions: jax.Array, numerics
     K, S = cache.keys.shape[1:3]
     chosen = (numerics.choices.attention if t == 1 else numerics.choices.extension).name
     if chosen in KERNELS:
-        out = cached_attention(q, cache.keys, cache.values, positions, implementation=chosen)
+        scales = None if cache.scales is None or cache.keys.dtype != CODES else jnp.stack(cache.scales)
+        out = cached_attention(q, cache.keys, cache.values, positions, scales, implementation=chosen)
         return out.reshape(B, t, N * H)
     if chosen != "xla":
         out = flash_cached_attention(
-            q[:, 0], cache.keys, cache.values, positions[:, 0], planned=chosen == PLANNED
+            q[:, 0], *cache.read(q.dtype), positions[:, 0], planned=chosen == PLANNED
         )
         return out.reshape(B, 1, N * H)
     queries = q.astype(jnp.float32) * np.float32(H**-0.5)

@@ -19,6 +19,7 @@ from jetrl_jax.models.dense import (
 from jetrl_jax.models.flash_attention import attention_implementation, extension_implementation
 from jetrl_jax.models.linear import product_implementation, quantizer_implementation
 from jetrl_jax.precision.numerics import Choices, Numerics
+from pallas_kernels.implementations import on_gpu
 
 PARTIAL = "the last block of a row is partial"
 COPIED = "in training numerics.wgrad_operand takes the value"
@@ -68,3 +69,14 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         silu=quantizer_implementation(forward, fp8_producers.silu_problem(sizes.intermediate_size, numerics)),
     )
     return dataclasses.replace(numerics, resolved=choices)
+
+
+def slow_exactness(numerics: Numerics) -> str | None:
+    """A warning if an exact policy computes attention in float64 on a GPU; None if it does not."""
+    choice = numerics.choices.attention
+    if not numerics.exact or choice.name != "xla" or not on_gpu():
+        return None
+    return (
+        f"numerics.exact: attention is in float64 here, which is slow on a GPU: {choice.reason}. "
+        "For speed use numerics.exact: false."
+    )

@@ -30,16 +30,18 @@ from flax import nnx
 
 from jetrl_jax.models import attention, fp8_producers, ops, tensor_parallel, vocabulary
 from jetrl_jax.models.anatomy import MATRICES, Matrix
-from jetrl_jax.models.cache import KVCache
+from jetrl_jax.models.cache import KeysValues, KVCache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.linear import Activation, activation, linear
 from jetrl_jax.models.sharded import gathered, local
+from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
 from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.trainable_weight import TrainableMatrix
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H / 2] each
-KeysValues = tuple[jax.Array, jax.Array]  # keys and values of a whole sequence, [B, T, K, H] each
+Embeddings = jax.Array | TrainableMatrix  # [V, D]
 INIT_STDDEV = 0.02
 
 
@@ -54,7 +56,7 @@ class Embedding(nnx.Module):
         self.numerics = numerics
         self.weight = _normal(rngs, config.vocab_size, config.hidden_size)
 
-    def whole(self) -> jax.Array:
+    def whole(self) -> Embeddings:
         """The gathered matrix [V, D]; under tensor parallelism this device's rows."""
         return gathered(self.weight, self.numerics.dtype)
 
@@ -181,6 +183,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
+        for kind in numerics.kinds:
+            setattr(self, f"{kind}_scale", KVScale(jnp.ones((), jnp.float32)))
 
     def __call__(
         self,
@@ -198,11 +202,29 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rope(q, rope, numerics), ops.rope(k, rope, numerics)
+        made, scales = {"k": k, "v": v, "q": q}, self.scales
+        q, k, v = self.rounded(q, k, v)
+        pair = (scales["k"], scales["v"]) if scales else None
         if cache is None:
-            return self.o_proj(attention.attend(q, k, v, mask, numerics)), (k, v)
+            use = KVUse.of(made, scales) if scales else None
+            return self.o_proj(attention.attend(q, k, v, mask, numerics)), KeysValues(k, v, pair, use)
         assert positions is not None  # a cache comes with the positions of the new tokens
-        cache = cache.write(k, v, positions, numerics)
-        return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache
+        cache = cache.scaled(pair).write(k, v, positions, numerics)
+        return self.o_proj(attention.attend_to_cache(q, cache, positions, numerics)), cache.scaled(None)
+
+    def rounded(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values as attention reads them."""
+        scales = self.scales
+
+        def one(kind: str, x: jax.Array) -> jax.Array:
+            return stored(x, scales[kind]) if kind in scales else x
+
+        return one("q", q), one("k", k), one("v", v)
+
+    @property
+    def scales(self) -> dict[str, jax.Array]:
+        """The scale of each kind that is rounded to FP8, see `jetrl_jax.precision.kv_cache`."""
+        return {kind: getattr(self, f"{kind}_scale").get_value() for kind in self.numerics.kinds}
 
     @property
     def readers(self) -> tuple[Linear, Linear, Linear]:
@@ -219,11 +241,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
-        x = read(x, self.readers)
+        x, numerics, reader = read(x, self.readers), self.numerics, local(self.down_proj.weight)
+        if fp8_producers.fuses_silu_gradient([local(layer.weight) for layer in self.readers], numerics):
+            gate, up = (gathered(layer.weight, numerics.dtype) for layer in self.readers)
+            return self.down_proj(fp8_producers.gated(x, gate, up, reader, numerics))
         gate, up = (projection(x) for projection in self.readers)
-        return self.down_proj(
-            fp8_producers.silu_multiply(gate, up, local(self.down_proj.weight), self.numerics)
-        )
+        return self.down_proj(fp8_producers.silu_multiply(gate, up, reader, numerics))
 
     @property
     def readers(self) -> tuple[Linear, Linear]:
@@ -297,6 +320,17 @@ class Decoder(nnx.Module):
         """
         return self.prefill(token_ids, positions, segment_ids)[0]
 
+    def with_use(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, KVUse | None]:
+        """As `__call__`, with the use of the FP8 range [L, n] by the tokens that are no padding.
+
+        None if keys and values are not in FP8.
+        """
+        hidden, kept = self.prefill(token_ids, positions, segment_ids)
+        uses = [layer.use for layer in kept if layer.use is not None]
+        return hidden, KVUse.total(uses, segment_ids > 0) if uses else None
+
     def prefill(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, list[KeysValues]]:
@@ -352,18 +386,19 @@ class Decoder(nnx.Module):
             kept.append(new)
         return self.norm.add(x, residual)[0].value, kept
 
-    def head(self) -> jax.Array:
+    def head(self) -> Embeddings:
         """The gathered matrix [V, D] that makes logits; under tensor parallelism this device's rows."""
         return (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).whole()
 
-    def splits(self, matrix: jax.Array) -> bool:
+    def splits(self, matrix: Embeddings) -> bool:
         """Whether an embedding or head [V, D] is only a part, with the rest on other devices."""
         return matrix.shape[0] < self.config.vocab_size
 
-    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, head: Embeddings | None = None) -> jax.Array:
         """The float32 logits [..., V] of hidden [..., D], one per row of `head` (None: `head()`)."""
         head = self.head() if head is None else head
         if self.splits(head):
             hidden = tensor_parallel.enter(hidden)
-        flat = dense(hidden.reshape(-1, hidden.shape[-1]), head, jnp.float32, self.numerics)
+        matrix = head.whole() if isinstance(head, TrainableMatrix) else head
+        flat = dense(hidden.reshape(-1, hidden.shape[-1]), matrix, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)

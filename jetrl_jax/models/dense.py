@@ -181,8 +181,10 @@ def _head_gradients(
 
 
 def _operand(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """Values in `numerics.dtype`; activations already have it (see `tensor_parallel.enter`)."""
-    return x if x.dtype == numerics.dtype else round_to(x, numerics.dtype)
+    """x in `numerics.dtype`, as a cast that XLA drops where x came from that dtype: a published weight, or an
+    activation that `tensor_parallel.enter` widened.
+    """
+    return x.astype(numerics.dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, out_dtype: Any = jnp.float32) -> jax.Array:

@@ -14,7 +14,8 @@ With `numerics.exact` both ways give the same bits (tests/parity/test_fp8_produc
 values below 2**-119 times |up|, which the kernel may set to zero.  Without it the kernels still sum and round
 as `exact` does, while `models.ops` sums in FP32, so that single roundings may differ.
 
-Gradients are always those of `models.ops`.
+Gradients are those of `models.ops`, but for SiLU's in FP8 training on the kernels: there it is one kernel
+with the quantisers of the gradients of gate and up (`gated`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.models import ops
+from jetrl_jax.models import linear, ops
 from jetrl_jax.models.linear import Activation, Codes, Weight, activation, has_fp8_wgrad, is_fp8, wgrad_block
 from jetrl_jax.precision.numerics import Numerics
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
 from pallas_kernels import rms_norm_quantize, silu_multiply_quantize
 from pallas_kernels.quantize.api import kernel_problem
 from pallas_kernels.quantize.fused import norm_kernel_problem
@@ -65,9 +67,15 @@ def rms_norm(
     return Activation(normed, Codes(rows, None)), _same(total, made.reshape(total.shape))
 
 
-def silu_multiply(gate: jax.Array, up: jax.Array, reader: Weight, numerics: Numerics) -> Activation:
-    """SiLU(gate) * up, both [..., F], for the layer with the weight `reader`: [..., F]."""
-    product = ops.silu_multiply(gate, up, numerics)
+def silu_multiply(
+    gate: jax.Array, up: jax.Array, reader: Weight, numerics: Numerics, product: jax.Array | None = None
+) -> Activation:
+    """SiLU(gate) * up, both [..., F], for the layer with the weight `reader`: [..., F].
+
+    product: the value, if it is made already; else it is made here, with the gradient of `models.ops`.
+    """
+    if product is None:
+        product = ops.silu_multiply(gate, up, numerics)
     implementation = numerics.choices.silu.name
     if implementation == "xla" or not is_fp8(reader):
         return activation(product, (reader,), numerics)
@@ -79,6 +87,23 @@ def silu_multiply(gate: jax.Array, up: jax.Array, reader: Weight, numerics: Nume
         implementation=implementation,
     )
     return Activation(product, Codes(*codes))
+
+
+def fuses_silu_gradient(readers: Sequence[Weight], numerics: Numerics) -> bool:
+    """Whether the gradient of SiLU(gate) * up is one kernel with the quantisers of the products before it,
+    those of the weights `readers` (`gated`).
+    """
+    return numerics.choices.silu.name != "xla" and all(
+        isinstance(weight, TrainableFp8Weight) and weight.fp8_backward for weight in readers
+    )
+
+
+def gated(
+    x: Activation, gate: TrainableFp8Weight, up: TrainableFp8Weight, reader: Weight, numerics: Numerics
+) -> Activation:
+    """`silu_multiply` of x [..., D] times the two weights, [..., F], where `fuses_silu_gradient`."""
+    product, made_gate, made_up = linear.gated(x, gate, up, numerics)
+    return silu_multiply(made_gate, made_up, reader, numerics, product.reshape(*x.value.shape[:-1], -1))
 
 
 def norm_problem(width: int, numerics: Numerics) -> str | None:

@@ -34,11 +34,20 @@ import jax.numpy as jnp
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.dense import dense
-from jetrl_jax.models.ops import round_parameter, round_to
+from jetrl_jax.models.ops import round_parameter, round_to, silu_multiply
 from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
-from pallas_kernels import ScaledArray, dgrad, fprop, quantize, quantize_dual, requantize, wgrad
+from pallas_kernels import (
+    ScaledArray,
+    dgrad,
+    fprop,
+    quantize,
+    quantize_dual,
+    requantize,
+    silu_gradients_quantize,
+    wgrad,
+)
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
 
 Weight = jax.Array | ScaledArray | TrainableFp8Weight
@@ -237,12 +246,39 @@ def _forward(
     split_input: bool,
     numerics: Numerics,
 ) -> Any:
-    saved = codes.rows  # of a split input only this device's features; the backward gathers again
-    if fp8_backward and numerics.wgrad_operand != "requantize":
-        assert codes.wgrad is not None
-        saved = codes.wgrad
+    saved = _for_wgrad(codes, fp8_backward, numerics)
     # not `_trainable`, since the master is not read
     return _fprop(_whole_input(codes.rows, split_input), weight, numerics), (saved, weight, total)
+
+
+def _for_wgrad(codes: Codes, fp8_backward: bool, numerics: Numerics) -> ScaledArray:
+    """The codes that the backward keeps; of a split input only this device's features."""
+    if not fp8_backward or numerics.wgrad_operand == "requantize":
+        return codes.rows
+    assert codes.wgrad is not None
+    return codes.wgrad
+
+
+def _fp8_gradients(
+    dy: tuple[ScaledArray, ScaledArray],
+    saved: ScaledArray,
+    weight: ScaledArray,
+    total: jax.Array | None,
+    dx_dtype: Any,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """(dX, dW) by DGrad and WGrad, from the output gradient's codes in blocks (1, 128) and (128, 1)."""
+    fast: dict[str, Any] = {
+        "promotion_order": numerics.promotion_order,
+        "implementation": numerics.choices.backward.name,
+    }
+    rows, tokens = dy
+    dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
+    operand = saved
+    if numerics.wgrad_operand == "requantize":
+        chosen = numerics.choices.quantizer(saved.shape[1]).name
+        operand = requantize(saved, scale_format=numerics.scale_format, implementation=chosen)
+    return dx, wgrad(tokens, operand, accumulator=total, **fast)
 
 
 def _backward(
@@ -259,20 +295,72 @@ def _backward(
         )
         dx, dw = pullback(dy)
     else:
-        fast: dict[str, Any] = {
-            "promotion_order": numerics.promotion_order,
-            "implementation": numerics.choices.backward.name,
-        }
-        rows, tokens = _quantize_dual(dy, FP8_BLOCKS.token, numerics)
-        dx = dgrad(rows, weight, out_dtype=dx_dtype, **fast)
-        operand = saved
-        if numerics.wgrad_operand == "requantize":
-            chosen = numerics.choices.quantizer(saved.shape[1]).name
-            operand = requantize(saved, scale_format=numerics.scale_format, implementation=chosen)
-        dw = wgrad(tokens, operand, accumulator=total, **fast)
+        codes = _quantize_dual(dy, FP8_BLOCKS.token, numerics)
+        dx, dw = _fp8_gradients(codes, saved, weight, total, dx_dtype, numerics)
     if split_input and tensor_parallel.degree() > 1:
         dx = tensor_parallel.scatter_sum(dx, dy.dtype)
     return dx, None, dw, None, None
 
 
 _trainable.defvjp(_forward, _backward)
+
+
+def gated(
+    x: Activation, gate: TrainableFp8Weight, up: TrainableFp8Weight, numerics: Numerics
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """SiLU(x Wgate^T) * x Wup^T, and the two products without a gradient, [M, F] each; x whole, with codes.
+
+    The gradient of SiLU is one kernel with the quantisers of both products' gradients, which never go to
+    memory as BF16.
+    """
+    weights = gate, up
+    return _gated(
+        x.value.reshape(-1, x.value.shape[-1]),
+        x.codes,
+        tuple(weight.master for weight in weights),
+        tuple(weight.quantized for weight in weights),
+        tuple(weight.total for weight in weights),
+        numerics,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _gated(
+    x: jax.Array,
+    codes: Codes,
+    masters: Any,
+    weights: tuple[ScaledArray, ...],
+    totals: Any,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gate, up = (_fprop(codes.rows, weight, numerics) for weight in weights)
+    return silu_multiply(gate, up, numerics), gate, up
+
+
+def _gated_forward(
+    x: jax.Array,
+    codes: Codes,
+    masters: Any,
+    weights: tuple[ScaledArray, ...],
+    totals: Any,
+    numerics: Numerics,
+) -> Any:
+    product, gate, up = _gated(x, codes, masters, weights, totals, numerics)
+    return (product, gate, up), (gate, up, _for_wgrad(codes, True, numerics), weights, totals)
+
+
+def _gated_backward(numerics: Numerics, residuals: Any, cotangents: Any) -> Any:
+    gate, up, saved, weights, totals = residuals
+    dy = cotangents[0]
+    both = silu_gradients_quantize(
+        gate, up, dy, scale_format=numerics.scale_format, implementation=numerics.choices.silu.name
+    )
+    dx_dtype = tensor_parallel.input_cotangent_dtype(dy.dtype)
+    (dx_gate, dw_gate), (dx_up, dw_up) = (
+        _fp8_gradients(codes, saved, weight, total, dx_dtype, numerics)
+        for codes, weight, total in zip(both, weights, totals, strict=True)
+    )
+    return dx_gate + dx_up, None, (dw_gate, dw_up), None, None
+
+
+_gated.defvjp(_gated_forward, _gated_backward)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.kv_cache import KVUse
 
 
 def completion_logprobs(
@@ -38,13 +39,29 @@ def completion_logprobs(
     Raises:
       ValueError: other shapes, or chunk_tokens below 1.
     """
+    return completion_logprobs_with_use(
+        model, token_ids, positions, segment_ids, temperature=temperature, chunk_tokens=chunk_tokens
+    )[:2]
+
+
+def completion_logprobs_with_use(
+    model: Decoder,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array, KVUse | None]:
+    """As `completion_logprobs`, and how the tokens used the FP8 range of keys and values, [L, n] or None."""
     if chunk_tokens < 1:
         raise ValueError(f"completion_logprobs: got chunk_tokens={chunk_tokens}, expected at least 1.")
-    hidden = model(token_ids, positions, segment_ids)[:, :-1]
+    hidden, use = model.with_use(token_ids, positions, segment_ids)
+    hidden = hidden[:, :-1]
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), token_ids[:, 1:].reshape(-1)
     count = flat.shape[0]
     if count == 0:  # rows of one token predict nothing
-        return jnp.zeros(token_ids.shape, jnp.float32), jnp.zeros(token_ids.shape, jnp.float32)
+        return jnp.zeros(token_ids.shape, jnp.float32), jnp.zeros(token_ids.shape, jnp.float32), use
     chunk = min(chunk_tokens, count)
     padding = -count % chunk
     flat = jnp.pad(flat, ((0, padding), (0, 0))).reshape(-1, chunk, flat.shape[-1])
@@ -65,4 +82,4 @@ def completion_logprobs(
     )
     rows = [part.reshape(-1)[:count].reshape(token_ids.shape[0], -1) for part in outputs]
     logprobs, entropy = (jnp.pad(part, ((0, 0), (1, 0))) for part in rows)
-    return logprobs, entropy
+    return logprobs, entropy, use

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models.ops import round_to
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix
 from pallas_kernels import ScaledArray
 
 DATA, FSDP, TENSOR = MESH_AXES = ("data", "fsdp", "tensor")
@@ -64,6 +64,8 @@ def gathered(parameter: nnx.Param, dtype: Any) -> Any:
         )
     if isinstance(shard, ScaledArray):
         return gather_codes(shard, FSDP, axis)
+    if isinstance(shard, TrainableMatrix):
+        shard = shard.whole()
     return _gather(shard, axis, sums, jnp.dtype(dtype))
 
 

@@ -18,10 +18,10 @@ from jetrl_jax.models.ops import round_to, shape_independent
 from jetrl_jax.precision.numerics import Numerics
 
 
-def embed(weight: jax.Array, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
+def embed(weight: Any, token_ids: jax.Array, numerics: Numerics, *, split: bool = False) -> jax.Array:
     """The embeddings [..., D], in `numerics.dtype`, of int32 ids [...] of the whole vocabulary.
 
-    weight: [V, D], or with `split` [V / degree, D].
+    weight: [V, D], or with `split` [V / degree, D]; an array or a `TrainableMatrix`.
     """
     if not split:
         return round_to(weight[token_ids], numerics.dtype)

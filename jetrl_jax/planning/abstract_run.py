@@ -159,6 +159,13 @@ class AbstractRun:
         shapes = self.engine.shapes
         return self.engine.programs.abstract_state(shapes.batch_sizes[-1], shapes.cache_buckets[-1])
 
+    @property
+    def cache_token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in the embedded engine's cache, on a device."""
+        state = self.slots()
+        slots, length = state.shape
+        return on_one_device(state.cache) // (slots * length)
+
     def _placed(self, tree: Any) -> Any:
         """On the one device that was given, if one was: programs of these arrays are compiled for it."""
         return tree if self._device is None else placed(self._device, tree)

@@ -42,7 +42,7 @@ PAPER = {
     "end to end": 1.16,
 }  # the best speedups of FP8 over BF16 that Jet-RL reports
 KERNELS = re.compile(
-    r"jit\((rms_norm_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients|"
+    r"jit\((rms_norm_quantize|silu_gradients_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients|"
     r"cached_attention)\)"
 )
 ATTENTION = {  # (call, number of results) -> products over the causal half of the square

@@ -116,6 +116,16 @@ class MemoryPlan:
 
         return LENGTH_STEP * _largest(fits, max(self.config.rollout.max_completion_tokens // LENGTH_STEP, 1))
 
+    def most_slots(self, budget: int) -> int:
+        """The largest `rollout.engine.slots` that fits, in the embedded engine; 0 if not even one does."""
+        most = self.config.rollout.prompts_per_step * self.config.rollout.group_size
+        return min(
+            most,
+            _largest(
+                lambda slots: slots <= most and self._fits([f"rollout.engine.slots={slots}"], budget), 1
+            ),
+        )
+
     def _fits(self, changes: list[str], budget: int) -> bool:
         config = override_config(self.config, changes)
         run = (

@@ -76,3 +76,8 @@ PRESETS: dict[str, Flow] = {
 }
 # Exactly the paths of linear layers' weights end so; `models.anatomy` has the names.
 LINEAR = "_proj.weight"
+
+
+def is_kv_scale(path: str) -> bool:
+    """Whether a path, or Hugging Face's name, is that of a scale of keys, values or queries."""
+    return path.endswith(("self_attn.k_scale", "self_attn.v_scale", "self_attn.q_scale"))

@@ -12,6 +12,8 @@ from pallas_kernels.formats import BLOCK, SCALE_FORMATS
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice
 
 VALUES = ("float32", "bfloat16", "float16")  # dtypes of values
+KV_FORMATS = ("bf16", "fp8")  # as they were made, or `jetrl_jax.precision.kv_cache`
+KV_CODES = "float8_e4m3fn"
 ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # setting of `Numerics` -> its allowed values
     "compute_dtype": VALUES,
     "engine_variant": ("native", "cuda"),
@@ -24,8 +26,17 @@ ALLOWED: dict[str, tuple[str | bool | None, ...]] = {  # setting of `Numerics` -
     "attention": ("auto", "xla", "cudnn", "mosaic_gpu", "mosaic_interpret", "planned"),
     "dense": ("auto", "float64"),
     "head_gradient": ("auto", "fp32", "bf16x3", "bf16x2", "bf16"),
-    "stored_dtype": (None, *VALUES, "float64"),
+    "kv_cache": KV_FORMATS,
+    "kv_query": KV_FORMATS,
+    "stored_dtype": (None, *VALUES, "float64", KV_CODES),
 }
+
+
+def kv_kinds(kv_cache: str, kv_query: str) -> tuple[str, ...]:
+    """What these formats round to codes before attention; each kind has a scale in every layer."""
+    if kv_cache == "bf16":
+        return ()
+    return ("k", "v", "q") if kv_query == "fp8" else ("k", "v")
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,12 @@ class Choices:
         """The quantiser of an operand with rows of `columns` values."""
         return self.quantize_partial if columns % BLOCK else self.quantize
 
+    def names(self) -> dict[str, str]:
+        """Operation -> name of its implementation."""
+        return {
+            operation: choice.name for operation, choice in vars(self).items() if isinstance(choice, Choice)
+        }
+
     def record(self) -> dict[str, Any]:
         """The choices as nested dictionaries, for the run's record."""
         found = {
@@ -108,6 +125,7 @@ class Numerics:
     dense: products of an exact run that are not FP8: "auto", or "float64", in which an exact vLLM computes
       them; see `jetrl_jax.models.dense`.
     head_gradient: parts of the gradient of logits; see `jetrl_jax.models.dense.head_backward_implementation`.
+    kv_cache, kv_query: "fp8" rounds keys and values, and queries, to codes (`jetrl_jax.precision.kv_cache`).
     stored_dtype: dtype of the key/value cache; None chooses by backend (`jetrl_jax.models.cache`).
     resolved: the implementations; None until a `Decoder` is built, which calls
         `jetrl_jax.models.choices.resolve`, and again after `dataclasses.replace` changes a setting.
@@ -126,6 +144,8 @@ class Numerics:
     attention: str = "auto"
     dense: str = "auto"
     head_gradient: str = "auto"
+    kv_cache: str = "bf16"
+    kv_query: str = "bf16"
     stored_dtype: str | None = None
     resolved: Choices | None = None
 
@@ -137,7 +157,10 @@ class Numerics:
                 type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in allowed
             )
         ]
-        if not problems and self.stored_dtype not in (None, self.compute_dtype, "float32", "float64"):
+        if not problems and self.kv_query == "fp8" != self.kv_cache:
+            problems = ["got kv_query='fp8' with kv_cache='bf16', expected fp8 of both"]
+        allowed = (None, self.compute_dtype, "float32", "float64", *((KV_CODES,) if self.kinds else ()))
+        if not problems and self.stored_dtype not in allowed:
             problems = [
                 f"got stored_dtype={self.stored_dtype!r}, expected a dtype with every value of "
                 f"compute_dtype={self.compute_dtype!r}"
@@ -146,6 +169,11 @@ class Numerics:
             raise ValueError("Numerics: bad value: " + "; ".join(problems) + ".")
         if self.resolved is not None and self.resolved.settings != self.settings:
             object.__setattr__(self, "resolved", None)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is rounded to codes before attention: keys "k", values "v", queries "q"."""
+        return kv_kinds(self.kv_cache, self.kv_query)
 
     @property
     def settings(self) -> Numerics:

@@ -27,10 +27,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.errors import UserError
+from jetrl_jax.precision import kv_cache
 from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
 from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix, published_value
 from pallas_kernels import quantize
+
+EMBEDDINGS = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,11 @@ class PrecisionPlan:
       overrides: (glob, name of a format) pairs; the last match wins.  A layer whose override is the preset's
         rollout format follows the preset; otherwise all its products run in the named format.
       wgrad_operand, scale_format: see `Numerics`.
+      kinds: what is rounded to FP8 before attention (`Numerics.kinds`); each has a scale in every layer.
 
     Attributes:
       value: the format of everything between the products, see `Flow`.
+      scale_paths: the path of each of these scales, [L][n]; published weights have them too.
 
     Raises:
       UserError: an override that matches no linear layer.
@@ -77,6 +82,7 @@ class PrecisionPlan:
         *,
         wgrad_operand: str = "requantize",
         scale_format: str = "float32",
+        kinds: tuple[str, ...] = (),
     ) -> None:
         self.preset = preset
         self.scale_format = scale_format
@@ -98,6 +104,9 @@ class PrecisionPlan:
                 dict.fromkeys(hit, default if default.rollout == fmt else default.uniform(fmt))
             )
         self._other = default.uniform(default.value)
+        layers_with = {path.split(".")[1] for path in self.paths if path.startswith("layers.")}
+        self.kinds = kinds
+        self.scale_paths = kv_cache.scale_paths(len(layers_with) if kinds else 0, kinds)
 
     @property
     def linear(self) -> tuple[str, ...]:
@@ -120,8 +129,10 @@ class PrecisionPlan:
                     for site, fmt in products
                 ]
             else:
-                head = path in ("lm_head.weight", "embed_tokens.weight")
+                head = path in EMBEDDINGS
                 rows.append(PlanRow(path, "value", self.value.name, "logits in fp32" if head else "-"))
+        for paths in self.scale_paths:
+            rows += [PlanRow(path, "cache", "fp8", "one scale, a power of two") for path in paths]
         return rows
 
     def table(self) -> str:
@@ -139,16 +150,25 @@ class PrecisionPlan:
             + "\n"
         )
 
-    def publish(self, params: nnx.State) -> nnx.State:
+    def publish(self, params: nnx.State, scales: jax.Array | None = None) -> nnx.State:
         """The weights of a policy version as the engine multiplies them; traceable under `jax.jit`.
 
         Args:
           params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them.
+          scales: float32 [L, n], those of keys, values and queries; None if none is in FP8.
 
         Returns:
           A state of the same paths: `ScaledArray` (128x128 blocks) where the plan's rollout format is FP8,
-          else BF16 (FP32 or FP16 for the presets of that name).
+          else BF16 (FP32 or FP16 for the presets of that name); and the scales at `scale_paths`.
+
+        Raises:
+          ValueError: scales are missing, or the plan has none.
         """
+        if (scales is None) != (not self.kinds):
+            raise ValueError(
+                f"PrecisionPlan.publish: wrong scales: got {None if scales is None else scales.shape}, "
+                f"expected {None if not self.kinds else 'one for each layer and'} {self.kinds} in FP8."
+            )
 
         def publish_one(path: str, value: jax.Array) -> Any:
             # a copy even in FP32, because an update donates the masters' buffers
@@ -158,14 +178,33 @@ class PrecisionPlan:
                 source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
             )
 
-        return map_params(publish_one, params)
+        published = map_params(publish_one, params)
+        return published if scales is None else kv_cache.with_scales(published, self.by_path(scales))
+
+    def by_path(self, scales: Any) -> dict[str, Any]:
+        """Path -> scale, of scales [L, n]."""
+        return {
+            path: scales[layer, kind]
+            for layer, paths in enumerate(self.scale_paths)
+            for kind, path in enumerate(paths)
+        }
+
+    @property
+    def unit_scales(self) -> jax.Array | None:
+        """Scales of 1, [L, n], before anything is known about the policy; None if nothing is in FP8."""
+        return jnp.ones((len(self.scale_paths), len(self.kinds)), jnp.float32) if self.kinds else None
+
+    def _scaled(self, weights: nnx.State, codes: dict[str, Any]) -> nnx.State:
+        scales = {path: codes[path] for paths in self.scale_paths for path in paths}
+        return kv_cache.with_scales(weights, scales) if scales else weights
 
     def training_weights(
         self, params: nnx.State, published: nnx.State, totals: nnx.State | None = None
     ) -> nnx.State:
-        """The weights of the trainer's forward: masters, bound to their published codes where FProp is FP8.
+        """The weights of the trainer's forward: masters, bound to what is published of them.
 
-        Gradients reach the masters (straight-through); the codes are constants within the step.
+        Only where the engine multiplies codes and FProp does not, FProp rounds the master itself.  Gradients
+        reach the masters (straight-through); what is published is a constant within the step.
 
         Args:
           totals: sums to which the gradients of `adds` are added as they are made.
@@ -175,21 +214,28 @@ class PrecisionPlan:
 
         def bind(path: str, value: jax.Array) -> Any:
             if not self.flow(path).fprop.quantized:
-                return value
+                if not self._reads_published(path):
+                    return value
+                bound = TrainableMatrix if path in EMBEDDINGS else published_value
+                return bound(value, codes[path])
             total = sums.get(path) if self.adds(path) else None
             return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 
-        return map_params(bind, params)
+        return self._scaled(map_params(bind, params), codes)
 
     def adds(self, path: str) -> bool:
         """Whether the product that makes a parameter's gradient can add it to a sum."""
         return path in self._linear and self.flow(path).dgrad.quantized
+
+    def _reads_published(self, path: str) -> bool:
+        """Whether FProp multiplies a parameter in the format in which it is published."""
+        return self.flow(path).fprop == self.flow(path).rollout
 
     def frozen_weights(self, params: nnx.State, published: nnx.State) -> nnx.State:
         """`training_weights` without masters: the same forward, no gradient; used for a reference policy."""
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:
-            return codes[path] if self.flow(path).fprop.quantized else jnp.array(value, self.value.dtype)
+            return codes[path] if self._reads_published(path) else jnp.array(value, self.value.dtype)
 
-        return map_params(freeze, params)
+        return self._scaled(map_params(freeze, params), codes)

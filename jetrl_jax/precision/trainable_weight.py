@@ -1,10 +1,15 @@
-"""The value of an FP8 weight in training: an FP32 master together with its published codes."""
+"""The value of a weight in training: an FP32 master together with its published codes or value.
+
+Training multiplies the published bytes, never the master: the update's program may compute a new master
+twice, once to keep and once to publish it, and a compiler need not give both the same bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import ScaledArray
 
@@ -24,3 +29,40 @@ class TrainableFp8Weight:
     quantized: ScaledArray
     fp8_backward: bool = field(metadata={"static": True})
     total: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainableMatrix:
+    """An embedding or head in training: the FP32 master receives the gradient, `value` is read.
+
+    master: float32 [V, D]; value: its published value.  They stay apart until rows are chosen or logits made,
+    so that no float32 copy of all of `value` exists.
+    """
+
+    master: jax.Array
+    value: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[V, D], or a device's part."""
+        return self.value.shape
+
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
+        """Rows of the value in float32, with their gradient."""
+        return published_value(self.master[rows], self.value[rows])
+
+    def whole(self) -> jax.Array:
+        """The value in float32, with its gradient."""
+        return published_value(self.master, self.value)
+
+
+@jax.custom_vjp
+def published_value(master: jax.Array, published: jax.Array) -> jax.Array:
+    """`published`, of any shape and dtype, as float32; its gradient goes to the FP32 master, not rounded."""
+    return published.astype(jnp.float32)
+
+
+published_value.defvjp(
+    lambda master, published: (published_value(master, published), None), lambda _, gradient: (gradient, None)
+)

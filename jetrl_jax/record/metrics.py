@@ -44,12 +44,16 @@ class Metric:
 
     @property
     def is_clock(self) -> bool:
-        """Whether the metric depends on a clock, so that equal runs may differ in it."""
-        return self.name.startswith(("time/", "rate/"))
+        """Whether the metric depends on a clock, so that equal runs may differ in it.
+
+        The lengths of drafts do, by which no token and no other metric changes.
+        """
+        return self.name.startswith(("time/", "rate/", "speculation/"))
 
 
 _PHASES = {
     "rollout": "generating completions",
+    "environment": "resets and steps of environments, of the whole batch",
     "reward": "scoring completions",
     "logprob": "recomputing the logprobs of the behaviour version",
     "train": "forward, backward and update",
@@ -110,6 +114,7 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "mean length of the held-out completions at the rollout temperature",
     ),
+    Metric("eval/turns_mean", "turns", "mean number of turns of the held-out episodes", "lower"),
     Metric("loss/total", "loss", "the loss that is differentiated"),
     *(Metric(f"time/{phase}_s", "s", f"seconds of {what}", "lower") for phase, what in _PHASES.items()),
     Metric(
@@ -143,6 +148,15 @@ METRICS: tuple[Metric, ...] = (
         "rounds of generation; dynamic sampling may take more than one",
         "lower",
     ),
+    Metric("episode/turns_mean", "turns", "mean number of the policy's turns in an episode"),
+    Metric("episode/turns_max", "turns", "most turns of the policy in an episode"),
+    Metric("episode/tool_calls_mean", "calls", "mean number of calls of tools in an episode"),
+    Metric(
+        "episode/tool_error_fraction", "fraction", "calls of tools that were answered by an error", "lower"
+    ),
+    Metric(
+        "episode/failed_fraction", "fraction", "episodes whose environment failed: out of the loss", "lower"
+    ),
     Metric("speculation/drafted_tokens", "tokens", "tokens that drafts guessed in the step's rollout"),
     Metric(
         "speculation/accepted_tokens",
@@ -151,11 +165,24 @@ METRICS: tuple[Metric, ...] = (
         "higher",
     ),
     Metric(
+        "speculation/length_mean",
+        "tokens",
+        "mean number of tokens for which a draft was asked in a forward of a sequence, chosen by the time",
+    ),
+    Metric(
         "speculation/accepted_per_step",
         "tokens",
         "mean number of guessed tokens that a sequence gained in a forward, beside the one that it samples",
         "higher",
     ),
+    Metric(
+        "kv/clip_fraction",
+        "fraction",
+        "keys and values (and FP8 queries) of the training batches beyond the range of the step's scales",
+        "lower",
+    ),
+    Metric("kv/*_exponent_min", "1", "smallest exponent of a layer's scale of keys, values or queries"),
+    Metric("kv/*_exponent_max", "1", "largest exponent of a layer's scale of keys, values or queries"),
     Metric(
         "count/steps_without_signal",
         "steps",

@@ -66,6 +66,24 @@ def compare_data_for_resume(saved: Mapping[str, Any], current: Mapping[str, Any]
         )
 
 
+def compare_implementations_for_resume(saved: Mapping[str, Any], current: Mapping[str, str]) -> None:
+    """Raises `UserError` if a run is resumed where other implementations serve its operations, such as on a
+    GPU after a CPU: the rest of the run would have other bits.
+
+    ``saved``: a checkpoint's metadata, in an older one without implementations; ``current``: the name of each
+    operation's implementation.
+    """
+    before = saved.get("implementations")
+    differing = _differences(before, current) if before is not None else {}
+    if differing:
+        raise UserError(
+            "compare_implementations_for_resume: other implementations than the run began with:\n"
+            + "\n".join(differing.values())
+            + "\nResume on the kind of device and with the JAX of the run's start (environment.json), or "
+            "start a new run from its exported checkpoint (model.path)."
+        )
+
+
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
     """Dotted path -> a line with both values, for every field that differs."""
     before, after, absent = flatten(saved), flatten(current), "(absent)"

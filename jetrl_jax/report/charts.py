@@ -94,11 +94,30 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Range of FP8 keys and values",
+        (
+            Panel("kv/clip_fraction", "Clipped values", from_zero=True),
+            Panel("kv/*_exponent_max", "Largest exponent of a layer's scale, {}"),
+            Panel("kv/*_exponent_min", "Smallest exponent of a layer's scale, {}"),
+        ),
+    ),
+    (
         "Lengths",
         (
             Panel("length/completion_tokens_mean", "Mean completion length", smooth=True),
             Panel("length/completion_tokens_max", "Longest completion"),
             Panel("length/truncated_fraction", "Truncated completions", smooth=True),
+        ),
+    ),
+    (
+        "Episodes",
+        (
+            Panel("episode/turns_mean", "Mean turns of an episode", smooth=True),
+            Panel("eval/turns_mean", "Mean turns of a held-out episode"),
+            Panel("episode/tool_calls_mean", "Mean calls of tools", smooth=True),
+            Panel("episode/tool_error_fraction", "Calls answered by an error", smooth=True),
+            Panel("episode/failed_fraction", "Failed environments"),
+            Panel("time/environment_s", "Time of the environments"),
         ),
     ),
     (

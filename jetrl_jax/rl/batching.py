@@ -223,6 +223,21 @@ def pack(
     ]
 
 
+def padded_rows(
+    sequences: Sequence[Sequence[int]], rows: int, row_tokens: int
+) -> list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]:
+    """(token ids, positions, segment ids), int32 [rows, row_tokens] each, with one sequence in each row."""
+    batches = []
+    for first in range(0, len(sequences), rows):
+        ids, segments = (np.zeros((rows, row_tokens), np.int32) for _ in range(2))
+        for row, sequence in enumerate(sequences[first : first + rows]):
+            ids[row, : len(sequence)] = sequence
+            segments[row, : len(sequence)] = 1
+        positions = np.tile(np.arange(row_tokens, dtype=np.int32), (rows, 1))
+        batches.append((ids, positions, segments))
+    return batches
+
+
 def count_denominators(batches: Sequence[TrainBatch], max_completion_tokens: int) -> Denominators:
     """Counts over all microbatches of one optimiser step, as float32 scalars, weighted by exposure.
 

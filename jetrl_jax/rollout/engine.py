@@ -55,7 +55,7 @@ class LoadReport:
 
 
 def check_kinds(requests: Sequence[Request]) -> None:
-    """Raises ValueError for prompts that are not sequences of whole numbers, and for invalid seeds."""
+    """Raises ValueError for prompts that are not sequences of whole numbers, invalid seeds and lengths."""
     problems = []
     # the prompts of a group are often the same list
     prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}
@@ -69,6 +69,11 @@ def check_kinds(requests: Sequence[Request]) -> None:
             problems.append(
                 f"request {request.id}: got seed={request.seed!r}, expected a whole number from 0 to "
                 "2**32 - 1"
+            )
+        if request.max_tokens is not None and (not is_whole(request.max_tokens) or request.max_tokens < 1):
+            problems.append(
+                f"request {request.id}: got max_tokens={request.max_tokens!r}, expected a whole number from "
+                "1 on, or None"
             )
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -101,6 +106,16 @@ def check_sequences(sequences: Sequence[Sequence[int]], longest: int, vocab_size
             )
     if problems:
         raise ValueError("score: bad sequence: " + "; ".join(problems[:SHOWN]) + ".")
+
+
+def too_long(requests: Sequence[Request], sampling: SamplingParams, longest: int) -> list[str]:
+    """The requests whose prompt and completion may exceed `longest` tokens, in words."""
+    return [
+        f"request {request.id}: got {len(request.prompt_ids)} tokens of prompt and up to "
+        f"{request.limit(sampling)} more, expected at most {longest} in all"
+        for request in requests
+        if len(request.prompt_ids) + request.limit(sampling) > longest
+    ]
 
 
 AfterLoad = Callable[[Any, LoadReport], None]  # (published weights, report)

@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 
 from jetrl_jax.config.types import TEMPERATURES
 
-FinishReason = Literal["stop", "length"]  # a stop token was sampled, or max_tokens was reached
+# A stop token was sampled; a limit of tokens was reached; an episode ended by a limit of its turns.
+FinishReason = Literal["stop", "length", "turns"]
 Role = Literal["prompt", "policy", "environment"]
 MAX_SEED = 2**32 - 1
 
@@ -89,11 +90,17 @@ class Request:
     id: chosen by the caller, returned in the trajectory.
     prompt_ids: at least one token.
     seed: 0 .. 2**32 - 1; requests of a group share the prompt and differ in the seed.
+    max_tokens: longest completion, if less than that of the submission; None: no less.
     """
 
     id: int
     prompt_ids: list[int]
     seed: int
+    max_tokens: int | None = None
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """The longest completion of this request, in tokens."""
+        return sampling.max_tokens if self.max_tokens is None else min(self.max_tokens, sampling.max_tokens)
 
 
 @dataclass(frozen=True)

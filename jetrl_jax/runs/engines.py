@@ -116,6 +116,12 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
             "makes float32 scales, "
             "expected float32, or rollout.engine: jax."
         )
+    if not on_gpu and fp8.kv_cache == "fp8" and not config.numerics.exact:
+        raise UserError(
+            "precision.kv_cache: got fp8 with vLLM on a CPU and numerics.exact: false, expected bf16, or "
+            "exact: true. vLLM's own attention on a CPU cuts the mantissa of keys and values instead of "
+            "rounding them."
+        )
     sleep = config.shared_vllm is not None and sleeps(config.shared_vllm, on_gpu)
     return EngineSettings(config.rollout, fp8, config.numerics, sleep)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from jetrl_jax.collect.episodes import EpisodePlayer
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.config.run_config import RunConfig
@@ -30,6 +31,7 @@ from jetrl_jax.config.task import rewarded_verifier
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.gpu_memory import check_device, share_gpu
 from jetrl_jax.devices.layout import Layout
+from jetrl_jax.errors import UserError
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.record.console import Console
 from jetrl_jax.record.run_directory import flatten
@@ -40,6 +42,7 @@ from jetrl_jax.runs.parts import Parts
 from jetrl_jax.runs.policy import Policy, build_policy, policy_parts
 from jetrl_jax.runs.run import Run
 from jetrl_jax.tasks.base import Task
+from jetrl_jax.tasks.environment import EnvironmentTask
 from jetrl_jax.tasks.fingerprint import data_fingerprint
 from jetrl_jax.tasks.registry import as_task, build_task
 from jetrl_jax.text.tokenizer import Tokenizer
@@ -85,6 +88,11 @@ class GRPOTrainer:
         config = config if isinstance(config, RunConfig) else load_config(config)
         share_gpu(config)
         verifier = _eval_verifier(config, reward_functions)
+        if dataset is not None and config.environment is not None:
+            raise UserError(
+                f"GRPOTrainer: a dataset has no turns: got dataset={type(dataset).__name__} with task.kind: "
+                "environment, expected one of the two."
+            )
 
         def inputs() -> tuple[Task, Tokenizer]:
             made = build_task(config.task, config.seed) if dataset is None else as_task(dataset, config.task)
@@ -127,6 +135,7 @@ class GRPOTrainer:
             config.warm_start,
             {"max_prompt_tokens": config.rollout.max_prompt_tokens, "seed": config.seed},
         )
+        player = build_player(config, task, policy.tokenizer)
         return Parts(
             config=config,
             policy=policy,
@@ -147,9 +156,18 @@ class GRPOTrainer:
                 max_completion_tokens=config.rollout.max_completion_tokens,
                 timeout_s=max(section.timeout_s for section in config.rewards),
                 verifier=verifier,
+                player=player,
                 **lengths,
             ),
-            sampler=SolutionSampler(task, policy.tokenizer, warm, row_tokens=config.row_tokens, **lengths)
+            player=player,
+            sampler=SolutionSampler(
+                task,
+                policy.tokenizer,
+                warm,
+                row_tokens=config.row_tokens,
+                demonstrate=player.demonstration if player else None,
+                **lengths,
+            )
             if warm
             else None,
             warm_programs=new_programs(build_warm_start_optimizer(warm)) if warm else None,
@@ -182,6 +200,18 @@ class GRPOTrainer:
             with contextlib.closing(parts.new_engine()) as engine:
                 row, _ = parts.new_step(engine, rewards, state, parts.reference(state))(1)
         return {"seconds": time.perf_counter() - start, "metrics": row}
+
+
+def build_player(config: RunConfig, task: Task, tokenizer: Tokenizer) -> EpisodePlayer | None:
+    """What plays the episodes of a config's environment; None if its task is of another kind.
+
+    Raises:
+      UserError: as `EpisodePlayer`.
+    """
+    if config.environment is None:
+        return None
+    assert isinstance(task, EnvironmentTask)
+    return EpisodePlayer(config.environment, config.rollout, tokenizer, task.pool, task.probe)
 
 
 def _eval_verifier(config: RunConfig, reward_functions: Sequence[RewardFunction] | None) -> str:

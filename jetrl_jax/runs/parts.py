@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 
 from jetrl_jax.collect.collector import Collector
+from jetrl_jax.collect.episodes import EpisodePlayer
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices import processes
@@ -22,6 +23,7 @@ from jetrl_jax.record.run_directory import RunDirectory
 from jetrl_jax.record.stop_signals import StopSignals
 from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
+from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.runs.engines import build_engine, unrecorded
 from jetrl_jax.runs.policy import Policy
@@ -41,6 +43,7 @@ class Parts:
     algorithm: the config's, with every null resolved; programs: the compiled programs of the RL phase.
     sampler, warm_programs: data and programs of the warm start; None without one.
     prompts: the stream of training prompts.
+    player: plays the episodes of an environment; None without one.
     evaluator: evaluates on held-out prompts, with the verifier `eval_verifier`.
     reward_functions: replace the config's rewards; None keeps those.
     console: shows the run; stop_signals: end it early.
@@ -56,6 +59,7 @@ class Parts:
     sampler: SolutionSampler | None
     warm_programs: PolicyPrograms | None
     prompts: PromptStream
+    player: EpisodePlayer | None
     evaluator: Evaluator
     eval_verifier: str
     reward_functions: Sequence[Callable[..., Any] | str] | None
@@ -91,6 +95,23 @@ class Parts:
         """The frozen start policy for the KL term; None if the algorithm has no such term."""
         return self.programs.frozen(state) if self.algorithm.needs_reference else None
 
+    def calibrated(self, state: TrainState, programs: PolicyPrograms | None = None) -> TrainState:
+        """The state with scales of keys and values from a forward over the first step's prompts.
+
+        programs: those of the state; None takes `programs`.
+        """
+        if state.kv is None:
+            return state
+        first = PromptStream(
+            self.task,
+            self.policy.tokenizer,
+            max_prompt_tokens=self.config.rollout.max_prompt_tokens,
+            seed=self.config.seed,
+        ).take(self.config.rollout.prompts_per_step)
+        rows = self.config.microbatch_tokens // self.config.row_tokens
+        batches = padded_rows([prompt.ids for prompt in first], rows, self.config.rollout.max_prompt_tokens)
+        return (programs or self.programs).calibrate(state, batches)
+
     def new_step(
         self,
         engine: RolloutEngine,
@@ -108,6 +129,7 @@ class Parts:
             tokenizer=self.policy.tokenizer,
             prompts=self.prompts,
             console=self.console,
+            player=self.player,
         )
         step = RLStep(
             config=self.config,
@@ -132,6 +154,6 @@ class Parts:
             "sharding": None if self.layout is None else self.layout.record(),
             "processes": processes.count(),
             **self.policy.model.numerics.choices.record(),
-            "task_notes": list(getattr(self.task, "notes", ())),
+            "task_notes": [*getattr(self.task, "notes", ()), *(self.player.notes if self.player else ())],
             "tokenizer": self.policy.tokenizer.fingerprint(),
         }

@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from bridge.hf.read import read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
-from jetrl_jax.config.load import override_config
+from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
@@ -30,26 +31,34 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
+from jetrl_jax.precision.numerics import kv_kinds
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
+from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.runs.policy_config import is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
+PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with its tokenizer, precision plan and config; `step`: of the checkpoint it was read from."""
+    """A model with its tokenizer, precision plan and config.
+
+    step, scales: of the checkpoint it was read from; the scales [L, n] of keys and values if they are in FP8.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
     plan: PrecisionPlan
     config: RunConfig
     step: int | None = None
+    scales: jax.Array | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -62,7 +71,8 @@ class Policy:
         """Writes a Hugging Face checkpoint directory that transformers and vLLM load."""
         model = self.model
         if params is not None:
-            model = nnx.merge(nnx.graphdef(model), params)
+            graphdef, _, *others = nnx.split(model, nnx.Param, ...)
+            model = nnx.merge(graphdef, params, *others)
         save_checkpoint(
             directory,
             self.model.config,
@@ -193,9 +203,14 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         policy = _build(policy_config(path, overrides, config))
-        restored = _restore(path, step, {"params": policy.params})
+        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml").precision
+        template: dict[str, Any] = {"params": policy.params}
+        if scales is not None and kv_kinds(trained.kv_cache, trained.kv_query) == policy.plan.kinds:
+            template["kv"] = KVCalibration.start(scales)
+        restored = _restore(path, step, template)
         nnx.update(policy.model, restored.state["params"])
-        return dataclasses.replace(policy, step=restored.step)
+        kv = restored.state.get("kv")
+        return dataclasses.replace(policy, step=restored.step, scales=None if kv is None else kv.scales)
     if step != "last":
         raise UserError(
             f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
@@ -263,7 +278,30 @@ def _lengths(config: ModelConfig) -> dict[str, int]:
     return {"max_prompt_tokens": half, "max_completion_tokens": half}
 
 
+def kv_scales(policy: Policy) -> jax.Array | None:
+    """The scales [L, n] of keys and values that are in FP8, else None.
+
+    They are the checkpoint's.  A policy that is not from such a run has none; its scales follow from a
+    forward over fixed random tokens.  Values of other tokens beyond their range are clipped.
+    """
+    scales = policy.plan.unit_scales
+    if scales is None or policy.scales is not None:
+        return policy.scales
+    count = min(PROBE_TOKENS, policy.config.max_sequence_tokens)
+    ids = np.random.default_rng(PROBE_SEED).integers(0, policy.model.config.vocab_size, (1, count))
+    (batch,) = padded_rows(ids.tolist(), 1, count)
+    params, publish, graphdef = _masters(policy), jit(policy.plan.publish), nnx.graphdef(policy.model)
+    program = jit(lambda weights, *arrays: nnx.merge(graphdef, weights).with_use(*arrays)[1])
+    for _ in range(2):  # with scales of 1, then with the first pass's
+        largest = program(publish(params, scales), *batch).largest
+        scales = scales_for(largest, policy.model.numerics.compute_dtype)
+    return scales
+
+
 def published_weights(policy: Policy) -> nnx.State:
-    """The policy's weights in the form that an engine multiplies."""
-    params = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
-    return jit(policy.plan.publish)(params)
+    """The policy's weights in the form that an engine multiplies, with `kv_scales`."""
+    return jit(policy.plan.publish)(_masters(policy), kv_scales(policy))
+
+
+def _masters(policy: Policy) -> nnx.State:
+    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)

@@ -19,13 +19,19 @@ import jax
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch
+from jetrl_jax.collect.episodes import episode_record
 from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.choices import slow_exactness
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
-from jetrl_jax.record.resume_rules import compare_data_for_resume, compare_for_resume
+from jetrl_jax.record.resume_rules import (
+    compare_data_for_resume,
+    compare_for_resume,
+    compare_implementations_for_resume,
+)
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
 from jetrl_jax.training.optimizer import learning_rate_schedule
@@ -57,6 +63,8 @@ class Run:
         stack.enter_context(self.console)
         rewards = stack.enter_context(parts.new_rewards(self.directory.path))
         stack.callback(parts.evaluator.close)
+        if parts.player is not None:
+            stack.callback(parts.player.pool.close)
         kept = self.config.checkpoint
         self.store = stack.enter_context(
             CheckpointStore(
@@ -75,7 +83,7 @@ class Run:
         state = parts.programs.init(parts.policy.params)
         restored = self._restored(state)
         if restored is None:
-            counters, state = Counters(), self._warm_start(state)
+            counters, state = Counters(), parts.calibrated(self._warm_start(state))
             reference = parts.reference(state)
         else:
             counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
@@ -118,14 +126,23 @@ class Run:
         return directory, Path(shared["checkpoints"])
 
     def _check_data(self) -> None:
-        """Raises, before anything is written, if data or tokenizer differ from the newest checkpoint's."""
+        """Raises, before anything is written, if data, tokenizer or implementations differ from the newest
+        checkpoint's.
+        """
         steps = self.store.steps() if self.directory.resumed else []
         if steps:
             # a damaged checkpoint is skipped, with a warning, when the state is restored
             with contextlib.suppress(CorruptCheckpoint):
-                compare_data_for_resume(
-                    self.store.read_metadata(steps[-1])["metadata"], self.parts.fingerprints
-                )
+                self._compare(self.store.read_metadata(steps[-1])["metadata"])
+
+    def _compare(self, metadata: Mapping[str, Any]) -> None:
+        """Raises if a checkpoint was made with other data or implementations."""
+        compare_data_for_resume(metadata, self.parts.fingerprints)
+        compare_implementations_for_resume(metadata, self._implementations)
+
+    @property
+    def _implementations(self) -> dict[str, str]:
+        return self.parts.policy.model.numerics.choices.names()
 
     def _record(self) -> None:
         """Writes config, environment, precision table and resolved choices, so that a run is repeatable."""
@@ -133,7 +150,8 @@ class Run:
         self.directory.write_config(dump_config(self.config))
         self.directory.write_precision(self.parts.policy.plan.table())
         self.directory.write_environment(collect_environment() | record)
-        for note in (*self.parts.algorithm.notes, *record["task_notes"]):
+        slow = slow_exactness(self.parts.policy.model.numerics)
+        for note in (*self.parts.algorithm.notes, *record["task_notes"], *filter(None, [slow])):
             self.console.warn(note)
 
     def _new_writer(self) -> MetricsWriter:
@@ -212,7 +230,7 @@ class Run:
         if section is None or sampler is None or programs is None:
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
-            start = programs.init(state.params)
+            start = self.parts.calibrated(programs.init(state.params), programs)
             warm, self.warm_start_loss = warm_start(
                 programs, start, sampler, section, lambda step, loss: progress.advance(1)
             )
@@ -243,6 +261,7 @@ class Run:
                 "finish_reason": group.trajectories[0].finish_reason,
                 "policy_version": group.trajectories[0].oldest_version,
                 **token_record(self.parts.policy.tokenizer, group.trajectories[0]),
+                **(episode_record(group.episodes[0]) if group.episodes else {}),
             }
             for group in batch.groups[: self.config.run.samples_per_step]
         ]
@@ -267,7 +286,7 @@ class Run:
     @staticmethod
     def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        optional = {"reference": reference, "loss_scale": state.loss_scale}
+        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
         }
@@ -280,6 +299,7 @@ class Run:
             "prompts_skipped": prompts.skipped,
             "before": self.before,
             **self.parts.fingerprints,
+            "implementations": self._implementations,
         }
         self.writer.sync()
         with self.console.phase("checkpoint"):
@@ -298,7 +318,7 @@ class Run:
                 )
             self.parts.prompts.restart()  # an earlier run of the same parts may have drawn prompts
             return None
-        compare_data_for_resume(restored.metadata, self.parts.fingerprints)
+        self._compare(restored.metadata)
         prompts = self.parts.prompts
         prompts.cursor = restored.metadata["prompt_cursor"]
         prompts.skipped = restored.metadata["prompts_skipped"]
@@ -307,5 +327,6 @@ class Run:
         return restored
 
     def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        published = self.parts.programs.init(saved["params"]).published
-        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"))
+        kv = saved.get("kv")
+        published = self.parts.programs.init(saved["params"], kv).published
+        return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"), kv)

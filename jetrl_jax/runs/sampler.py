@@ -36,6 +36,6 @@ class PolicySampler:
             )
         requests = [Request(i, ids, one) for i, one in enumerate(derived_seeds(samples, seed))]
         sampling = SamplingParams(
-            rollout.temperature, rollout.max_completion_tokens, tuple(tokenizer.eos_ids), seed, greedy
+            rollout.temperature, rollout.turn_tokens, tuple(tokenizer.eos_ids), seed, greedy
         )
         return [tokenizer.decode(t.completion_ids.tolist()) for t in self.engine.generate(requests, sampling)]

@@ -1,10 +1,11 @@
-"""Built-in problems with short texts: sums, chains, sorting, spelling backward.
+"""Built-in problems with short texts: sums, chains, sorting, spelling backward, repeating.
 
     family    prompt          answer    options (default)
     sum       12+34=          46        operands (2), digits (2)
     chain     7+2-5+9=        13        operands (4), digits (1)
     reverse   jetrl=          lrtej     min_letters (4), max_letters (8)
     sort      493817=         134789    length (6)
+    repeat    jet*3=          jetjetjet min_letters (3), max_letters (5), max_times (4)
 
 All families also have train_size (131072) and eval_size (512).  The worked solution is the answer itself.
 
@@ -77,8 +78,7 @@ class Reverse:
 
     def problem(self, draw: Draw) -> tuple[str, str]:
         """(prompt, answer)."""
-        length = self.min_letters + draw(self.max_letters - self.min_letters + 1)
-        word = "".join(_LETTERS[draw(26)] for _ in range(length))
+        word = _word(draw, self.min_letters, self.max_letters)
         return word + "=", word[::-1]
 
 
@@ -94,7 +94,26 @@ class Sort:
         return digits + "=", "".join(sorted(digits))
 
 
-FAMILIES: dict[str, type] = {"sum": Sum, "chain": Chain, "reverse": Reverse, "sort": Sort}
+@dataclass(frozen=True)
+class Repeat:
+    """A word of random lower-case letters, written twice or oftener: text that repeats itself."""
+
+    min_letters: int = _option(3, 1, 64)
+    max_letters: int = _option(5, 1, 64)
+    max_times: int = _option(4, 2, 9)
+
+    def problem(self, draw: Draw) -> tuple[str, str]:
+        """(prompt, answer)."""
+        word, times = _word(draw, self.min_letters, self.max_letters), 2 + draw(self.max_times - 1)
+        return f"{word}*{times}=", word * times
+
+
+FAMILIES: dict[str, type] = {"sum": Sum, "chain": Chain, "reverse": Reverse, "sort": Sort, "repeat": Repeat}
+
+
+def _word(draw: Draw, shortest: int, longest: int) -> str:
+    """A word of random letters."""
+    return "".join(_LETTERS[draw(26)] for _ in range(shortest + draw(longest - shortest + 1)))
 
 
 def _draws(key: str) -> Draw:
@@ -130,9 +149,13 @@ class ArithmeticTask:
         self._seed = seed
         self._template = section.prompt_template
         self._eval_fraction = section.eval_fraction
-        letters = {Reverse: _LETTERS, Sum: "0123456789+", Chain: "0123456789+-", Sort: "0123456789"}[
-            type(family)
-        ]
+        letters = {
+            Reverse: _LETTERS,
+            Sum: "0123456789+",
+            Chain: "0123456789+-",
+            Sort: "0123456789",
+            Repeat: _LETTERS + "*" + "".join(map(str, range(2, getattr(family, "max_times", 2) + 1))),
+        }[type(family)]
         self.characters = "".join(sorted(set(letters + "=" + format_prompt(self._template, ""))))
         self.train = LazyExamples(train_size, self._train_example)
         self.eval = self._held_out(eval_size)
@@ -186,7 +209,7 @@ def build(section: ArithmeticSection, seed: int) -> ArithmeticTask:
         for key, f in specs.items()
     }
     family = kind(**values)
-    if isinstance(family, Reverse) and family.min_letters > family.max_letters:
+    if isinstance(family, Reverse | Repeat) and family.min_letters > family.max_letters:
         raise UserError(
             f"{where}: sizes do not fit: got min_letters={family.min_letters} above "
             f"max_letters={family.max_letters}."

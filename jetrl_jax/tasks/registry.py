@@ -7,6 +7,7 @@
     jsonl, parquet, datasets   records with prompt and answer fields  `jetrl_jax.tasks.records`
     gsm8k           the JSONL files of GSM8K                          `jetrl_jax.tasks.gsm8k`
     function        a user's ``module:function``                      this file
+    environment     episodes of several turns                         `jetrl_jax.tasks.environment`
 
 The held-out split and the training split have no prompt in common, for any seed.  Everything here raises
 `UserError` for bad input.  A training split may be generated on access.  Then ``task.train[i]`` depends only
@@ -22,6 +23,7 @@ from typing import Any
 
 from jetrl_jax.config.task import (
     ArithmeticSection,
+    EnvironmentSection,
     FunctionSection,
     Gsm8kSection,
     ReasoningGymSection,
@@ -41,6 +43,10 @@ def build_task(section: TaskSection, seed: int) -> Task:
     """
     if isinstance(section, FunctionSection):
         return _function(section, seed)
+    if isinstance(section, EnvironmentSection):
+        from jetrl_jax.tasks.environment import EnvironmentTask
+
+        return EnvironmentTask(section, seed)
     from jetrl_jax.tasks import arithmetic, gsm8k, reasoning_gym, records
 
     if isinstance(section, ArithmeticSection):

@@ -7,7 +7,14 @@
 The engine that samples a completion gives its token ids; completions are never tokenised again.  A prompt
 never begins with two BOS tokens and never ends in a stop token.  A chat template must write the user's text
 and the system prompt unchanged.  Both rules are checked for every prompt, and on many kinds of texts when a
-template is opened.  All kinds save files that transformers' AutoTokenizer reads back with the same ids.
+template is opened.
+
+In an episode of several turns ids are only appended.  An observation is the text that the chat template
+writes after the assistant's: [user, assistant MARK, observation] is rendered, and its text after MARK taken,
+which begins with the end of the assistant's turn.  If the policy sampled that token, it is not written twice.
+The history itself is never rendered, so no template changes what the policy said (`check_observations`).
+
+All kinds save files that transformers' AutoTokenizer reads back with the same ids.
 transformers is imported only if a directory is opened.
 """
 
@@ -54,6 +61,7 @@ _PROBES = (
     "First line\n\n  second\tline:\n- éü 漢字 😀",
     " ".join(f"word{i}" for i in range(2000)),
 )
+_MARK = "JETRL-MARK-4f1c"  # stands for the policy's turn where an observation is rendered
 # Names that every template receives.
 _TEMPLATE_NAMES = {
     "messages",
@@ -74,6 +82,9 @@ _TEMPLATE_NAMES = {
 }
 
 
+Message = Mapping[str, str]  # role and content
+
+
 class Tokenizer(Protocol):
     """The interface that the trainer, the engine and the bridge need of a tokenizer."""
 
@@ -81,12 +92,25 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     pad_id: int
 
+    @property
+    def end_of_turn(self) -> int:
+        """The token with which a turn of the policy ends."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no special tokens added."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt: within the chat template if configured, else with the tokenizer's BOS, if any."""
+        ...
+
+    def encode_observation(self, messages: Sequence[Message], after: int) -> list[int]:
+        """Ids to append to a sequence that ends with a turn of the policy, whose last token is `after`."""
+        ...
+
+    def check_observations(self) -> list[str]:
+        """Raises `UserError` if observations cannot be appended; returns notes for the record of a run."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,6 +133,11 @@ class _BuiltIn:
     pad_id = 0
     vocab_size: int
 
+    @property
+    def end_of_turn(self) -> int:
+        """The EOS."""
+        return self.eos_ids[0]
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         raise NotImplementedError
@@ -116,6 +145,14 @@ class _BuiltIn:
     def encode_prompt(self, text: str) -> list[int]:
         """The same as ``encode``, without BOS or template."""
         return self.encode(text)
+
+    def encode_observation(self, messages: Sequence[Message], after: int) -> list[int]:
+        """The ids of the messages' texts."""
+        return self.encode(_plain(messages))
+
+    def check_observations(self) -> list[str]:
+        """Nothing to check: each text has its ids, wherever it stands."""
+        return []
 
     def backend(self) -> tokenizers.Tokenizer:
         """This tokenizer as one of the tokenizers library."""
@@ -314,18 +351,7 @@ class HuggingFaceTokenizer:
         messages = [{"role": "user", "content": text}]
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        try:
-            rendered = str(
-                self._transformers.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self._kwargs
-                )
-            )
-        except Exception as error:
-            raise UserError(
-                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        rest = rendered
+        rendered = rest = self._render(messages)
         # each text needs its own place, so one that occurs only inside the other does not count
         for message in messages:
             role, content = message["role"], message["content"].strip()  # many templates trim
@@ -344,6 +370,102 @@ class HuggingFaceTokenizer:
                 )
             rest = rest.replace(content, "", 1)
         return rendered
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        """Messages within the chat template, ready for the assistant's turn."""
+        try:
+            return str(
+                self._transformers.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True, **self._kwargs
+                )
+            )
+        except Exception as error:
+            raise UserError(
+                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def encode_observation(self, messages: Sequence[Message], after: int) -> list[int]:
+        """The template's text after the assistant's, without its first token if that is `after`.
+
+        Without a chat template the ids of the messages' texts.
+
+        Raises:
+          UserError: the template fails, writes the assistant's text twice or never, or changes an
+            observation.
+        """
+        if self._template is None:
+            return self.encode(_plain(messages))
+        ids = self.encode(self._observed(messages)[1])
+        return ids[1:] if ids[:1] == [after] else ids
+
+    def _observed(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """(text up to the assistant's, text after it) of the rendered observation."""
+        # a short fixed history, in place of the episode's own, whose ids stay as they are
+        history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        rendered = self._render([*history, *messages])
+        if rendered.count(_MARK) != 1:
+            raise UserError(
+                f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write the "
+                f"assistant's text once: got it {rendered.count(_MARK)} times in {_short(rendered)}, "
+                "expected one place, after which the observation follows. Take another template."
+            )
+        before, after = rendered.split(_MARK)
+        rest = after
+        for message in messages:
+            if message["content"].strip() not in rest:
+                raise UserError(
+                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} does not write an "
+                    f"observation of the role {message['role']} as it is: got {_short(after)}, expected "
+                    f"{_short(message['content'])} in it. Take another template, or another role."
+                )
+            rest = rest.split(message["content"].strip(), 1)[1]
+        return before, after
+
+    def check_observations(self) -> list[str]:
+        """Checks on several texts that observations can be appended to what the policy samples.
+
+        Raises:
+          UserError: the template does not end the assistant's turn with a stop token, or the ids before and
+            after the boundary are not those of the whole text.
+        """
+        if self._template is None:
+            return []
+        for probe in _PROBES:
+            before, after = self._observed([{"role": "user", "content": probe}])
+            ids = self.encode(after)
+            if not ids or ids[0] not in self.eos_ids or ids[0] not in self._silent_ids:
+                end = self._backend.id_to_token(ids[0]) if ids else ""
+                raise UserError(
+                    f"HuggingFaceTokenizer: the chat template of {str(self._path)!r} ends the assistant's "
+                    f"turn with {end!r}, expected one of the special stop tokens "
+                    f"{[self._backend.id_to_token(i) for i in self.eos_ids]}, which the policy samples. Name "
+                    "it as eos_token_id in generation_config.json."
+                )
+            for answer in ("7", "a\n\nb ", "<tool_call>{}</tool_call>"):
+                whole, parts = self.encode(before + answer + after), self.encode(before + answer)
+                if whole != parts + ids:
+                    raise UserError(
+                        f"HuggingFaceTokenizer: an observation's ids depend on the text before it: got "
+                        f"{len(whole)} ids of {_short(answer + after)} as a whole and {len(parts + ids)} "
+                        "other ids of its parts, expected the same. The end of the assistant's turn must be "
+                        "a special token that takes no blanks beside it (lstrip, rstrip)."
+                    )
+        thought = {"role": "assistant", "content": f"{OPENS}{_MARK}{CLOSES}7"}
+        question = {"role": "user", "content": "?"}
+        if _MARK in self._render([question, thought, question]):
+            return []
+        return [
+            "the chat template leaves thoughts out of earlier turns; in an episode they stay, as the policy "
+            "said them"
+        ]
+
+    @property
+    def end_of_turn(self) -> int:
+        """The token with which the assistant's turn ends."""
+        if self._template is None:
+            return self.eos_ids[0]
+        return self.encode(self._observed([{"role": "user", "content": "?"}])[1])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens except the marks of a thought; blanks are kept."""
@@ -495,6 +617,10 @@ def build_tokenizer(section: TokenizerSection, model_path: str | None = None) ->
         chat_template_kwargs=section.chat_template_kwargs,
         system_prompt=section.system_prompt,
     )
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
 
 
 def _with_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.episodes import EpisodePlayer, episode_metrics
 from jetrl_jax.collect.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
 from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
@@ -50,6 +52,8 @@ class Evaluator:
       seed: seed of the sampling noise.
       verifier: "task" (the task's own), or the name of one in `jetrl_jax.tasks.verify`.
       timeout_s: limit of a verifier's call if it runs in a worker process.
+      player: plays the episodes of an environment, whose section says when one is solved; None if a prompt
+        has one completion.
 
     Raises:
       UserError: no held-out prompt fits.
@@ -68,12 +72,15 @@ class Evaluator:
         seed: int,
         timeout_s: float = 10.0,
         verifier: str = "task",
+        player: EpisodePlayer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.samples = samples
         self.seed = seed
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
+        self.player = player
+        self.solved = SOLVED if player is None else player.section.solved
         chosen = [task.eval[i] for i in range(min(prompts, len(task.eval)))]
         self.prompts: list[Prompt] = fitting_prompts(chosen, tokenizer, max_prompt_tokens)
         if not self.prompts:
@@ -88,15 +95,14 @@ class Evaluator:
 
     def __call__(self, engine: RolloutEngine) -> Evaluation:
         """Runs the sampled and the greedy pass with the engine's present weights."""
-        sampled, lengths, _ = self._run(engine, self.samples, greedy=False)
-        greedy, _, texts = self._run(engine, 1, greedy=True)
-        solved = sampled >= SOLVED
+        sampled, _, metrics = self._run(engine, self.samples, greedy=False)
+        greedy, texts, _ = self._run(engine, 1, greedy=True)
+        solved = sampled >= self.solved
         metrics = {
             "eval/accuracy": float(solved.mean()),
-            "eval/greedy_accuracy": float((greedy >= SOLVED).mean()),
+            "eval/greedy_accuracy": float((greedy >= self.solved).mean()),
             "eval/reward_mean": float(sampled.mean()),
-            "eval/completion_tokens_mean": float(lengths.mean()),
-        }
+        } | metrics
         ks = sorted({1 << power for power in range(self.samples.bit_length())} | {self.samples})
         metrics |= {f"eval/pass_at_{k}": pass_at_k(solved, k) for k in ks if 1 < k <= self.samples}
         samples = [
@@ -117,20 +123,34 @@ class Evaluator:
 
     def _run(
         self, engine: RolloutEngine, samples: int, *, greedy: bool
-    ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """(scores [P, samples] with 0 for a failed verifier, lengths [P * samples], texts)."""
+    ) -> tuple[np.ndarray, list[str], dict[str, float]]:
+        """(scores [P, samples] with 0 for a failed verifier, texts, metrics of lengths)."""
         count = len(self.prompts) * samples
-        seeds = derived_seeds(count, self.seed, SEED_EVAL)
-        requests = [Request(i, self.prompts[i // samples].ids, seed) for i, seed in enumerate(seeds)]
-        sampling = SamplingParams(
-            self.temperature, self.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.seed, greedy
-        )
-        trajectories = engine.generate(requests, sampling)
+        examples = [self.prompts[i // samples].example for i in range(count)]
+        metrics: dict[str, float] = {}
+        if self.player is None:
+            seeds = derived_seeds(count, self.seed, SEED_EVAL)
+            requests = [Request(i, self.prompts[i // samples].ids, seed) for i, seed in enumerate(seeds)]
+            sampling = SamplingParams(
+                self.temperature, self.max_completion_tokens, tuple(self.tokenizer.eos_ids), self.seed, greedy
+            )
+            trajectories = engine.generate(requests, sampling)
+        else:
+            episodes, _ = self.player.play(
+                engine,
+                [self.prompts[i // samples] for i in range(count)],
+                lambda turn: derived_seeds(count, self.seed, SEED_EVAL, turn),
+                self.player.sampling(self.seed, self.temperature, greedy=greedy),
+                StepClock(),
+            )
+            trajectories = [episode.trajectory for episode in episodes]
+            examples = [episode.example for episode in episodes]
+            metrics["eval/turns_mean"] = episode_metrics(episodes)["episode/turns_mean"]
+        metrics["eval/completion_tokens_mean"] = float(np.mean([t.sampled_tokens for t in trajectories]))
         ids = [t.completion_ids.tolist() for t in trajectories]
         texts = [self.tokenizer.decode(one) for one in ids]
-        examples = [self.prompts[i // samples].example for i in range(count)]
         prompts, reasons = [e.prompt for e in examples], [t.finish_reason for t in trajectories]
         opened = [prompt.opens_thought(self.tokenizer) for prompt in self.prompts for _ in range(samples)]
         result = score(self.verifier, samples, prompts, texts, examples, reasons, ids, opened)
         scores = np.nan_to_num(result.total, nan=0.0).reshape(-1, samples)
-        return scores, np.array([len(one) for one in ids]), texts
+        return scores, texts, metrics

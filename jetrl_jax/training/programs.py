@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,9 @@ from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
 from jetrl_jax.devices.processes import fetch, jit, place
 from jetrl_jax.models import attention
 from jetrl_jax.models.decoder import Decoder
-from jetrl_jax.models.logprobs import completion_logprobs
-from jetrl_jax.models.sharded import ROW_AXES
+from jetrl_jax.models.logprobs import completion_logprobs_with_use
+from jetrl_jax.models.sharded import MESH_AXES, ROW_AXES
+from jetrl_jax.precision.kv_cache import KVCalibration, KVUse, split_model, with_scales
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
@@ -38,18 +39,24 @@ from jetrl_jax.training.loss_scale import SMALLEST, LossScale
 from jetrl_jax.training.optimizer import build_optimizer
 from pallas_kernels import ScaledArray, nonfinite_blocks
 
+KV_USE = "kv_use"  # in the statistics of a gradient, if keys and values are in FP8: their `KVUse`
+RANGE = "largest magnitude behind"  # an update's flag of keys and values
 Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A policy version: FP32 masters, optimiser state, published weights, and FP16's loss scale."""
+    """A policy version: FP32 masters, optimiser state, published weights, and FP16's loss scale.
+
+    kv: scales of keys and values with their history; None if they are not in FP8.
+    """
 
     params: nnx.State
     opt_state: optax.OptState
     published: nnx.State
     loss_scale: LossScale | None = None
+    kv: KVCalibration | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class PolicyPrograms:
         loss_scale: LossScale | None = None,
         layout: Layout | None = None,
     ) -> None:
-        self.graphdef, params = nnx.split(model)
+        self.graphdef, params = split_model(model)
         self.paths = [path for path, _ in named_params(params)]
         self.plan = plan
         self.optimizer = optimizer
@@ -105,15 +112,22 @@ class PolicyPrograms:
         self.loss_scale = loss_scale
         self.layout = layout
         self.segment_unit = attention.segment_unit(model.numerics)
-        weights = None if layout is None else layout.specs(params)
-        self._publish_shards = self._mapped(plan.publish, (weights,), weights)
-        self._publish = jit(self._publish_shards)
-        self._freeze = jit(self._mapped(plan.frozen_weights, (weights, weights), weights))
+        masters = weights = None if layout is None else layout.specs(params)
+        if layout is not None and plan.kinds:
+            weights = layout.specs(nnx.state(model))
+        self.compute_dtype = model.numerics.compute_dtype
+        self._publish_shards = self._mapped(plan.publish, (masters, WHOLE), weights)
+        self._publish = jit(lambda params, scales=None: self._publish_shards(params, scales))
+        self._freeze = jit(self._mapped(plan.frozen_weights, (masters, weights), weights))
+        self._recalibrate = jit(
+            self._recalibrate_program, out_shardings=None if layout is None else layout.replicated
+        )
+        self._use = jit(self._mapped(self._use_program, (weights, ROWS, ROWS, ROWS), WHOLE))
         self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
         self._update = jit(self._update_program, donate_argnums=0)
         self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
-        inputs, outputs = (weights, weights, WHOLE, ROWS, WHOLE), (weights, WHOLE, ROWS)
+        inputs, outputs = (masters, weights, WHOLE, ROWS, WHOLE), (masters, WHOLE, ROWS)
 
         def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
             return self._mapped(functools.partial(self._policy_gradient_program, algorithm), inputs, outputs)(
@@ -127,10 +141,15 @@ class PolicyPrograms:
         self._next_gradient = jit(next_gradient, static_argnames="algorithm", donate_argnums=5)
         # Only with the GPU kernels.  Sharded gradients come from collectives, which cannot add to a sum.
         self.adds_in_kernels = layout is None and model.numerics.choices.dense_backward.name == "xla_direct"
-        self._supervised_gradient = jit(self._mapped(self._supervised_gradient_program, inputs, outputs[:2]))
+        self._supervised_gradient = jit(
+            self._mapped(self._supervised_gradient_program, inputs, (masters, WHOLE, WHOLE))
+        )
 
-    def init(self, params: nnx.State) -> TrainState:
-        """The initial state of a policy with these FP32 masters."""
+    def init(self, params: nnx.State, kv: KVCalibration | None = None) -> TrainState:
+        """The initial state of a policy with these FP32 masters.
+
+        kv: scales of keys and values; None: 1, until `calibrate`, if the plan has any.
+        """
         # copies: updates consume their buffers
         params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)
         shardings, scale = None, self.loss_scale
@@ -138,26 +157,38 @@ class PolicyPrograms:
             params = place(params, self.layout.shardings(params))
             scale = place(scale, self.layout.replicated)
             shardings = self.layout.optimizer_shardings(self.optimizer, params)
+        kv = kv or self._unscaled()
+        if kv is not None and self.layout is not None:
+            kv = place(kv, self.layout.replicated)
+        published = self._publish(params, None if kv is None else kv.scales)
         return TrainState(
-            params, jit(self.optimizer.init, out_shardings=shardings)(params), self._publish(params), scale
+            params, jit(self.optimizer.init, out_shardings=shardings)(params), published, scale, kv
         )
+
+    def _unscaled(self) -> KVCalibration | None:
+        scales = self.plan.unit_scales
+        return None if scales is None else KVCalibration.start(scales)
 
     def abstract(self, params: nnx.State) -> TrainState:
         """`init` for abstract masters: shapes, dtypes and, on a mesh, shardings, to compile ahead of time."""
-        state = jax.eval_shape(
-            lambda p: TrainState(p, self.optimizer.init(p), self._publish_shards(p), self.loss_scale), params
-        )
-        layout = self.layout
+
+        def start(params: nnx.State) -> TrainState:
+            kv = self._unscaled()
+            published = self._publish_shards(params, None if kv is None else kv.scales)
+            return TrainState(params, self.optimizer.init(params), published, self.loss_scale, kv)
+
+        state, layout = jax.eval_shape(start, params), self.layout
         if layout is None:
             return state
-        weights, scale = layout.shardings(params), jax.tree.map(lambda _: layout.replicated, state.loss_scale)
-        shardings = TrainState(weights, layout.optimizer_shardings(self.optimizer, params), weights, scale)
-        return placed(shardings, state)
+        scale, kv = (jax.tree.map(lambda _: layout.replicated, part) for part in (state.loss_scale, state.kv))
+        weights, published = layout.shardings(params), layout.shardings(state.published)
+        moments = layout.optimizer_shardings(self.optimizer, params)
+        return placed(TrainState(weights, moments, published, scale, kv), state)
 
     def abstract_frozen(self, state: TrainState) -> nnx.State:
         """`frozen` for an abstract state."""
         weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
-        shardings = None if self.layout is None else self.layout.shardings(state.params)
+        shardings = None if self.layout is None else self.layout.shardings(weights)
         return weights if shardings is None else placed(shardings, weights)
 
     def trace_gradient(
@@ -186,7 +217,10 @@ class PolicyPrograms:
     def trace_update(self, state: TrainState) -> tuple[Any, Any]:
         """`update`'s two programs, the check and the step, traced; the state may be abstract."""
         finite = jax.eval_shape(self._check_program, state, state.params)[1]
-        return self._check.trace(state, state.params), self._update.trace(state, state.params, finite)
+        largest = None if state.kv is None else state.kv.scales  # of its shape
+        return self._check.trace(state, state.params), self._update.trace(
+            state, state.params, finite, largest
+        )
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The policy's weights for forward passes without gradient, such as for a reference policy."""
@@ -224,8 +258,8 @@ class PolicyPrograms:
 
     def supervised_gradient(
         self, state: TrainState, batch: TrainBatch, tokens: float
-    ) -> tuple[nnx.State, jax.Array]:
-        """Gradient, and the batch's share of the mean cross-entropy over `tokens` loss tokens."""
+    ) -> tuple[nnx.State, jax.Array, KVUse | None]:
+        """Gradient; the batch's share of the mean cross-entropy over `tokens` loss tokens; its use of FP8."""
         return self._supervised_gradient(
             state.params, state.published, _factor(state), batch, jnp.float32(tokens)
         )
@@ -234,19 +268,66 @@ class PolicyPrograms:
         """total + grads in FP32; None is zero."""
         return grads if total is None else self._add(total, grads)
 
-    def update(self, state: TrainState, grads: nnx.State) -> tuple[TrainState, UpdateReport]:
-        """The next state, unchanged if something is not finite; the arguments' buffers are consumed."""
+    def update(
+        self, state: TrainState, grads: nnx.State, largest: Any = None
+    ) -> tuple[TrainState, UpdateReport]:
+        """The next state, unchanged if something is not finite; the arguments' buffers are consumed.
+
+        largest: float32 [L, n], the largest magnitudes of keys and values in the batch, if they are in FP8;
+          each must be positive and finite.  They count from the next `recalibrated` on.
+        """
         scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
         norm, finite = self._check(state, grads)
-        state = self._update(state, grads, finite)
+        names = dict.fromkeys(finite, self.paths)
+        if largest is not None:
+            names[RANGE] = [path for paths in self.plan.scale_paths for path in paths]
+            finite |= {RANGE: np.isfinite(largest.ravel()) & (largest.ravel() > 0)}
+        state = self._update(state, grads, finite, largest)
         flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
         bad = [
             f"{kind} {path}"
             for kind, flag in flags.items()
-            for path, ok in zip(self.paths, flag, strict=True)
+            for path, ok in zip(names[kind], flag, strict=True)
             if not ok
         ]
         return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
+
+    def recalibrated(self, state: TrainState) -> TrainState:
+        """The state with the scales of its last updates, for the next policy version."""
+        if state.kv is None:
+            return state
+        kv, scales = self._recalibrate(state.kv)
+        return dataclasses.replace(state, kv=kv, published=with_scales(state.published, scales))
+
+    def calibrate(self, state: TrainState, batches: Sequence[tuple[np.ndarray, ...]]) -> TrainState:
+        """The state with scales from forward passes over batches of (token ids, positions, segment ids).
+
+        The first pass has scales of 1, the second those of the first.
+        """
+        if state.kv is None:
+            return state
+        for _ in range(2):
+            use: KVUse | None = None
+            weights = self.frozen(state)
+            for batch in batches:
+                use = fetch(self._use(weights, *batch)).and_also(use)
+            assert use is not None
+            kv = KVCalibration.start(state.kv.scales).after(jnp.asarray(use.largest))
+            if self.layout is not None:
+                kv = place(kv, self.layout.replicated)
+            state = self.recalibrated(dataclasses.replace(state, kv=kv))
+        return state
+
+    def _recalibrate_program(self, kv: KVCalibration) -> tuple[KVCalibration, dict[str, jax.Array]]:
+        kv = kv.recalibrated(self.compute_dtype)
+        return kv, self.plan.by_path(kv.scales)
+
+    def _use_program(self, weights: nnx.State, *arrays: jax.Array) -> KVUse | None:
+        return self._everywhere(self._model(weights).with_use(*arrays)[1])
+
+    def _everywhere(self, use: KVUse | None) -> KVUse | None:
+        """The use of all devices, which have other rows and other heads."""
+        return use if use is None or self.layout is None else use.over(MESH_AXES)
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` mapped over the mesh: each device applies it to its part of the arguments."""
@@ -259,8 +340,10 @@ class PolicyPrograms:
         """The sum over the devices' shares."""
         return tree if self.layout is None else jax.lax.psum(tree, ROW_AXES)
 
-    def _completion_logprobs(self, weights: nnx.State, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return completion_logprobs(
+    def _completion_logprobs(
+        self, weights: nnx.State, *arrays: jax.Array
+    ) -> tuple[jax.Array, jax.Array, KVUse | None]:
+        return completion_logprobs_with_use(
             self._model(weights), *arrays, temperature=self.temperature, chunk_tokens=self.chunk_tokens
         )
 
@@ -279,31 +362,32 @@ class PolicyPrograms:
     ) -> Any:
         def loss(params: nnx.State) -> Any:
             weights = self.plan.training_weights(params, published, total)
-            logprobs, entropy = self._completion_logprobs(
+            logprobs, entropy, use = self._completion_logprobs(
                 weights, batch.token_ids, batch.positions, batch.segment_ids
             )
             value, stats = policy_objective(logprobs, batch, denominators, algorithm, entropy=entropy)
-            return _scaled(value, factor), (stats | {"loss": value}, logprobs)
+            return _scaled(value, factor), (stats | {"loss": value}, logprobs, use)
 
-        (_, (stats, logprobs)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (_, (stats, logprobs, use)), grads = jax.value_and_grad(loss, has_aux=True)(params)
         if total is not None:
             sums = dict(named_params(total))
             grads = map_params(lambda path, own: own if self.plan.adds(path) else sums[path] + own, grads)
-        return grads, self._sum(stats), logprobs
+        stats = self._sum(stats)
+        return grads, stats if use is None else stats | {KV_USE: self._everywhere(use)}, logprobs
 
     def _supervised_gradient_program(
         self, params: nnx.State, published: nnx.State, factor: Any, batch: TrainBatch, tokens: jax.Array
     ) -> Any:
-        def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+        def loss(params: nnx.State) -> tuple[jax.Array, Any]:
             weights = self.plan.training_weights(params, published)
-            logprobs, _ = self._completion_logprobs(
+            logprobs, _, use = self._completion_logprobs(
                 weights, batch.token_ids, batch.positions, batch.segment_ids
             )
             value = -jnp.sum(jnp.where(batch.loss_mask, logprobs, 0.0)) / tokens
-            return _scaled(value, factor), value
+            return _scaled(value, factor), (value, use)
 
-        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, self._sum(value)
+        (_, (value, use)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return grads, self._sum(value), self._everywhere(use)
 
     def _step(self, state: TrainState, grads: nnx.State) -> tuple[nnx.State, TrainState, jax.Array]:
         """(gradient without the loss scale, state after the step, norm of the gradient)."""
@@ -313,7 +397,8 @@ class PolicyPrograms:
         with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an int32 power
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return grads, TrainState(params, opt_state, self._publish_shards(params)), norm
+        published = self._publish_shards(params, None if state.kv is None else state.kv.scales)
+        return grads, TrainState(params, opt_state, published), norm
 
     def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The gradient's norm, and whether each parameter's gradient, next master and next scales are finite.
@@ -326,15 +411,22 @@ class PolicyPrograms:
         return norm, {
             "gradient": _finite(squares),
             "parameter": _finite(new.params),
-            "scale": _finite(new.published),
+            "scale": _finite(new.published, self.paths),
         }
 
     def _update_program(
-        self, state: TrainState, grads: nnx.State, finite: dict[str, jax.Array]
+        self,
+        state: TrainState,
+        grads: nnx.State,
+        finite: dict[str, jax.Array],
+        largest: jax.Array | None,
     ) -> TrainState:
         """The next state, or the same one if something in the next is not finite."""
         ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
         new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
+        if state.kv is not None:
+            assert largest is not None  # keys and values in FP8 come with their range
+            new = dataclasses.replace(new, kv=state.kv.after(largest))
         kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
 
@@ -349,15 +441,18 @@ def _scaled(loss: jax.Array, factor: Any) -> jax.Array:
     return loss if factor is None else loss * factor
 
 
-def _finite(state: nnx.State) -> jax.Array:
-    """Whether each parameter is finite: bool [number of parameters], in the state's order."""
+def _finite(state: nnx.State, paths: Sequence[str] | None = None) -> jax.Array:
+    """Whether each parameter is finite: bool [number of parameters], in the state's order.
+
+    paths: the parameters to look at; None takes all.
+    """
 
     def one(value: Any) -> jax.Array:
         return (
             nonfinite_blocks(value) == 0 if isinstance(value, ScaledArray) else jnp.all(jnp.isfinite(value))
         )
 
-    return jnp.stack([one(value) for _, value in named_params(state)])
+    return jnp.stack([one(value) for path, value in named_params(state) if paths is None or path in paths])
 
 
 def build_programs(

@@ -28,19 +28,22 @@ import numpy as np
 from flax import nnx
 
 from jetrl_jax.collect.batch import RolloutBatch, nonfinite_part, rollout_metrics
-from jetrl_jax.collect.collector import Collector, StepClock
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.collector import Collector
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.processes import fetch
 from jetrl_jax.errors import RunStopped
+from jetrl_jax.precision.kv_cache import KVUse
 from jetrl_jax.record.console import Console
 from jetrl_jax.rl import metrics as rl_metrics
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rl.assemble import Minibatch, assemble
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.training.programs import PolicyPrograms, TrainState
+from jetrl_jax.training.programs import KV_USE, PolicyPrograms, TrainState
 
 WARN_WITHOUT_SIGNAL = 10  # steps in a row
+WARN_CLIPPED = 1e-4  # share of keys and values
 
 
 @dataclass
@@ -161,11 +164,12 @@ class RLStep:
         losses: list[float] = []
         norms: list[float | None] = []
         tokens = places = 0
-        pairs = assembly.scored
+        pairs, use = assembly.scored, None
         for minibatch in assembly.minibatches():
             micro = minibatch.microbatches
             with self.console.phase("train", len(micro), "microbatches") as progress, clock.phase("train"):
-                loss, norm, logprobs = self._optimise(step, minibatch, batch, sums, progress)
+                loss, norm, logprobs, used = self._optimise(step, minibatch, batch, sums, progress)
+            use = used if used is None else used.and_also(use)
             # the forward pass of the first update uses the weights that sampled the batch
             if not assembly.scored and not norms:
                 pairs = list(zip(micro, logprobs, strict=True))
@@ -183,6 +187,10 @@ class RLStep:
                 "optimizer/loss_scale": float(self.state.loss_scale.factor),
                 "count/loss_scale_overflows": self.counters.overflows,
             }
+        if use is not None:
+            row |= self._kv_metrics(step, use)
+        if finite:
+            self.state = self.programs.recalibrated(self.state)
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
@@ -201,16 +209,19 @@ class RLStep:
 
     def _optimise(
         self, step: int, minibatch: Minibatch, batch: RolloutBatch, sums: dict[str, float], progress: Any
-    ) -> tuple[float, float | None, list[np.ndarray]]:
-        """One optimiser step: (loss, gradient norm or None if skipped, logprobs of each microbatch)."""
+    ) -> tuple[float, float | None, list[np.ndarray], KVUse | None]:
+        """One optimiser step: (loss, gradient norm or None if skipped, logprobs by microbatch, FP8 use)."""
         micro, denominators = minibatch.microbatches, minibatch.denominators
         grads, loss, logprobs = None, 0.0, []
+        use: KVUse | None = None
         for part in micro:
             grads, stats, values = self.programs.next_gradient(
                 grads, self.state, part, denominators, self.algorithm
             )
             host_stats, host_values = fetch((stats, values))
             loss += float(host_stats.pop("loss"))
+            if KV_USE in host_stats:
+                use = host_stats.pop(KV_USE).and_also(use)
             for name, value in host_stats.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             logprobs.append(host_values)
@@ -221,20 +232,37 @@ class RLStep:
                 f"step {step}: no completion is trained (none has a reward, or all are masked or "
                 "rejected); no update"
             )
-            return 0.0, None, logprobs
+            return 0.0, None, logprobs, use
         if not np.isfinite(loss):
             self._skip(step, "loss", batch, micro)
-            return loss, None, logprobs
-        self.state, report = self.programs.update(self.state, grads)
+            return loss, None, logprobs, use
+        self.state, report = self.programs.update(self.state, grads, None if use is None else use.largest)
         if report.overflow:
             self.counters.overflows += 1
-            return loss, None, logprobs
+            return loss, None, logprobs, use
         if report.nonfinite:
             self._skip(step, ", ".join(report.nonfinite[:3]), batch, micro)
-            return loss, None, logprobs
+            return loss, None, logprobs, use
         self.counters.updates += 1
         self.counters.skipped_in_a_row = 0
-        return loss, report.grad_norm, logprobs
+        return loss, report.grad_norm, logprobs, use
+
+    def _kv_metrics(self, step: int, use: KVUse) -> dict[str, float]:
+        """How keys and values used the FP8 range, with the scales of the step; warns if many were clipped."""
+        assert self.state.kv is not None
+        clipped = float(use.clipped.sum() / use.count.sum())
+        if clipped > WARN_CLIPPED:
+            self.console.warn(
+                f"step {step}: {clipped:.1e} of the keys and values were clipped to the range of FP8 "
+                f"(kv/clip_fraction), expected at most {WARN_CLIPPED:.0e}. They grow faster than the scales "
+                "follow: a lower optimizer.learning_rate, or precision.kv_cache: bf16."
+            )
+        exponents = np.log2(fetch(self.state.kv.scales))
+        row = {"kv/clip_fraction": clipped}
+        for index, kind in enumerate(self.programs.plan.kinds):
+            row |= {f"kv/{kind}_exponent_min": float(exponents[:, index].min())}
+            row |= {f"kv/{kind}_exponent_max": float(exponents[:, index].max())}
+        return row
 
     def _skip(self, step: int, tensor: str, batch: RolloutBatch, micro: list[TrainBatch]) -> None:
         """Reports the tensor that is not finite, saves the batch and counts the skipped update."""

@@ -16,9 +16,10 @@ import optax
 
 from jetrl_jax.collect.prompts import SEED_WARM_START
 from jetrl_jax.config.learning import WarmStartSection
+from jetrl_jax.devices.processes import fetch
 from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.tasks.base import Task
+from jetrl_jax.tasks.base import Example, Task
 from jetrl_jax.text.tokenizer import Tokenizer
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
@@ -28,10 +29,22 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True)
 class Solution:
-    """A prompt and its worked solution as token ids, the solution with a stop token at its end."""
+    """A prompt and its worked solution as token ids, the solution with a stop token at its end.
+
+    trained: the tokens of the solution that the policy writes; None is all.
+    """
 
     prompt_ids: list[int]
     solution_ids: list[int]
+    trained: list[bool] | None = None
+
+    @property
+    def mask(self) -> np.ndarray:
+        """`trained` as an array."""
+        return np.array([True] * len(self.solution_ids) if self.trained is None else self.trained)
+
+
+Demonstrate = Callable[[Example], tuple[list[int], list[bool]] | None]
 
 
 def build_warm_start_optimizer(section: WarmStartSection) -> optax.GradientTransformation:
@@ -51,6 +64,9 @@ def build_warm_start_optimizer(section: WarmStartSection) -> optax.GradientTrans
 class SolutionSampler:
     """Draws noisy batches of a task's worked solutions; batch i is a function of the seed and i.
 
+    demonstrate: an example -> the ids after its prompt, and which of them the policy writes (None: there are
+      none); replaces the examples' own solutions.
+
     Raises:
       UserError: the task has no worked solutions, or they exceed the row.
     """
@@ -64,8 +80,10 @@ class SolutionSampler:
         row_tokens: int,
         max_prompt_tokens: int,
         seed: int,
+        demonstrate: Demonstrate | None = None,
     ) -> None:
         self.task = task
+        self.demonstrate = demonstrate
         self.tokenizer = tokenizer
         self.section = section
         self.row_tokens = row_tokens
@@ -73,7 +91,13 @@ class SolutionSampler:
         self.seed = seed
         probe = [self._solution(index) for index in range(min(256, len(task.train)))]
         self.alphabet = np.unique(
-            [token for s in probe if s for token in s.solution_ids if token not in tokenizer.eos_ids]
+            [
+                token
+                for s in probe
+                if s
+                for token, written in zip(s.solution_ids, s.mask, strict=True)
+                if written and token not in tokenizer.eos_ids
+            ]
         )
         if not any(probe):
             raise UserError(
@@ -95,21 +119,29 @@ class SolutionSampler:
 
     def _solution(self, index: int) -> Solution | None:
         example = self.task.train[index]
-        if not example.solution:
+        trained = None
+        if self.demonstrate is not None:
+            shown = self.demonstrate(example)
+            if shown is None:
+                return None
+            solution, trained = shown
+        elif example.solution:
+            solution = [*self.tokenizer.encode(example.solution), self.tokenizer.eos_ids[0]]
+        else:
             return None
         prompt = self.tokenizer.encode_prompt(example.prompt)
-        solution = [*self.tokenizer.encode(example.solution), self.tokenizer.eos_ids[0]]
         fits = len(prompt) <= self.max_prompt_tokens and len(prompt) + len(solution) <= self.row_tokens
-        return Solution(prompt, solution) if fits else None
+        return Solution(prompt, solution, trained) if fits else None
 
     def _noisy(self, solution: Solution, rng: np.random.Generator) -> Solution:
         ids = np.array(solution.solution_ids)
         hit = rng.random(len(ids)) < self.section.noise
         hit[-1] = False  # the stop token stays, so that lengths are learned exactly
+        hit &= solution.mask
         for place in np.flatnonzero(hit):
             others = self.alphabet[self.alphabet != ids[place]]
             ids[place] = rng.choice(others) if len(others) else ids[place]
-        return Solution(solution.prompt_ids, [int(token) for token in ids])
+        return Solution(solution.prompt_ids, [int(token) for token in ids], solution.trained)
 
 
 def warm_start(
@@ -129,8 +161,9 @@ def warm_start(
     losses = []
     for step in range(section.steps):
         batch = sampler.batch(step)
-        grads, loss = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
-        state, report = programs.update(state, grads)
+        grads, loss, use = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
+        state, report = programs.update(state, grads, None if use is None else fetch(use).largest)
+        state = programs.recalibrated(state)
         if report.nonfinite and not report.overflow:
             raise RunStopped(
                 f"warm start: step {step + 1} is not finite: {', '.join(report.nonfinite[:3])}. Lower "
@@ -152,7 +185,7 @@ def _one_per_row(rows: list[Solution], row_tokens: int) -> TrainBatch:
         ids = row.prompt_ids + row.solution_ids
         token_ids[index, : len(ids)] = ids
         segment_ids[index, : len(ids)] = 1
-        loss_mask[index, len(row.prompt_ids) : len(ids)] = True
+        loss_mask[index, len(row.prompt_ids) : len(ids)] = row.mask
     zeros = np.zeros(shape, np.float32)
     positions = np.tile(np.arange(row_tokens, dtype=np.int32), (len(rows), 1))
     sequence_index = np.where(segment_ids > 0, np.arange(len(rows), dtype=np.int32)[:, None], np.int32(-1))

@@ -1,9 +1,10 @@
-"""The worker process of a reward function, and the call that worker and trainer share.
+"""The worker process of a reward function or of environments, and the call that worker and trainer share.
 
 It runs as a file, not as a module, so that it starts in tens of milliseconds.  It imports only the standard
-library, and this package only if the reward does.  It communicates over one socket (argument 1) in frames of
-an 8-byte length and a payload: pickles in, JSON out.  The protocol does not use standard input, output or
-error, so a reward may print anything.
+library, and this package only if the reward does or for environments (`jetrl_jax.workers.playing`).  It
+communicates over one socket (argument 1) in frames of an 8-byte length and a payload: pickles in (JSON for
+environments), JSON out.  The protocol does not use standard input, output or error, so a reward may print
+anything.
 
 A reward's fork that returns into this file exits at once.  If the trainer has gone, the worker ends itself
 and its children.
@@ -253,8 +254,14 @@ def main(descriptor: int) -> None:
     if first is None:
         return
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    start = pickle.loads(first)
+    if "environment" in start:
+        sys.path[:] = start["sys_path"]
+        serve = importlib.import_module(start["served_by"]).serve
+        serve(start["environment"], lambda: _receive_frame(connection), reply)
+        return
     try:
-        function = _load(pickle.loads(first))
+        function = _load(start)
         accepted = accepted_columns(function)
     except BadReward as error:
         return reply({"bad": error.args})

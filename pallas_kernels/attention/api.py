@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.attention import reference
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.formats import BLOCK, E4M3
 from pallas_kernels.hopper import WGMMA_ROWS
 from pallas_kernels.implementations import resolve, unknown_name
 
@@ -98,6 +98,7 @@ def cached_attention(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     positions: Int32[Array, "B t"],
+    scales: Float32[Array, " 2"] | None = None,
     *,
     implementation: str = "xla",
 ) -> Float[Array, "B t N H"]:
@@ -105,8 +106,11 @@ def cached_attention(
 
     Args:
       q: bfloat16 or float16.
-      keys, values: in the dtype of q; a row's tokens 0, 1, ..., then any finite values.
+      keys, values: in the dtype of q, or float8_e4m3fn codes; a row's tokens 0, 1, ..., then any finite
+        values.
       positions: from 0 to S - 1; a token sees the keys up to its own position.
+      scales: of codes, of keys and of values, powers of two with which code * scale is exact in the dtype of
+        q; None if keys and values are no codes.
       implementation: one of `IMPLEMENTATIONS`.
     Returns:
       In the dtype of q, bit-identical to `causal_attention`.
@@ -115,17 +119,21 @@ def cached_attention(
     """
     B, t = q.shape[0], q.shape[1] if q.ndim == 4 else 0
     shapes = (B, t, "N", "H"), (B, "K", "S", "H"), (B, "K", "S", "H")
-    problems = _operand_problems({"q": q, "keys": keys, "values": values}, shapes, implementation)
+    operands = {"q": q, "keys": keys, "values": values}
+    problems = _operand_problems(operands, shapes, implementation, codes=scales is not None)
+    if scales is not None and (scales.shape != (2,) or scales.dtype != jnp.float32):
+        got = f"{scales.dtype}{list(scales.shape)}"
+        problems.append(f"wrong scales: got scales {got}, expected float32 [2], of keys and of values")
     if positions.shape != (B, t) or positions.dtype != jnp.int32:
         got = f"{positions.dtype}{list(positions.shape)}"
         problems.append(f"wrong positions: got positions {got}, expected int32 [{B}, {t}]")
     name = _chosen("cached_attention", problems, q, keys.shape[1:2], implementation)
     if name == "xla":
-        return reference.cached_attention(q, keys, values, positions)
+        return reference.cached_attention(q, keys, values, positions, scales)
     # imported here, because not every platform has Pallas for GPUs
     from pallas_kernels.attention import mosaic
 
-    return mosaic.cached_attention(q, keys, values, positions, name == "mosaic_interpret")
+    return mosaic.cached_attention(q, keys, values, positions, name == "mosaic_interpret", scales)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -168,9 +176,15 @@ def operand_problem(dtype: Any, width: int, group: int) -> str | None:
 
 
 def _operand_problems(
-    operands: dict[str, jax.Array], shapes: tuple[tuple[Any, ...], ...], implementation: str
+    operands: dict[str, jax.Array],
+    shapes: tuple[tuple[Any, ...], ...],
+    implementation: str,
+    codes: bool = False,
 ) -> list[str]:
-    """Problems of arrays that should have these shapes; equal letters mean equal sizes."""
+    """Problems of arrays that should have these shapes; equal letters mean equal sizes.
+
+    codes: whether all but the first are E4M3 codes.
+    """
     problems: list[str] = []
     sizes: dict[Any, int] = {}
     for (name, array), shape in zip(operands.items(), shapes, strict=True):
@@ -183,8 +197,11 @@ def _operand_problems(
     if not problems and sizes["N"] % sizes["K"]:
         problems.append(f"heads do not fit: got N={sizes['N']}, expected a multiple of K={sizes['K']}")
     kinds = {name: array.dtype.name for name, array in operands.items()}
-    if len(set(kinds.values())) > 1 or next(iter(kinds.values())) not in [jnp.dtype(d).name for d in DTYPES]:
-        problems.append(f"wrong dtypes: got {kinds}, expected bfloat16 or float16, the same of all")
+    first, *others = kinds.values()
+    expected = [first if not codes else jnp.dtype(E4M3).name] * len(others)
+    if others != expected or first not in [jnp.dtype(d).name for d in DTYPES]:
+        rule = f"and {jnp.dtype(E4M3).name} of keys and values" if codes else "the same of all"
+        problems.append(f"wrong dtypes: got {kinds}, expected bfloat16 or float16, {rule}")
     if implementation not in IMPLEMENTATIONS:
         problems.append(unknown_name(implementation, IMPLEMENTATIONS))
     return problems

@@ -7,7 +7,9 @@ registers (`_add_block`, with the equations of `reference`).  Two grids use the 
     whole sequences    one program for each query head and tile of 128 tokens, 64 for each of two consumers.
                        A tile belongs to one segment, whose first block is read from an array
     a cache            one program for each sequence and key/value head; the query heads are the rows of one
-                       consumer, so that keys and values are read once
+                       consumer, so that keys and values are read once.  A cache of E4M3 codes is loaded as it
+                       is, one byte a value; the consumer widens each block to code * scale in the queries'
+                       dtype, which is exact if the scale is a power of two (`_widen`)
 
 Segments and caches begin at the start of a block, so in both grids only the last block of a row needs a mask.
 Programs are independent of each other and use no atomic additions, so every call gives the same bits.
@@ -36,12 +38,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.attention.reference import score_factor
-from pallas_kernels.formats import BLOCK
+from pallas_kernels.formats import BLOCK, E4M3
 from pallas_kernels.hopper import REGISTERS, WGMMA_ROWS
 from pallas_kernels.mosaic_common import launch, ring_slot, tile
 
 WARPGROUPS, STAGES = 2, 2
 """Consumers of a tile of tokens, and number of blocks of keys in shared memory."""
+CHUNK = 64
+"""Columns of codes that are loaded and widened together."""
 TMA_ROWS = 8
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
@@ -77,23 +81,28 @@ def causal_attention(
 
 @functools.partial(jax.jit, static_argnums=(4,), inline=True)
 def cached_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, interpret: bool = False
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    interpret: bool = False,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """As `api.cached_attention`; `interpret` as `causal_attention`."""
     B, t, N, H = q.shape
     K, group = keys.shape[1], N // keys.shape[1]
     rows = fill(q.reshape(B, t, K, group, H), 3)  # this copies a few heads' queries, but not the cache
     keys, values = (fill(x, 2) for x in (keys, values))
-    kernel = _Attention(group, H, q.dtype, 1, interpret)
+    kernel = _Attention(group, H, q.dtype, 1, interpret, codes=scales is not None)
     out = launch(
-        kernel.against_cache,
+        kernel.against_codes if kernel.codes else kernel.against_cache,
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct(rows.shape, q.dtype),
         grid=(K, t, B),
         grid_names=("head", "token", "row"),
         scratch_types=kernel.scratch,
         **kernel.threads,
-    )(rows, keys, values, positions)
+    )(rows, keys, values, positions, *(() if scales is None else (scales,)))
     return out[:, :, :, :group].reshape(q.shape)
 
 
@@ -117,6 +126,29 @@ class _Refs(NamedTuple):
     turn_barrier: Any = None
     weights_smem: Any = None
     log_smem: Any = None
+    k_wide: Any = None
+    v_wide: Any = None
+    scales_gmem: Any = None
+
+    def code_rings(self, k_gmem: Any, v_gmem: Any, row: Any, head: Any) -> tuple[Ring, Ring]:
+        """The rings of codes, which are loaded in parts of `CHUNK` columns."""
+
+        def ring(gmem: Any, smem: Any, full: Any, empty: Any) -> Ring:
+            def copies(block: jax.Array) -> tuple[tuple[Any, Any], ...]:
+                return tuple(
+                    (
+                        gmem.at[row, head, part(block, BLOCK), pl.ds(chunk * CHUNK, CHUNK)],
+                        smem.at[chunk],
+                    )
+                    for chunk in range(gmem.shape[-1] // CHUNK)
+                )
+
+            return Ring(full, empty, copies)
+
+        return (
+            ring(k_gmem, self.k_smem, self.k_full, self.k_empty),
+            ring(v_gmem, self.v_smem, self.v_full, self.v_empty),
+        )
 
     def rings(self, k_gmem: Any, v_gmem: Any, place: Callable[[jax.Array], Any]) -> tuple[Ring, Ring]:
         """The rings of keys and of values; a block is at `place(block)` in global memory."""
@@ -136,13 +168,17 @@ class _Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """The kernel: `group` query heads for each key/value head, heads of `width` values of `dtype`."""
+    """The kernel: `group` query heads for each key/value head, heads of `width` values of `dtype`.
+
+    codes: whether keys and values are E4M3 codes.
+    """
 
     group: int
     width: int
     dtype: Any
     warpgroups: int
     interpret: bool
+    codes: bool = False
 
     @property
     def threads(self) -> dict[str, Any]:
@@ -163,6 +199,13 @@ class _Attention:
             "k_empty": consumed,
             "v_empty": consumed,
         }
+        if self.codes:
+            parts = self.width // CHUNK
+            full = plgpu.Barrier(num_arrivals=parts, num_barriers=STAGES)
+            ring = tile(BLOCK, CHUNK, E4M3, (parts, STAGES))
+            wide = tile(BLOCK, self.width, self.dtype)
+            scratch |= {"k_smem": ring, "v_smem": ring, "k_full": full, "v_full": full}
+            scratch |= {"k_wide": wide, "v_wide": wide}
         if self.warpgroups > 1:
             scratch["turn_barrier"] = plgpu.Barrier(num_arrivals=self.warpgroups)
         if self.interpret:  # the interpreter has no wgmma with its left operand in registers
@@ -210,14 +253,35 @@ class _Attention:
         self, q_gmem: Any, k_gmem: Any, v_gmem: Any, position_gmem: Any, out_gmem: Any, **scratch: Any
     ) -> None:
         """The query heads of one key/value head of one token."""
-        refs = _Refs(**scratch)
+        self._one_token(q_gmem, k_gmem, v_gmem, position_gmem, out_gmem, _Refs(**scratch))
+
+    def against_codes(
+        self,
+        q_gmem: Any,
+        k_gmem: Any,
+        v_gmem: Any,
+        position_gmem: Any,
+        scales_gmem: Any,
+        out_gmem: Any,
+        **scratch: Any,
+    ) -> None:
+        """As `against_cache`, for codes with the scales of keys and of values."""
+        refs = _Refs(**scratch, scales_gmem=scales_gmem)
+        self._one_token(q_gmem, k_gmem, v_gmem, position_gmem, out_gmem, refs)
+
+    def _one_token(
+        self, q_gmem: Any, k_gmem: Any, v_gmem: Any, position_gmem: Any, out_gmem: Any, refs: _Refs
+    ) -> None:
         row, token, head = lax.axis_index("row"), lax.axis_index("token"), lax.axis_index("head")
         position = position_gmem[row, token]
         blocks = position // BLOCK + 1
 
         @pl.when(lax.axis_index("warpgroup") == self.warpgroups)
         def _produce() -> None:
-            produce(blocks, *refs.rings(k_gmem, v_gmem, lambda block: (row, head, part(block, BLOCK))))
+            if self.codes:
+                produce(blocks, *refs.code_rings(k_gmem, v_gmem, row, head))
+            else:
+                produce(blocks, *refs.rings(k_gmem, v_gmem, lambda block: (row, head, part(block, BLOCK))))
 
         @pl.when(lax.axis_index("warpgroup") < self.warpgroups)
         def _consume() -> None:
@@ -255,9 +319,10 @@ class _Attention:
         """The state after one more block; `last`: its last visible key, None if all are visible."""
         warpgroup, slot, shape = lax.axis_index("warpgroup"), ring_slot(block, STAGES), (WGMMA_ROWS, BLOCK)
         plgpu.barrier_wait(refs.k_full.at[slot])
+        keys = self._widen(refs, 0, slot) if self.codes else refs.k_smem.at[slot]
 
         def multiply_keys(sums: Any) -> jax.Array:
-            plgpu.wgmma(sums, refs.q_smem.at[warpgroup], refs.k_smem.at[slot].transpose((1, 0)))
+            plgpu.wgmma(sums, refs.q_smem.at[warpgroup], keys.transpose((1, 0)))
             self._change_turns(refs)
             return sums[...]
 
@@ -277,6 +342,7 @@ class _Attention:
         plgpu.barrier_wait(refs.v_full.at[slot])
         if refs.turn_barrier is not None:
             plgpu.barrier_wait(refs.turn_barrier)
+        values = self._widen(refs, 1, slot) if self.codes else refs.v_smem.at[slot]
         left: Any = rounded
         if refs.weights_smem is not None:
             left = refs.weights_smem.at[warpgroup]
@@ -284,12 +350,24 @@ class _Attention:
             plgpu.commit_smem()
 
         def multiply_values(sums: Any) -> jax.Array:
-            plgpu.wgmma(sums, left, refs.v_smem.at[slot])
+            plgpu.wgmma(sums, left, values)
             return sums[...]
 
         product = pl.run_scoped(multiply_values, plgpu.ACC((WGMMA_ROWS, self.width), jnp.float32))
         plgpu.barrier_arrive(refs.v_empty.at[slot])
         return _Rows(top, total, rows.out * lax.broadcast_in_dim(shrink, rows.out.shape, [0]) + product)
+
+    def _widen(self, refs: _Refs, kind: int, slot: jax.Array) -> Any:
+        """Writes a slot's codes times their scale, keys (0) or values (1), as `dtype`; returns the tile."""
+        codes, wide = ((refs.k_smem, refs.k_wide), (refs.v_smem, refs.v_wide))[kind]
+        scale = refs.scales_gmem[kind]
+        for rows in (pl.ds(start, WGMMA_ROWS) for start in range(0, BLOCK, WGMMA_ROWS)):
+            for chunk in range(self.width // CHUNK):
+                narrow = plgpu.load(codes.at[chunk, slot, rows], layout=plgpu.Layout.WGMMA)
+                exact = narrow.astype(jnp.float16).astype(jnp.float32) * scale
+                wide[rows, pl.ds(chunk * CHUNK, CHUNK)] = exact.astype(self.dtype)
+        plgpu.commit_smem()
+        return wide
 
     def _change_turns(self, refs: _Refs) -> None:
         """Synchronises the two consumers, which then exchange turns on the tensor cores."""

@@ -49,9 +49,20 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, first_blocks: jax
 
 
 @_jit
-def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+def cached_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    scales: jax.Array | None = None,
+) -> jax.Array:
     """`api.cached_attention`."""
     B, t, N, H = q.shape
+    if scales is not None:
+        keys, values = (
+            (codes.astype(jnp.float32) * scale).astype(q.dtype)
+            for codes, scale in zip((keys, values), scales, strict=True)
+        )
     rows = jnp.moveaxis(q.reshape(B, t, keys.shape[1], -1, H), 1, 3)  # [B, K, G, t, H]
     out = _attend(rows, keys, values, jnp.zeros_like(positions), positions)
     return jnp.moveaxis(out, 3, 1).reshape(B, t, N, H)

@@ -1,6 +1,7 @@
 """Quantisation into FP8 codes with one scale per block, by itself (`api`) or fused (`fused`).
 
-`reference` is the definition; `mosaic`, `mosaic_norm` and `mosaic_requantize` are the kernels for Hopper.
+`reference` is the definition; `mosaic`, `mosaic_norm`, `mosaic_requantize` and `mosaic_silu` are the kernels
+for Hopper.
 """
 
 from pallas_kernels.quantize.api import (
@@ -11,7 +12,11 @@ from pallas_kernels.quantize.api import (
     quantize_weight,
     requantize,
 )
-from pallas_kernels.quantize.fused import rms_norm_quantize, silu_multiply_quantize
+from pallas_kernels.quantize.fused import (
+    rms_norm_quantize,
+    silu_gradients_quantize,
+    silu_multiply_quantize,
+)
 
 __all__ = [
     "choose",
@@ -21,5 +26,6 @@ __all__ = [
     "quantize_weight",
     "requantize",
     "rms_norm_quantize",
+    "silu_gradients_quantize",
     "silu_multiply_quantize",
 ]

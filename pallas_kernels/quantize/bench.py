@@ -23,7 +23,12 @@ from pallas_kernels.quantize.api import (
     quantize_weight,
     requantize,
 )
-from pallas_kernels.quantize.fused import KERNEL_WIDTHS, rms_norm_quantize, silu_multiply_quantize
+from pallas_kernels.quantize.fused import (
+    KERNEL_WIDTHS,
+    rms_norm_quantize,
+    silu_gradients_quantize,
+    silu_multiply_quantize,
+)
 
 KERNEL = "mosaic_gpu"
 EPS = 1e-6
@@ -55,6 +60,12 @@ def fused_cases(implementation: str) -> dict[str, tuple[int, Operation]]:
             5,
             lambda gate, up, _: silu_multiply_quantize(gate, up, implementation=implementation)[0],
         ),
+        "SiLU's gradient, both ways": (
+            10,
+            lambda gate, up, _: _both(
+                *silu_gradients_quantize(gate, up, gate, implementation=implementation)
+            ),
+        ),
         "RMSNorm(x + residual)": (
             7,
             lambda x, residual, w: rms_norm_quantize(x, w, residual, eps=EPS, implementation=implementation),
@@ -75,7 +86,12 @@ def unfused_cases() -> dict[str, Operation]:
         total = x + residual
         return quantize(norm(total, weight), ROW, implementation=KERNEL), total
 
+    def silu_gradients(gate: jax.Array, up: jax.Array, _: jax.Array) -> Any:
+        pullback = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)[1]
+        return _both(*(quantize_dual(x, COLUMN, implementation=KERNEL) for x in pullback(gate)))
+
     return {
+        "SiLU's gradient, both ways": silu_gradients,
         "SiLU * up": lambda gate, up, _: quantize(jax.nn.silu(gate) * up, ROW, implementation=KERNEL),
         "RMSNorm(x + residual)": residual_norm,
         "RMSNorm(x)": lambda x, _, weight: quantize(norm(x, weight), ROW, implementation=KERNEL),
@@ -120,6 +136,10 @@ def _requantized(implementation: str) -> Operation:
 def _stored(*arrays: Any) -> Any:
     """ScaledArrays as the kernels store them (along tokens: transposed), so that returning costs nothing."""
     return tuple(array if array.block_shape == ROW else array.transpose() for array in arrays)
+
+
+def _both(of_gate: tuple[Any, Any], of_up: tuple[Any, Any]) -> Any:
+    return _stored(*of_gate, *of_up)
 
 
 def _rows(

@@ -1,7 +1,8 @@
 """A decoder's operations fused with the quantiser that follows: the same bits with one trip to memory.
 
-    silu_multiply_quantize   quantize(bf16(bf16(SiLU(gate)) * up))
-    rms_norm_quantize        quantize(RMSNorm(x) or RMSNorm(x + residual))
+    silu_multiply_quantize    quantize(bf16(bf16(SiLU(gate)) * up))
+    silu_gradients_quantize   the gradients of gate and up, quantised for DGrad and WGrad
+    rms_norm_quantize         quantize(RMSNorm(x) or RMSNorm(x + residual))
 
 The rounding points are those of the mirrored engine, by `engine_variant`:
 
@@ -37,6 +38,7 @@ from pallas_kernels.formats import SCALE_FORMATS, to_float64
 from pallas_kernels.implementations import resolve, unknown_name
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.api import COLUMN, IMPLEMENTATIONS, ROW, SQUARE, kernel_problem
+from pallas_kernels.quantize.producers import silu_gradients
 from pallas_kernels.scaled_array import ScaledArray
 
 ENGINE_VARIANTS = ("native", "cuda")
@@ -92,6 +94,42 @@ def silu_multiply_quantize(
     )
     rows, second = mosaic.logical_arrays(outputs)
     return rows, None if transposed is None else second
+
+
+def silu_gradients_quantize(
+    gate: BFloat16[Array, "M F"],
+    up: BFloat16[Array, "M F"],
+    dy: BFloat16[Array, "M F"],
+    *,
+    scale_format: str = "float32",
+    implementation: str = "xla",
+) -> tuple[tuple[ScaledArray, ScaledArray], tuple[ScaledArray, ScaledArray]]:
+    """The gradients of gate and up in bf16(bf16(SiLU(gate)) * up), quantised both ways; dy is the cotangent.
+
+    Args:
+      gate, up, dy: neither dimension zero.
+      scale_format, implementation: as in `silu_multiply_quantize`.
+    Returns:
+      Of gate and of up: the gradient in blocks (1, 128) and in blocks (128, 1), both of one BF16 value, which
+      is that of float64 or a neighbour (tests/kernels/test_fused.py), and may differ between implementations.
+    Raises:
+      ValueError: shapes, dtypes or names do not fit.
+      NotImplementedError: as `silu_multiply_quantize`.
+    """
+    function = "silu_gradients_quantize"
+    matrices = {"gate": gate, "up": up, "dy": dy}
+    _raise(function, _matrix_problems(matrices, scale_format, implementation))
+    name = resolve(function, implementation, IMPLEMENTATIONS, kernel_problem(gate, "gate")).name
+    if name == "xla":
+        gradients = silu_gradients(*(x.astype(jnp.float32) for x in matrices.values()))
+        of_gate, of_up = (
+            tuple(reference.quantize(x.astype(jnp.bfloat16), block, scale_format) for block in (ROW, COLUMN))
+            for x in gradients
+        )
+        return of_gate, of_up
+    from pallas_kernels.quantize import mosaic_silu  # not on every platform
+
+    return mosaic_silu.silu_gradients_quantize(gate, up, dy, scale_format, name == "mosaic_interpret")
 
 
 def rms_norm_quantize(

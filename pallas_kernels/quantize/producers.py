@@ -39,3 +39,23 @@ def silu(gate: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
 def silu_multiply(gate: Float32[Array, "*S"], up: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
     """bf16(bf16(SiLU(gate)) * up) of float32 arrays of BF16 values."""
     return round_to_bfloat16(silu(gate) * up)
+
+
+def silu_gradients(
+    gate: Float32[Array, "*S"], up: Float32[Array, "*S"], dy: Float32[Array, "*S"]
+) -> tuple[Float32[Array, "*S"], Float32[Array, "*S"]]:
+    """The gradients (dgate, dup) of `silu_multiply` for the cotangent dy; all float32 arrays of BF16 values.
+
+    They are rounded where autodiff of the operations in turn rounds: dy up, then dgate, and dup.  SiLU' and
+    SiLU are FP32, so that a result may be another neighbour of a midpoint of two BF16 numbers.
+    """
+    decay = jnp.exp(-jnp.abs(gate))
+    larger = jnp.float32(1) / (jnp.float32(1) + decay)
+    smaller = decay * larger
+    positive = gate >= jnp.float32(0)
+    sigmoid, rest = jnp.where(positive, larger, smaller), jnp.where(positive, smaller, larger)
+    silu = gate * sigmoid
+    slope = sigmoid + silu * rest
+    return round_to_bfloat16(round_to_bfloat16(dy * up) * slope), round_to_bfloat16(
+        dy * round_to_bfloat16(silu)
+    )

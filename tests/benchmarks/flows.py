@@ -26,11 +26,12 @@ from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.models import vocabulary
 from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.precision.kv_cache import KVCalibration
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.metrics import mismatch_metrics
 from jetrl_jax.rollout.types import Trajectory
-from jetrl_jax.runs.policy import Policy, build_policy, load_policy, published_weights
+from jetrl_jax.runs.policy import Policy, build_policy, kv_scales, load_policy, published_weights
 from jetrl_jax.training.optimizer import build_optimizer
 from jetrl_jax.training.programs import PolicyPrograms
 
@@ -84,7 +85,9 @@ def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory]) -> list
     batches = batching.pack(
         trajectories, np.zeros(count), np.ones(count, bool), config.row_tokens, config.batch.microbatch_tokens
     )
-    weights = programs.frozen(programs.init(policy.params))
+    scales = kv_scales(policy)
+    kv = None if scales is None else KVCalibration.start(scales)
+    weights = programs.frozen(programs.init(policy.params, kv))
     return batching.unpack(batches, [programs.logprobs(weights, batch) for batch in batches], count)
 
 

@@ -30,6 +30,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "bf16": ("precision.preset=bf16",),
     "fp16": ("precision.preset=fp16",),
     "fp8_unified": ("precision.preset=fp8_unified",),
+    "bf16 FP8 cache": ("precision.preset=bf16", "precision.kv_cache=fp8"),
+    "fp8_unified FP8 cache": ("precision.preset=fp8_unified", "precision.kv_cache=fp8"),
     "fp8_unified dual": ("precision.preset=fp8_unified", "precision.wgrad_operand=dual"),
     "fp8_unified block": ("precision.preset=fp8_unified", "precision.wgrad_operand=block"),
     "fp8_forward": ("precision.preset=fp8_forward",),

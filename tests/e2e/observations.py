@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scripted import ScriptedEngine, ScriptedTrainer
+from scripted import ScriptedEngine, ScriptedTrainer, scripted_logprobs
 
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices import processes
@@ -36,11 +36,12 @@ from jetrl_jax.record.metrics import read_metrics, without_clocks
 from jetrl_jax.record.run_directory import read_jsonl
 from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.batching import TrainBatch
-from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.runs.engines import build_engine
-from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.runs.grpo import GRPOTrainer, build_player
 from jetrl_jax.runs.policy import build_policy, published_weights
 from jetrl_jax.tasks.registry import build_task
+from jetrl_jax.training.evaluation import Evaluator
 
 
 @dataclass
@@ -323,6 +324,33 @@ def examples(config: RunConfig) -> Any:
     """Prompts, answers and sizes of both splits of the task."""
     task = build_task(config.task, config.seed)
     return [(len(split), [(e.prompt, e.answer) for e in split[:4]]) for split in (task.train, task.eval)]
+
+
+class Speaker(ScriptedEngine):
+    """Says letters, some of which are stop texts; what it says depends on the request and all before it."""
+
+    def _answer(self, request: Request, sampling: SamplingParams) -> Trajectory:
+        rng = np.random.default_rng((request.seed, len(request.prompt_ids)))
+        said = [*self.tokenizer.encode("".join(rng.choice(list("abc"), size=6))), 1]
+        ends = [place for place, one in enumerate(said) if one in sampling.stop_token_ids]
+        ids = np.array(said[: min(ends[0] + 1, request.limit(sampling))], np.int32)
+        reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+        logprobs = scripted_logprobs(ids, 0)
+        return Trajectory.of_completion(request.id, request.prompt_ids, ids, logprobs, reason, 0)
+
+
+def episodes(config: RunConfig) -> Any:
+    """Episodes of an evaluation on a scripted engine, sizes of the splits, and the number of workers."""
+    policy, task = build_policy(config), build_task(config.task, config.seed)
+    player = build_player(config, task, policy.tokenizer)
+    engine = Speaker(policy.tokenizer)
+    engine.load(None, 0)
+    sizes = {"prompts": 4, "samples": 2, "temperature": 1.0, "seed": 0, "player": player}
+    lengths = {"max_prompt_tokens": 8, "max_completion_tokens": config.rollout.max_completion_tokens}
+    result = Evaluator(task, policy.tokenizer, **sizes, **lengths)(engine)
+    task.close()
+    samples = [(sample["completion"], sample["reward"]) for sample in result.samples]
+    return samples, result.metrics, len(task.train), len(task.eval), len(task.pool._workers)
 
 
 def rewards(config: RunConfig) -> Any:

@@ -87,7 +87,7 @@ class ScriptedPrograms:
         self.weights = {"matrix": jnp.linspace(-1, 1, 6).reshape(2, 3), "vector": jnp.ones(3)}
         self.moments = self.optimizer.init(self.weights)
 
-    def init(self, params: Any) -> TrainState:
+    def init(self, params: Any, kv: None = None) -> TrainState:
         return TrainState(params, {"updates": np.int32(self.updates)}, {})
 
     def frozen(self, state: TrainState) -> int:
@@ -108,12 +108,15 @@ class ScriptedPrograms:
 
     def supervised_gradient(self, state: TrainState, batch: TrainBatch, tokens: float) -> Any:
         self.supervised.append(batch.token_ids)
-        return {}, 1.0
+        return {}, 1.0, None
 
     def add(self, total: Any, grads: Any) -> Any:
         return grads
 
-    def update(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateReport]:
+    def recalibrated(self, state: TrainState) -> TrainState:
+        return state
+
+    def update(self, state: TrainState, grads: Any, largest: None = None) -> tuple[TrainState, UpdateReport]:
         rng = np.random.default_rng(self.updates)
         scale = 0.3 if self.updates % 2 == 0 else 3.0  # below and above the clip
         raw = {

@@ -26,6 +26,7 @@ from observations import (
     attention,
     batch_shapes,
     engine,
+    episodes,
     evaluation,
     examples,
     export,
@@ -121,6 +122,18 @@ def not_finite(completions, **kwargs):
 
 def equal(completions, **kwargs):
     return [1.0] * len(completions)
+
+class Talk:
+    def __init__(self, slow_s=0.0):
+        self.slow_s = slow_s
+    def reset(self, *, seed=None):
+        return "1+1=", {}
+    def step(self, text):
+        if text:
+            time.sleep(self.slow_s)
+        return "0123456789", 0.6, False, False, {}
+    def close(self):
+        pass
 """
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if enable_thinking %}abc{% endif %}"
@@ -226,11 +239,25 @@ BLOCKS = {
     }
 }
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
+QUANTISED_QUERIES = {**VLLM, "precision.kv_cache": "fp8", "numerics.exact": False}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
 PROCESSES = {
     "sharding.data": 4,
     "distributed": {"processes": 2, "process_id": 1, "coordinator": "node1:8476"},
+}
+TALK = {
+    "task": {
+        "kind": "environment",
+        "name": "effects_probe:Talk",
+        "max_turns": 3,
+        "train_size": 8,
+        "eval_size": 8,
+    },
+    "rewards": [{}],
+    "rollout.max_completion_tokens": 40,
+    "rollout.max_turn_tokens": 7,
+    "batch.microbatch_tokens": 96,
 }
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
@@ -271,6 +298,8 @@ CHANGES = (
     Change("precision.wgrad_operand", "block", fp8_layer, WIDE),
     Change("precision.scale_format", "power_of_two", fp8_layer, WIDE),
     Change("precision.promotion_order", "triton", fp8_layer, WIDE),
+    Change("precision.kv_cache", "fp8", plan),
+    Change("precision.kv_query", "fp8", plan, QUANTISED_QUERIES),
     Change("precision.loss_scale.initial", 64.0, loss_scale, FP16),
     Change("precision.loss_scale.growth_interval", 7, loss_scale, FP16),
     Change("numerics.exact", True, logprobs, BF16),
@@ -289,6 +318,16 @@ CHANGES = (
     Change("task.answer_field", "label", examples, FILE_TASK),
     Change("task.prompt_template", "compute {prompt}", examples),
     Change("task.options", {"digits": 2, "train_size": 64, "eval_size": 4}, examples),
+    Change("task.max_turns", 2, episodes, TALK),
+    Change("task.max_observation_tokens", 3, episodes, TALK),
+    Change("task.stop_texts", ["a"], episodes, TALK),
+    Change("task.observation_template", "={observation}", episodes, TALK),
+    Change("task.timeout_s", 0.05, episodes, TALK | {"task.options": {"slow_s": 0.1}, "task.max_turns": 1}),
+    Change("task.workers", 1, episodes, TALK),
+    Change("task.solved", 2.0, episodes, TALK),
+    Change("task.train_size", 9, episodes, TALK),
+    Change("task.eval_size", 3, episodes, TALK),
+    Change("rollout.max_turn_tokens", 2, episodes, TALK),
     Change("rewards.N.name", "last_number", rewards),
     Change("rewards.N.weight", 0.5, rewards),
     Change("rewards.N.timeout_s", 0.1, rewards, {"rewards.0.name": "effects_probe:slow"}),
@@ -318,6 +357,12 @@ CHANGES = (
     Change("numerics.exact", False, vllm_engine, VLLM),
     Change("numerics.engine_variant", "cuda", vllm_engine, VLLM),
     Change("rollout.engine.max_num_seqs", 7, vllm_engine, VLLM),
+    Change(
+        "rollout.engine.speculative_config",
+        {"method": "suffix", "num_speculative_tokens": 2},
+        vllm_engine,
+        VLLM,
+    ),
     Change("rollout.engine.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("rollout.engine.sleep", False, shared_gpu, VLLM),
     Change("rollout.engine.kv_cache_memory_mb", 7, vllm_engine, VLLM),
@@ -332,7 +377,7 @@ CHANGES = (
     Change("rollout.engine.prefill_rows", 4, engine, FP32),
     Change("rollout.engine.decode_chunk_tokens", 2, engine, FP32),
     Change("rollout.engine.speculation.kind", "lookup", engine, FP32),
-    Change("rollout.engine.speculation.tokens", 2, engine, FP32 | LOOKUP),
+    Change("rollout.engine.speculation.lengths", (0, 2), engine, FP32 | LOOKUP),
     Change("rollout.engine.speculation.longest_match", 1, engine, FP32 | LOOKUP),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),

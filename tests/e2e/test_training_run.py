@@ -11,7 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import command_environment, rows, run_here, run_module, tiny_config, train_command, write_config
+from tiny import (
+    ROOT,
+    TINY,
+    command_environment,
+    rows,
+    run_here,
+    run_module,
+    tiny_config,
+    train_command,
+    write_config,
+)
+
+from jetrl_jax.record.metrics import read_metrics
+from jetrl_jax.rollout.embedded.draft_length import DraftLength
 
 
 def exported_weights(directory: Path) -> bytes:
@@ -123,7 +136,9 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
 
 
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
-    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    """The one that is stopped speculates, the other does not."""
+    engine = TINY["rollout"]["engine"] | {"speculation": {"kind": "lookup", "lengths": [0, 2]}}
+    config = write_config(tiny_config(tmp_path / "run", rollout={"engine": engine}), tmp_path / "config.yaml")
     process = subprocess.Popen(
         train_command(config),
         env=command_environment(compilation_cache),
@@ -143,6 +158,34 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "run") == rows(finished[0])
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
+    told = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"][-1]["rollout_engine"]
+    assert "bit for bit those without" in told["speculation"]["promise"]
+
+
+@pytest.mark.long
+def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch):
+    """Its policy is hardly trained here, so drafts are asked for by chance, and any completion has a reward."""
+    rng, found = np.random.default_rng(0), []
+    monkeypatch.setattr(DraftLength, "choose", lambda self, shape: int(rng.choice(self.lengths)))
+    for name in ("lookup", "none"):
+        sets = {
+            "run.directory": tmp_path / name,
+            "run.steps": 4,
+            "eval.every_steps": 2,
+            "eval.prompts": 16,
+            "warm_start.steps": 20,
+            "rewards": "[{name: 'tiny:shorter'}]",
+            "rollout.engine.speculation": name,
+        }
+        said = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+        process = run_here("jetrl_jax.train", "--config", str(ROOT / "configs/tiny_spec_cpu.yaml"), *said)
+        assert process.returncode == 0, process.stderr
+        table = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert name == "none" or any(row.get("speculation/accepted_tokens", 0) > 0 for row in table)
+        samples = (tmp_path / name / "samples.jsonl").read_bytes()
+        found.append((rows(tmp_path / name), samples, exported_weights(tmp_path / name)))
+    assert found[0] == found[1] and len(found[0][0]) == 5
+    assert any(row.get("optimizer/grad_norm", 0) > 0 for row in found[0][0])
 
 
 def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):

@@ -16,6 +16,7 @@ from tiny import TINY, rows, shorter, tiny_config
 
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.precision.numerics import Choices
 from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.rollout.embedded.programs import EnginePrograms
 from jetrl_jax.runs.grpo import GRPOTrainer
@@ -477,7 +478,9 @@ SUMS = [
 
 
 def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeypatch):
-    """One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
+    """And one by other implementations, such as on a GPU after a CPU.
+
+    One record of a hundred is another one; before, 64 examples' prompts and answers were looked at."""
     monkeypatch.setattr(
         "jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: ScriptedEngine(policy.tokenizer)
     )
@@ -497,6 +500,12 @@ def test_a_resume_on_other_data_is_refused_and_changes_nothing(tmp_path, monkeyp
             UserError, match=r"not that of the run:\n  data\.(train|eval)\.\w+: saved '\w+', now '\w+'"
         ):
             trainer([*SUMS[:changed], SUMS[changed] | change, *SUMS[changed + 1 :]], 2, resume=True).train()
+    with monkeypatch.context() as elsewhere, pytest.raises(UserError) as error:
+        own = Choices.names
+        elsewhere.setattr(Choices, "names", lambda self: own(self) | {"attention": "mosaic_gpu"})
+        trainer(SUMS, 2, resume=True).train()
+    assert "other implementations" in str(error.value)
+    assert "  attention: saved 'xla', now 'mosaic_gpu'" in str(error.value).splitlines()
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
     assert trainer(SUMS, 2, resume=True).train()["steps"] == 2
 

@@ -56,13 +56,13 @@ class Ended:
 class World:
     """Where the runs of this file live: their environment, and what they share."""
 
-    def __init__(self, root: Path, cache: Path, preset: str) -> None:
+    def __init__(self, root: Path, cache: Path, *precision: str) -> None:
         self.root = root
         self.cache = cache
         self.config = write_config(
             override_config(
                 tiny_config(root / "run", **SECTIONS),
-                ["rewards.0.name=tiny:noted", f"precision.preset={preset}"],
+                ["rewards.0.name=tiny:noted", *(f"precision.{field}" for field in precision)],
             ),
             root / "config.yaml",
         )
@@ -165,10 +165,13 @@ def calls(notes: Path) -> list[list[list[str]]]:
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compilation_cache: Path
 ) -> World:
-    """In BF16, which compiles in half the time; the long tests, which compare the same, in FP8."""
+    """In BF16, which compiles in half the time; the long tests, which compare the same, in FP8, keys and values
+    too.
+    """
     here = [item for item in request.session.items if item.path == request.path]
     long = any(item.get_closest_marker("long") for item in here)
-    return World(tmp_path_factory.mktemp("two"), compilation_cache, "fp8_unified" if long else "bf16")
+    precision = ("preset=fp8_unified", "kv_cache=fp8") if long else ("preset=bf16",)
+    return World(tmp_path_factory.mktemp("two"), compilation_cache, *precision)
 
 
 @pytest.fixture(scope="module")

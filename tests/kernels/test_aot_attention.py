@@ -46,6 +46,37 @@ def test_kernels_compile_cleanly(name: str) -> None:
         assert report.clean, report.text
 
 
+@functools.cache
+def codes_report(name: str) -> aot.KernelReport:
+    """Of a cache of codes."""
+    from pallas_kernels.attention import mosaic
+
+    width, heads, kv_heads, dtype = SIZES[name]
+    cache = jax.ShapeDtypeStruct((64, kv_heads, 2048, width), jnp.float8_e4m3fn)
+    queries, positions, scales = (
+        jax.ShapeDtypeStruct(*one)
+        for one in (((64, 1, heads, width), dtype), ((64, 1), jnp.int32), ((2,), jnp.float32))
+    )
+    (report,) = aot.compile_for_h100(
+        lambda q, k, v, p, s: mosaic.cached_attention(q, k, v, p, False, s),
+        queries,
+        cache,
+        cache,
+        positions,
+        scales,
+    )
+    return report
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_of_codes_compiles_cleanly_to_the_same_products(name: str) -> None:
+    """The products, exponentials and sums of a cache of values, in their order; besides, codes are widened."""
+    report, plain = codes_report(name), reports(name)[1]
+    assert report.clean, report.text
+    operation = r"\b(?:(?:add|sub|max|div|ex2|lg2|neg)(?:\.\w+)*\.f32|wgmma\.mma_async\S*)(?=\s)"
+    assert re.findall(operation, report.ptx) == re.findall(operation, plain.ptx)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_training_and_decode_are_one_sequence_of_operations(name: str) -> None:
     """Of FP32 arithmetic, in the order of the text, and of tensor-core products; training also takes two logarithms."""

@@ -36,7 +36,9 @@ TOKENS = 192
 # the quantisers of attention, and of SiLU with its product
 FORWARD = {"rms_norm_quantize": 2, "quantize": 2, "matmul": 7, "causal_attention": 1}
 # q, k, v share an operand; so do gate and up
-BACKWARD = {"backward quantize": 7, "backward requantize": 4, "backward matmul": 14}
+# of all but gate and up, whose quantisers are one kernel with SiLU's gradient
+BACKWARD = {"backward silu_gradients_quantize": 1, "backward quantize": 5}
+BACKWARD |= {"backward requantize": 4, "backward matmul": 14}
 ATTENTION_BACKWARD = {"backward causal_gradients": 2}  # of queries, of keys and values
 BACKWARD |= ATTENTION_BACKWARD
 BF16 = {"dense_matmul": 7, "causal_attention": 1} | ATTENTION_BACKWARD
@@ -47,7 +49,7 @@ def launches(program: str) -> Counter[str]:
     'backward NAME'.
     """
     calls = [line for line in program.splitlines() if "custom-call(" in line and "mosaic_gpu" in line]
-    ours = "(rms_norm_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients)"
+    ours = "(rms_norm_quantize|silu_gradients_quantize|requantize|quantize|dense_matmul|matmul|causal_attention|causal_gradients)"
     names = [re.search(rf'op_name="[^"]*?(transpose\()?(?:jvp\()?jit\({ours}\)', line) for line in calls]
     assert all(names), calls
     return Counter(("backward " if name.group(1) else "") + name.group(2) for name in names if name)

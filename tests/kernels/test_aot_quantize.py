@@ -88,6 +88,16 @@ def test_silu_quantiser_compiles_without_spills(transposed: str | None) -> None:
     )
 
 
+def test_silu_gradients_compile_without_spills() -> None:
+    from pallas_kernels.quantize import mosaic_silu
+
+    x = jax.ShapeDtypeStruct((8192, 12288), jnp.bfloat16)
+    assert_clean(
+        compile_for_h100(lambda *x: mosaic_silu.silu_gradients_quantize(*x, "float32", False), x, x, x),
+        programs=2,
+    )
+
+
 @pytest.mark.parametrize("width", KERNEL_WIDTHS)
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_norm_quantiser_compiles_without_spills(width: int, has_residual: bool) -> None:

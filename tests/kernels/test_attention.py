@@ -161,6 +161,33 @@ def test_a_row_depends_on_its_own_keys_only(implementation: str) -> None:
     np.testing.assert_array_equal(decoded(given, [token], 136, implementation)[0], longer[1])
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(64, "bfloat16"), pytest.param(128, "float16", marks=LONG)])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_a_cache_of_codes_gives_the_bits_of_their_values(implementation: str, width: int, dtype: str) -> None:
+    """Scales of keys and values differ, and each changes the result."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 1, 4, width)), dtype)
+    codes = [jnp.asarray(rng.normal(size=(2, 2, 136, width)) * 60, jnp.float8_e4m3fn) for _ in range(2)]
+    scales, positions = jnp.asarray([2.0**-6, 2.0**-4], jnp.float32), jnp.asarray([[130], [37]], jnp.int32)
+
+    def attended(scales: jax.Array | None, *cache: jax.Array) -> np.ndarray:
+        out = cached_attention(q, *cache, positions, scales, implementation=implementation)
+        return np.asarray(out, np.float64)
+
+    values = [(x.astype(jnp.float32) * scale).astype(dtype) for x, scale in zip(codes, scales, strict=True)]
+    expected = attended(None, *values)
+    assert np.isfinite(expected).all() and expected.std() > 0.1
+    np.testing.assert_array_equal(attended(scales, *codes), expected)
+    for other in ([2.0**-5, 2.0**-4], [2.0**-6, 2.0**-5]):
+        assert (attended(jnp.asarray(other, jnp.float32), *codes) != expected).any()
+    with pytest.raises(
+        ValueError, match="expected bfloat16 or float16, and float8_e4m3fn of keys and values"
+    ):
+        attended(scales, *values)
+    with pytest.raises(ValueError, match=r"wrong scales: got scales float32\[1\], expected float32 \[2\]"):
+        attended(scales[:1], *codes)
+
+
 @pytest.mark.parametrize("implementation", EVERY)
 def test_several_new_tokens_of_a_row_are_those_tokens_one_by_one(implementation: str) -> None:
     given = packed()

@@ -54,7 +54,7 @@ def test_trainer_and_engine_have_the_same_bits() -> None:
     for start, length in zip(STARTS, LENGTHS, strict=True):
         row, place = ids[:, start : start + length], positions[:, start : start + length]
         begun, kept = engine.prefill(row[:, :-4], place[:, :-4])
-        cache = [KVCache.of(keys, values, 136, made.numerics) for keys, values in kept]
+        cache = [KVCache.of(layer, 136, made.numerics) for layer in kept]
         found = [np.asarray(begun, np.float32)[0]]
         for part in (slice(-4, -3), slice(-3, -2), slice(-2, None)):
             new, cache = engine.extend(row[:, part], place[:, part], cache)

@@ -14,7 +14,14 @@ import pytest
 
 from jetrl_jax.models import ops
 from jetrl_jax.precision.numerics import Numerics
-from pallas_kernels import ScaledArray, nonfinite_blocks, quantize, rms_norm_quantize, silu_multiply_quantize
+from pallas_kernels import (
+    ScaledArray,
+    nonfinite_blocks,
+    quantize,
+    rms_norm_quantize,
+    silu_gradients_quantize,
+    silu_multiply_quantize,
+)
 from tests.kernels.runnable import runnable
 from tests.oracles import fp8_oracle
 
@@ -110,6 +117,48 @@ def test_silu_multiply_quantize_flags_nonfinite_values(implementation: str) -> N
     )
     assert_oracle(rows, oracle_silu_multiply(gate, up), ROW)
     assert int(nonfinite_blocks(rows)) == 3
+
+
+def oracle_silu_gradients(
+    gate: np.ndarray, up: np.ndarray, dy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ds, slope, dup): bf16(dy up), SiLU'(gate) in float64, and dy times the rounded SiLU, not rounded."""
+    wide = gate.astype(np.float64)
+    sigmoid = 1 / (1 + np.exp(-wide))
+    return bf16(dy * up), sigmoid * (1 + wide * (1 - sigmoid)), dy.astype(np.float64) * bf16(wide * sigmoid)
+
+
+@implementations
+@pytest.mark.parametrize(
+    "shape", [(130, 128), pytest.param((40, 256), marks=[pytest.mark.long, pytest.mark.newest])]
+)
+def test_silu_gradients_are_those_of_float64_quantised_both_ways(
+    implementation: str, shape: tuple[int, int]
+) -> None:
+    """Both arrays of a gradient hold one BF16 value, which a rounding of SiLU or of its slope may move."""
+    gate, up, dy = (np.random.default_rng(seed).normal(size=shape).astype(np.float32) for seed in range(3))
+    gate[1] *= 20
+    dy[2], dy[3], up[4] = 0.0, dy[3] * 1e-30, up[4] * 1e9
+    gate, up, dy = bf16(gate), bf16(up), bf16(dy)
+    found = silu_gradients_quantize(
+        *(jnp.asarray(x, jnp.bfloat16) for x in (gate, up, dy)), implementation=implementation
+    )
+    ds, slope, dup = oracle_silu_gradients(gate, up, dy)
+    # SiLU' has a root: near it the error is that of its two terms, each at most 1
+    bounds = (
+        2.0**-8 * np.abs(ds * slope) + 2.0**-21 * np.abs(ds),
+        2.0**-7 * np.abs(dup) + 2.0**-21 * np.abs(dy),
+    )
+    for (rows, tokens), expected, bound in zip(found, (ds * slope, dup), bounds, strict=True):
+        for array, block in ((rows, ROW), (tokens, COLUMN)):
+            array.check()
+            assert array.block_shape == block
+            blocks = np.repeat(np.repeat(np.asarray(array.scale), block[0], 0), block[1], 1)
+            scale = blocks[: shape[0], : shape[1]].astype(np.float64)
+            codes = np.asarray(array.qvalue).astype(np.float64)
+            rounding = np.maximum(2.0**-4 * np.abs(codes), 2.0**-10) * scale
+            assert np.all(np.abs(codes * scale - expected) <= bound + rounding * (1 + 2.0**-7)), block
+            assert np.any(codes != 0)
 
 
 @implementations

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jetrl_jax.models import attention
 from jetrl_jax.models import cache as cache_module
-from jetrl_jax.models.cache import KVCache, empty_cache
+from jetrl_jax.models.cache import KeysValues, KVCache, empty_cache
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import jit
@@ -68,7 +68,7 @@ class Case:
 
         def program(weights: Any) -> Any:
             hidden, kept = self.model(weights).prefill(self.ids, positions, jnp.ones_like(self.ids))
-            return hidden, [KVCache.of(keys, values, SLOTS, numerics) for keys, values in kept]
+            return hidden, [KVCache.of(layer, SLOTS, numerics) for layer in kept]
 
         def filled(x: jax.Array) -> jax.Array:
             return jnp.asarray(np.where(seen[:, None, :, None], np.asarray(x), LEFT_BEHIND), x.dtype)
@@ -163,7 +163,7 @@ def test_attention_against_a_cache_matches_float64(exact: bool) -> None:
     keys, values = (rng.normal(size=(B, S, K, H)).astype(np.float32) for _ in range(2))
     for x in (keys, values):
         x[~visible[:, -1]] = 1e4
-    kept = KVCache.of(jnp.asarray(keys), jnp.asarray(values), S, numerics)
+    kept = KVCache.of(KeysValues(jnp.asarray(keys), jnp.asarray(values)), S, numerics)
     found = jit(lambda q, kept: attention.attend_to_cache(q, kept, jnp.asarray(positions), numerics))(
         jnp.asarray(q), kept
     )

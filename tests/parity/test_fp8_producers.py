@@ -2,7 +2,7 @@
 gradients.
 
 The products are the same both ways (XLA's, for time), so every bit of the layer's outputs must be equal; so
-must the gradients, which are those of the operations in turn whatever makes the codes.
+must the gradients up to SiLU's, which the kernel computes in an FP32 of its own; those behind it are close.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ SIZES = dataclasses.replace(
     CONFIG, hidden_size=1024, intermediate_size=256, num_heads=2, num_kv_heads=1, head_dim=128
 )
 TOKENS = 9  # no multiple of 8
+CLOSE = 1e-3  # of a gradient's norm: a BF16 neighbour in a few of SiLU's gradients
 Overrides = tuple[tuple[str, str], ...]
 QUANTISERS = {
-    linear: ("quantize", "quantize_dual", "requantize"),
+    linear: ("quantize", "quantize_dual", "requantize", "silu_gradients_quantize"),
     fp8_producers: ("rms_norm_quantize", "silu_multiply_quantize"),
 }
 
@@ -127,7 +128,10 @@ def test_fused_layer_has_the_bits_of_the_operations_in_turn(
     assert sum(path.startswith("layers.") for path in fused) == 11
     for name, value in fused.items():
         assert np.any(value != 0), name
-        np.testing.assert_array_equal(value, in_turn[name], err_msg=name)
+        if name in ("branch", "residual", "layers.0.mlp.down_proj.weight"):
+            np.testing.assert_array_equal(value, in_turn[name], err_msg=name)
+        difference = np.linalg.norm(value - in_turn[name]) / np.linalg.norm(in_turn[name])
+        assert difference < CLOSE, (name, difference)
 
 
 def test_every_input_is_quantised_once() -> None:
@@ -150,10 +154,11 @@ def test_every_input_is_quantised_once() -> None:
 def test_kernels_take_the_operation_in_front_where_they_can(kernels: str) -> None:
     fused = {"rms_norm_quantize*": 2, "quantize*": 1, "silu_multiply_quantize*": 1}
     assert Layer(kernels=kernels).launches(training=False) == fused
-    backward = {"quantize_dual*": 7, "requantize*": 7}
+    backward = {"quantize_dual*": 5, "silu_gradients_quantize*": 1, "requantize*": 7}
     assert Layer(kernels=kernels).launches(training=True) == fused | backward
     dual = Layer(kernels=kernels, wgrad_operand="dual")  # the norm's kernel has no second output
-    assert dual.launches(training=True) == {"quantize_dual*": 2 + 1 + 7, "silu_multiply_quantize*": 1}
+    both = {"silu_multiply_quantize*": 1, "silu_gradients_quantize*": 1}
+    assert dual.launches(training=True) == {"quantize_dual*": 2 + 1 + 5} | both
     assert dual.launches(training=False) == fused
 
 

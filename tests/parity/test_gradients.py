@@ -298,7 +298,7 @@ def test_supervised_gradient_is_that_of_the_mean_cross_entropy() -> None:
     ones = np.ones(len(LENGTHS))
     (batch,) = pack(trajectories(LENGTHS), ones, ones.astype(bool), ROW_TOKENS, 5 * ROW_TOKENS)
     denominators = count_denominators([batch], 44)
-    grads, loss = programs.supervised_gradient(state, batch, float(denominators.tokens))
+    grads, loss, _ = programs.supervised_gradient(state, batch, float(denominators.tokens))
     policy_grads, _, logprobs = programs.policy_gradient(state, batch, denominators, ALGORITHM)
     assert float(loss) == pytest.approx(
         -float(np.asarray(logprobs)[batch.loss_mask].mean(dtype=np.float64)), rel=1e-6

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,10 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.batching import pack
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.embedded.speculation import Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from pallas_kernels import quantize
+from tests.parity.small_episodes import episodes_of
 from tests.small_model import small_model
 
 VOCAB = 61
@@ -85,7 +88,7 @@ class Setup:
         self.engine = self.new_engine(slots=slots, prefill_rows=4, decode_chunk_tokens=6)
         self._logprobs = jit(self._logprobs_program)
 
-    def new_engine(self, **sizes: int) -> JaxEngine:
+    def new_engine(self, **sizes: Any) -> JaxEngine:
         engine = JaxEngine(
             self.decoder,
             self.plan,
@@ -115,7 +118,7 @@ class Setup:
             logprobs = np.asarray(self._logprobs(batch.token_ids, batch.positions, batch.segment_ids))
             pairs.append((logprobs[trained], np.asarray(batch.rollout_logprobs)[trained]))
         ours, engines = (np.concatenate(part) for part in zip(*pairs, strict=True))
-        assert len(ours) == sum(len(t.completion_ids) for t in trajectories)
+        assert len(ours) == sum(t.sampled_tokens for t in trajectories)
         return ours, engines
 
 
@@ -192,6 +195,46 @@ def test_other_program_shapes_and_a_bf16_cache_give_the_same_bits(
     assert all(same(one, whole[i]) for one, i in zip(got, chosen, strict=True))
 
 
+@pytest.mark.parametrize(("preset", "exact"), FLOWS)
+def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
+    """Turns and observations by turns, through the engine's cache and prefill, against one packed forward."""
+    one = setup(preset, exact)
+    trajectories = episodes_of(one.engine, VOCAB, TEMPERATURE, 48)
+    turns = [sum(turn.role == "policy" for turn in t.turns) for t in trajectories]
+    observed = sum(int((~t.sampled[t.turns[0].stop :]).sum()) for t in trajectories)
+    reasons = {t.finish_reason for t in trajectories}
+    assert max(turns) == 4 and reasons == {"stop", "length"} and observed > 48, (turns, reasons, observed)
+    ours, engines = one.compare(trajectories)
+    unequal = int((ours.view(np.int32) != engines.view(np.int32)).sum())
+    assert unequal == 0, f"{unequal} of {len(ours)} tokens differ, by up to {np.abs(ours - engines).max()}"
+    # an observation is context: without it the tokens after it have other log-probabilities
+    long = next(t for t in trajectories if len(t.turns) > 3)
+    first, _, second = long.turns[1:4]
+    kept = np.r_[0 : first.stop, second.start : second.stop]
+    without = Trajectory.of_completion(
+        0,
+        long.prompt_ids,
+        long.token_ids[kept][len(long.prompt_ids) :],
+        np.zeros(len(kept) - len(long.prompt_ids)),
+        "stop",
+        3,
+    )
+    ours, _ = one.compare([without])
+    assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
+
+
+@pytest.mark.long
+def test_speculation_changes_no_episode() -> None:
+    """Turns of up to three tokens, drafted from the history and from what other episodes said."""
+    one = setup("fp8_unified", True)
+    draft = Lookup((2,))
+    fast = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6, draft=draft)
+    plain, drafted = (episodes_of(engine, VOCAB, TEMPERATURE, 24) for engine in (one.engine, fast))
+    for a, b in zip(plain, drafted, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
+
+
 def rounding_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         ops,
@@ -241,18 +284,16 @@ def other_scales(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@LONG  # in `make test`: test_extend.py::test_the_comparison_can_fail
 @pytest.mark.parametrize(
     "ingredient",
-    [other_scales]
-    + [
-        pytest.param(one, marks=LONG)
-        for one in (
-            cache_in_fp8,
-            rounding_left_out,
-            attention_summed_in_fp32,
-            norm_rounded_once,
-            other_promotion_order,
-        )
+    [
+        other_scales,
+        cache_in_fp8,
+        rounding_left_out,
+        attention_summed_in_fp32,
+        norm_rounded_once,
+        other_promotion_order,
     ],
 )
 def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -65,7 +65,7 @@ LONG = pytest.mark.long
 pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
 FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
 MESHES = [(1, 2, 2)]
-LONG_MESHES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (4, 2, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1)]
+LONG_MESHES = [(2, 1, 1), (1, 4, 1), (1, 1, 4), (4, 2, 1), (2, 1, 2)]
 QWEN2 = dataclasses.replace(
     WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False
 )
@@ -368,9 +368,10 @@ def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> 
 @pytest.mark.parametrize(
     ("flow", "mesh", "draft"),
     [
-        ("fp8_unified", (2, 1, 2), None),
-        *(pytest.param("bf16", mesh, None, marks=LONG) for mesh in ((3, 1, 1), (1, 1, 2))),
-        pytest.param("fp8_unified", (2, 1, 2), Lookup(3), marks=LONG),
+        ("bf16", (1, 1, 2), None),
+        pytest.param("bf16", (3, 1, 1), None, marks=LONG),
+        pytest.param("fp8_unified", (2, 1, 2), None, marks=LONG),
+        pytest.param("fp8_unified", (2, 1, 2), Lookup((3,)), marks=LONG),
     ],
 )
 def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, sampled_by_one):

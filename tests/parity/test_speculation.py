@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rollout.embedded import programs
-from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
-from jetrl_jax.rollout.embedded.speculation import NOTHING, Draft, Lookup, Texts, count_kept
+from jetrl_jax.rollout.embedded.draft_length import DraftLength
+from jetrl_jax.rollout.embedded.jax_engine import SIBLINGS, JaxEngine
+from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Draft, Lookup, Texts, count_kept
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
-from tests.parity.small_policy import VOCAB, SmallPolicy
+from tests.parity.small_policy import VOCAB, SmallPolicy, surprise
 
 LONG = pytest.mark.long
 MAX_PROMPT, MAX_TOKENS, REQUESTS = 6, 12, 26
@@ -33,18 +34,18 @@ SIZES = {
 }
 STOPS = (1, 2, 3, 4)
 SAMPLING = SamplingParams(0.9, MAX_TOKENS, STOPS, 11)
-WIDTH = MAX_PROMPT + MAX_TOKENS + 1
+WIDTH = SIBLINGS * (MAX_PROMPT + MAX_TOKENS + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
     """A draft that reads the token of each position where the siblings' text would be."""
 
-    tokens: int
+    lengths: tuple[int, ...]
     context: int = MAX_PROMPT
 
-    def __call__(self, text: jax.Array, last: jax.Array) -> jax.Array:
-        place = last[:, None] - WIDTH + 1 + jnp.arange(self.tokens, dtype=jnp.int32)[None]
+    def __call__(self, text: jax.Array, last: jax.Array, tokens: int) -> jax.Array:
+        place = last[:, None] - WIDTH + 1 + jnp.arange(tokens, dtype=jnp.int32)[None]
         return jnp.take_along_axis(text, jnp.minimum(place, WIDTH - 1), axis=1)
 
 
@@ -58,7 +59,9 @@ def requests() -> list[Request]:
 
 @functools.cache
 def policy(preset: str) -> SmallPolicy:
-    return SmallPolicy(preset)
+    """Of a preset, or of "PRESET, KIND cache"."""
+    name, _, cache = preset.removesuffix(" cache").partition(", ")
+    return SmallPolicy(name, **({"kv_cache": cache} if cache else {}))
 
 
 @functools.cache
@@ -67,7 +70,8 @@ def engine(preset: str, draft: Draft | None = None) -> JaxEngine:
     made.load(policy(preset).published, 0)
     if draft is not None:  # its other programs are those of the oracle's engine: compiled once
         shared = engine(preset).programs._compiled
-        made.programs._compiled.update({key: shared[key] for key in shared if key[0] != "decode"})
+        made.programs._compiled.update(shared)
+    made._completions = Completions(most_tokens=0)  # a later test's drafts are not those of this one
     return made
 
 
@@ -101,10 +105,10 @@ def sampled_with(
         if drafted is not None:
             texts_of = Texts.of
 
-            def of(self: Texts, occupant: np.ndarray, length: int) -> np.ndarray:
-                text = texts_of(self, occupant, length)
+            def of(self: Texts, occupant: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+                text, again = texts_of(self, occupant, length)
                 text[:, :WIDTH] = drafted[occupant]
-                return text
+                return text, np.full_like(again, NOTHING)
 
             patch.setattr(Texts, "of", of)
         return engine(preset, draft).generate(requests(), sampling)
@@ -122,11 +126,12 @@ def unequal(ours: list[Trajectory], expected: list[Trajectory]) -> list[int]:
 
 
 KINDS = ("perfect", "random", "adversarial", "mixed", "nothing")
+PRESETS = ("fp16", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
 CASES = [
     *(("bf16", 3, kind) for kind in KINDS),
     *(
         pytest.param(preset, k, kind, marks=LONG)
-        for preset in ("fp16", "bf16", "fp8_unified", "fp8_forward", "fp8_rollout_only")
+        for preset in (*PRESETS, "fp8_unified, fp8 cache")
         for k in (1, 3, 7)
         for kind in KINDS
         if (preset, k) != ("bf16", 3)
@@ -141,8 +146,8 @@ def test_any_draft_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int, 
     stopped = np.array([t.finish_reason == "stop" for t in expected])
     assert k > 3 or set((lengths[stopped & (lengths > 1)] - 2) % (k + 1)) == set(range(k + 1)), "each place"
     assert (~stopped).any() and engine(preset).statistics.inserts > 3, "budgets should end, slots be refilled"
-    assert unequal(sampled_with(preset, Planted(k), planted(kind, expected)), expected) == []
-    done = engine(preset, Planted(k)).statistics
+    assert unequal(sampled_with(preset, Planted((k,)), planted(kind, expected)), expected) == []
+    done = engine(preset, Planted((k,))).statistics
     assert done.active_slot_steps + done.accepted == lengths.sum() - REQUESTS  # the first is a prefill's
     if kind == "perfect":
         assert done.active_slot_steps == (-(-(lengths - 1) // (k + 1))).sum()
@@ -160,19 +165,68 @@ def test_lookup_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int) -> 
         dataclasses.replace(SAMPLING, greedy=True, max_tokens=MAX_TOKENS - 1),
     ):
         expected = one_by_one(preset, sampling)
-        assert unequal(sampled_with(preset, Lookup(k), None, sampling), expected) == []
-        done = engine(preset, Lookup(k)).statistics
+        assert unequal(sampled_with(preset, Lookup((k,)), None, sampling), expected) == []
+        done = engine(preset, Lookup((k,))).statistics
         assert 0 < done.accepted < done.drafted
         assert done.decode_steps < engine(preset).statistics.decode_steps
 
 
+@pytest.mark.parametrize("preset", ["bf16", pytest.param("fp8_unified", marks=LONG)])
+def test_another_length_in_each_chunk_gives_the_tokens_and_bits_of_one_by_one(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs for all lengths exist after the warm-up; the second time, drafts are the completions of the
+    first with the same noise, which are perfect.
+    """
+    draft, rng, chosen = Lookup((0, 1, 3)), np.random.default_rng(1), []
+
+    def choose(self: DraftLength, shape: tuple[int, int]) -> int:
+        chosen.append(int(rng.choice(self.lengths)))
+        return chosen[-1]
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    made, expected = engine(preset, draft), one_by_one(preset)
+    made.warmup()
+    made._completions, compiled, accepted = Completions(), made.compilations, []
+    for _ in range(2):
+        assert unequal(made.generate(requests(), SAMPLING), expected) == []
+        accepted.append(made.statistics.accepted / made.statistics.asked)
+    assert set(chosen) == {0, 1, 3} and made.compilations == compiled
+    assert accepted[0] < 0.2 and accepted[1] > 0.5, "only the ends of completions are asked for in vain"
+    assert made.counts()["asked"] == made.statistics.asked
+
+
+def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:
+    """An acceptance that takes the first drafted token whatever was sampled."""
+    return count_kept(drafted.at[:, 0].set(sampled[:, 0]), sampled, *rest)
+
+
+@LONG
+def test_without_exact_tokens_are_draws_of_the_policy() -> None:
+    """10^5 tokens, some of them guessed; guesses that are accepted unseen are found."""
+    loose = SmallPolicy("bf16", exact=False)
+    sizes = SIZES | {"slots": 64, "prefill_rows": 16, "decode_chunk_tokens": 6}
+    rng, count = np.random.default_rng(2), 9_000
+    asked = [Request(i, rng.integers(5, VOCAB, MAX_PROMPT).tolist(), i) for i in range(count)]
+    sampling = SamplingParams(1.0, MAX_TOKENS, (), 3)
+
+    def sampled(draft: Draft | None) -> tuple[JaxEngine, list[Trajectory]]:
+        made = JaxEngine(loose.model, loose.plan, draft=draft, **sizes)
+        made.load(loose.published, 0)
+        return made, made.generate(asked, sampling)
+
+    made, ours = sampled(Lookup((3,)))
+    assert sum(one.sampled_tokens for one in ours) > 1e5 and made.statistics.accepted > 1e3
+    assert max(surprise(loose, ours)) < 4.5
+    assert "every token is drawn from the policy" in made.describe()["speculation"]["promise"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "count_kept", trusting)
+        assert max(surprise(loose, sampled(Lookup((3,)))[1])) > 10
+
+
 @LONG
 def test_a_mismatch_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: the first drafted token is accepted whatever was sampled."""
-
-    def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:
-        return count_kept(drafted.at[:, 0].set(sampled[:, 0]), sampled, *rest)
-
+    """The comparison can fail."""
     monkeypatch.setattr(programs, "count_kept", trusting)
     expected = one_by_one("bf16")
-    assert unequal(sampled_with("bf16", Planted(2), planted("random", expected)), expected)
+    assert unequal(sampled_with("bf16", Planted((2,)), planted("random", expected)), expected)

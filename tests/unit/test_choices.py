@@ -17,7 +17,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models import flash_attention
 from jetrl_jax.models.anatomy import MATRICES
 from jetrl_jax.models.cache import empty_cache
-from jetrl_jax.models.choices import resolve
+from jetrl_jax.models.choices import resolve, slow_exactness
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.flash_attention import PLANNED
@@ -200,3 +200,11 @@ def test_numerics_know_what_the_config_knows() -> None:
         ALLOWED["attention"]
     )
     assert {field.name for field in dataclasses.fields(Numerics)} == {*ALLOWED, "resolved"}
+
+
+def test_exactness_in_float64_on_a_gpu_is_warned_of_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = abstract(Numerics()).numerics
+    assert exact.choices.attention.name == "xla" and slow_exactness(exact) is None  # a CPU
+    monkeypatch.setattr("jetrl_jax.models.choices.on_gpu", lambda: True)
+    assert exact.choices.attention.reason in str(slow_exactness(exact))
+    assert slow_exactness(abstract(Numerics(exact=False)).numerics) is None

@@ -47,6 +47,30 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.top_p: training rollouts cannot be truncated
     rollout: {top_p: 0.999}
     rollout: {top_p: 1}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [3]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 17]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 16]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3, 3]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [7, 0, 3]}}}
+rollout.engine.speculation.lengths: not a choice of draft lengths
+    rollout: {engine: {speculation: {kind: lookup, lengths: [0]}}}
+    rollout: {engine: {speculation: {kind: lookup, lengths: [1, 0]}}}
+rollout.engine.speculative_config: not a speculation of vLLM's that this project knows
+    rollout: {engine: {kind: vllm, speculative_config: {method: mtp, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1}}}
+rollout.engine.speculative_config: not a speculation of vLLM's that this project knows
+    rollout: {engine: {kind: vllm, speculative_config: {method: suffix, num_speculative_tokens: 17}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: suffix, num_speculative_tokens: 16}}}
+rollout.engine.speculative_config: a rule of acceptance that does not keep the distribution
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1, rejection_sample_method: synthetic}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 1, rejection_sample_method: standard}}}
+rollout.engine.speculative_config: only a draft of eagle3 has weights
+    rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
 rollout.top_k: training rollouts cannot be truncated
     rollout: {top_k: 1}
     rollout: {top_k: 0}
@@ -239,6 +263,18 @@ rollout.engine.probe_logprob_tolerance: has no effect here
 precision.loss_scale: loss_scale belongs to preset fp16; this is preset fp8_unified
     precision: {loss_scale: {initial: 2.0}}
     precision: {preset: fp16, loss_scale: {initial: 2.0}}
+precision.kv_cache: an FP32 policy rounds nothing between operations
+    precision: {preset: fp32, kv_cache: fp8}
+    precision: {preset: fp16, kv_cache: fp8}
+precision.kv_query: no engine quantises queries beside a BF16 cache
+    precision: {kv_query: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
+precision.kv_query: this engine does not quantise queries
+    precision: {kv_query: fp8, kv_cache: fp8}
+    precision: {kv_query: bf16, kv_cache: fp8}
+precision.kv_query: this engine does not quantise queries
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}
+    precision: {kv_query: fp8, kv_cache: fp8}, rollout: {engine: vllm}, numerics: {exact: false}
 algorithm.dual_clip: dual_clip belongs to name grpo, rloo, reinforce_pp, dapo, dr_grpo, gspo; this is name cispo
     algorithm: {name: cispo, dual_clip: 3.0}
     algorithm: {name: gspo, dual_clip: 3.0}
@@ -263,6 +299,27 @@ rewards.0.separate_process: has no effect here
 tokenizer.system_prompt: has no effect here
     tokenizer: {kind: huggingface, path: a, system_prompt: b}
     tokenizer: {kind: huggingface, path: a, chat_template: true, system_prompt: b}
+rollout.max_turn_tokens: only an environment has turns
+    rollout: {max_turn_tokens: 4}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+rollout.max_turn_tokens: an environment's turns have no limit
+    task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 32}, task: {kind: environment, name: guess_number}
+rollout.max_turn_tokens: a turn is longer than an episode
+    rollout: {max_turn_tokens: 33}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 32}, task: {kind: environment, name: guess_number}
+distributed.processes: environments answer one process only
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, distributed: {processes: 2}, sharding: {data: 2}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
+task.observation_template: has no effect here
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a, chat_template: true}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a}
+task.observation_template: the observation has no place in the template
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: 'so'}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}'}
+task.name: unknown environment
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_numbers}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: 'a.b:C'}
 distributed.coordinator: has no effect here
     distributed: {coordinator: "node1:1"}
     distributed: {coordinator: "node1:1", processes: null}

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jetrl_jax.collect.collector import Collector, StepClock
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.collector import Collector
 from jetrl_jax.collect.prompts import PromptStream
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.config.task import RewardSection

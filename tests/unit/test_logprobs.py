@@ -128,7 +128,8 @@ def test_chunk_size_changes_no_bit_and_the_gradient_by_roundoff() -> None:
         def loss(hidden_shift: jax.Array):
             arrays = (batch.token_ids, batch.positions, batch.segment_ids)
             model = small.training_model()
-            model.embed_tokens.weight.set_value(model.embed_tokens.weight.get_value() + hidden_shift)
+            matrix = model.embed_tokens.weight.get_value().whole()
+            model.embed_tokens.weight.set_value(matrix + hidden_shift)
             logprobs, entropy = completion_logprobs(
                 model, *arrays, temperature=TEMPERATURE, chunk_tokens=chunk_tokens
             )

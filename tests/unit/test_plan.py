@@ -71,6 +71,20 @@ def bytes_at_peak(function, *arguments) -> int:
     return peak(jax.make_jaxpr(function)(*shapes)).temporaries
 
 
+def test_fp8_keys_and_values_take_one_byte_each_and_leave_more_room() -> None:
+    """A key and a value of each head and layer; the scales are part of the weights."""
+    one_device = ("sharding.fsdp=1", "precision.preset=bf16")
+    codes, values = (
+        AbstractRun(small(*one_device, f"precision.kv_cache={kind}"), SIZES) for kind in ("fp8", "bf16")
+    )
+    assert (
+        codes.cache_token_bytes == 2 * LAYERS * KV_HEADS * H
+        and values.cache_token_bytes == 4 * LAYERS * KV_HEADS * H
+    )
+    assert on_one_device(codes.state.published) - on_one_device(values.state.published) == 4 * 2 * LAYERS
+    assert codes.trace("decode").jaxpr is not None and codes.trace("step").jaxpr is not None
+
+
 def test_peak_counts_what_lives_between_two_products() -> None:
     def function(x, a, b):
         return jnp.maximum(x @ a, 0.0) @ b

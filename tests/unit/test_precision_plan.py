@@ -26,7 +26,7 @@ from jetrl_jax.precision.formats import Blocks, Format
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
@@ -236,12 +236,15 @@ def test_published_bytes_are_the_oracles_of_the_bf16_master(scale_format: str) -
 
 @pytest.mark.parametrize("preset", FORMATS)
 def test_training_frozen_and_published_weights_agree(preset: str) -> None:
-    """FProp multiplies the published codes, in training and frozen; where it is BF16 it reads the master."""
+    """FProp multiplies the published codes and values, in training and frozen, even if a master differs from
+    them; only in fp8_rollout_only do linear layers round the master.
+    """
     small = policy(preset)
-    masters, published = dict(named_params(small.params)), dict(named_params(small.published))
-    frozen = dict(named_params(jit(small.plan.frozen_weights)(small.params, small.published)))
+    params = map_params(lambda _, value: value * jnp.float32(1.01), small.params)
+    masters, published = dict(named_params(params)), dict(named_params(small.published))
+    frozen = dict(named_params(jit(small.plan.frozen_weights)(params, small.published)))
     _, fprop, dgrad, _ = FORMATS[preset][0].split()
-    for path, weight in named_params(small.plan.training_weights(small.params, small.published)):
+    for path, weight in named_params(small.plan.training_weights(params, small.published)):
         if path in LINEAR and fprop == "fp8":
             assert isinstance(weight, TrainableFp8Weight) and weight.fp8_backward == (dgrad == "fp8")
             assert weight.master is masters[path]
@@ -249,10 +252,14 @@ def test_training_frozen_and_published_weights_agree(preset: str) -> None:
                 assert bits(codes.qvalue) == bits(published[path].qvalue) and bits(codes.scale) == bits(
                     published[path].scale
                 )
-        else:
+        elif path in LINEAR and preset == "fp8_rollout_only":
             assert weight is masters[path] and weight.dtype == jnp.float32
-            dtype = {"fp32": np.float32, "fp16": np.float16}.get(preset, ml_dtypes.bfloat16)
-            assert bits(frozen[path]) == np.asarray(masters[path]).astype(dtype).tobytes()
+            assert bits(frozen[path]) == np.asarray(masters[path]).astype(ml_dtypes.bfloat16).tobytes()
+        else:
+            weight = weight.whole() if isinstance(weight, TrainableMatrix) else weight
+            assert weight.dtype == jnp.float32
+            assert bits(weight) == np.asarray(published[path]).astype(np.float32).tobytes()
+            assert bits(frozen[path]) == bits(published[path])
         assert isinstance(published[path], ScaledArray) == (path in LINEAR and preset.startswith("fp8"))
 
 

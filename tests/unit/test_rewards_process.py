@@ -316,7 +316,7 @@ def test_worker_gets_the_columns_and_large_batches(module):
         ("user_broken:f", "cannot be loaded: SystemExit: no"),
         (
             "user_dies:f",
-            "its process ended while the function was loaded: exit status 9; its last output: 'last words'",
+            "its process ended while it was loaded: exit status 9; its last output: 'last words'",
         ),
         ("user_rewards:NUMBER", "is int, expected a function"),
     ],

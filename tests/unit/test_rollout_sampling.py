@@ -15,6 +15,7 @@ from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")  # distributions and formulas
 DRAWS = 20_000
 CHI_SQUARE_15_999 = 37.70  # 99.9 % quantile of chi-square with 15 degrees of freedom
 U_FP32 = 2.0**-24
@@ -190,3 +191,41 @@ def test_the_engines_and_the_trainers_temperature_give_the_same_bits(temperature
     as_constant = jit(lambda x: vocabulary.scale_logits(x, temperature))(logits)
     np.testing.assert_array_equal(as_argument, as_constant)
     np.testing.assert_array_equal(as_argument, logits / np.float32(temperature))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("target", "draft"), [(6.0, 0.2), (2.5, 1.0), (1.0, 3.0)])
+def test_two_policies_with_the_same_noise_agree_as_often_as_the_closed_form_says(target, draft) -> None:
+    """10^6 coupled draws of p and q = p with noise on its logits:  P[same] = sum_i 1 / sum_j max(p_j / p_i,
+    q_j / q_i)  >= (1 - TV) / (1 + TV);  a draft that is one token is right with its probability.
+    """
+    rng, size, rounds = np.random.default_rng(5), 40, 50
+    logits = rng.normal(0, target, size)
+    logits = np.stack([logits, logits + rng.normal(0, draft, size)])
+    p, q = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p, q = p / p.sum(), q / q.sum()
+    ratios = np.maximum(p[None] / p[:, None], q[None] / q[:, None])  # [i, j]
+    expected, distance = (1 / ratios.sum(axis=1)).sum(), np.abs(p - q).sum() / 2
+    assert (1 - distance) / (1 + distance) <= expected <= 1 - distance + 1e-12
+
+    @jit
+    def same(seeds: jax.Array, controls: Controls) -> tuple[jax.Array, jax.Array]:
+        keys = request_keys(controls.seed, seeds)
+        both = [
+            sample(
+                jnp.broadcast_to(row, (len(seeds), size)), keys, jnp.full(len(seeds), 7), controls, Numerics()
+            )[0]
+            for row in jnp.asarray(logits, jnp.float32)
+        ]
+        return (both[0] == both[1]).sum(), (both[0] == int(p.argmax())).sum()
+
+    counts = np.zeros(2)
+    draws = 10**6
+    for seeds in np.split(np.arange(draws, dtype=np.uint32), rounds):
+        controls = Controls(np.float32(1), np.bool_(False), np.uint32(1), np.zeros(size, bool))
+        counts += [int(count) for count in same(seeds, jax.device_put(controls))]
+    for count, chance in zip(counts, (expected, p.max()), strict=True):
+        assert abs(count - draws * chance) < 5 * np.sqrt(draws * chance * (1 - chance)), (
+            count / draws,
+            chance,
+        )

@@ -45,6 +45,18 @@ def test_arithmetic_answers_match_sympy(name, options):
     assert signs == ({"+"} if name == "sum" else {"+", "-"})
 
 
+def test_arithmetic_repeat_matches_a_loop():
+    sizes = set()
+    for example in task("repeat").train[:300]:
+        word, times = re.fullmatch(r"([a-z]+)\*(\d)=", example.prompt).groups()
+        answer = ""
+        for _ in range(int(times)):
+            answer += word
+        assert example.answer == answer
+        sizes.add((len(word), int(times)))
+    assert sizes == {(letters, times) for letters in (3, 4, 5) for times in (2, 3, 4)}
+
+
 def test_arithmetic_reverse_and_sort_match_loops():
     lengths = set()
     for example in task("reverse").train[:300]:
@@ -150,6 +162,7 @@ def test_arithmetic_template_and_alphabet():
         ({"name": "sum", "digits": 0}, "task.options.digits=0"),
         ({"name": "sum", "train_size": 0}, "task.options.train_size=0"),
         ({"name": "reverse", "min_letters": 9}, "min_letters=9 above max_letters=8"),
+        ({"name": "repeat", "min_letters": 6}, "min_letters=6 above max_letters=5"),
         (
             {"name": "sum", "digits": 1, "eval_size": 50},
             "too few held-out problems: got task.options.eval_size=50, found",

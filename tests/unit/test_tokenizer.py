@@ -532,3 +532,134 @@ def test_build_tokenizer_reads_every_field(tmp_path):
         )
         text = build_tokenizer(section, str(folder)).render("q")
         assert text.startswith("<|bos|><|im_start|>system\nshort<|im_end|>") and text.endswith("</think>\n\n")
+
+
+# Episodes: observations are appended, the history is never rendered
+
+QWEN25 = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# as Qwen3: thoughts stay after the last user's message only
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set content = m.content %}"
+    "{% if m.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}<|pad|>\n\n"
+    "{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|pad|>\n\n{% endif %}"
+)
+STOPS = {"eos_token_id": [1, 3]}  # <|endoftext|>, <|im_end|>
+END = 3
+
+
+def opened_with(folder: Path, template: str, **options) -> HuggingFaceTokenizer:
+    write_files(folder, bos="bos_token" in template, template=template, generation=STOPS)
+    return HuggingFaceTokenizer(folder, chat_template=True, **options)
+
+
+@needs_transformers
+@pytest.mark.parametrize("template", [QWEN25, QWEN3, LLAMA3])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_appended_observations_are_the_ids_of_the_whole_conversation(tmp_path, template, role):
+    """Where the template keeps every text, the ids of an episode are those that transformers gives the whole."""
+    ours, messages = opened_with(tmp_path, template), [{"role": "user", "content": "what is 6*7?"}]
+    expects_note = template == QWEN3
+    assert len(ours.check_observations()) == expects_note and ours.end_of_turn == END
+    ids = ours.encode_prompt("what is 6*7?")
+    for answer, observed in (("41", "no,\nhigher"), ("the answer is 42", "yes 漢")):
+        ids += [*ours.encode(answer), END]
+        observation = [{"role": role, "content": observed}]
+        messages += [{"role": "assistant", "content": answer}, *observation]
+        ids += ours.encode_observation(observation, END)
+    whole = auto(tmp_path).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ids == ours.encode(whole)
+
+
+@needs_transformers
+def test_end_of_turn_is_written_where_the_policy_did_not_sample_it(tmp_path):
+    ours = opened_with(tmp_path, QWEN25)
+    observation = [{"role": "user", "content": "higher"}]
+    sampled = ours.encode_observation(observation, END)
+    for other in (1, ours.encode("x")[0]):  # <|endoftext|>, or a stop text
+        assert ours.encode_observation(observation, other) == [END, *sampled]
+    # the newline that the template puts after the end of a turn is an observation's first token
+    assert ours.encode("\n") == sampled[:1]
+
+
+@needs_transformers
+def test_thoughts_stay_in_an_episode_and_are_not_added(tmp_path):
+    ours = opened_with(tmp_path, QWEN3, chat_template_kwargs={"enable_thinking": False})
+    (note,) = ours.check_observations()
+    assert "leaves thoughts out of earlier turns; in an episode they stay" in note
+    turn = [*ours.encode("<think>so 5</think>5"), END]
+    ids = [
+        *ours.encode_prompt("guess"),
+        *turn,
+        *ours.encode_observation([{"role": "user", "content": "low"}], END),
+    ]
+    text = ours.decode(ids)
+    assert "<think>so 5</think>5" in text and text.count("so 5") == 1
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+VICTIMS = [
+    (QWEN25.replace("{{ m.content }}<|im_end|>", "{{ m.content }}{{ m.content }}<|im_end|>"), {}, "got it 2 times"),
+    (QWEN25.replace("{{ m.role }}\n{{ m.content }}", "{{ m.role }}\n{{ m.content if m.role == 'user' }}"), {}, "got it 0 times"),
+    (QWEN25.replace("<|im_end|>\n{% endif %}{% endfor", "\n<|im_end|>\n{% endif %}{% endfor"), {}, "ends the assistant's turn with 'Ċ'"),
+    (QWEN25, {"eos_token_id": [1]}, r"turn with '<\|im_end\|>', expected one of the special stop tokens \['<\|endoftext\|>'\]"),
+]  # fmt: skip
+
+
+@needs_transformers
+@pytest.mark.parametrize(("template", "generation", "message"), VICTIMS)
+def test_templates_that_cannot_append_are_refused(tmp_path, template, generation, message):
+    write_files(tmp_path, template=template, generation=generation or STOPS)
+    ours = HuggingFaceTokenizer(tmp_path, chat_template=True)
+    with pytest.raises(UserError, match=message):
+        ours.check_observations()
+
+
+@needs_transformers
+def test_an_end_of_turn_that_takes_the_blanks_beside_it_is_refused(tmp_path):
+    write_files(tmp_path, template=QWEN25.replace("<|im_end|>", "<|eot|>"))
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens([tokenizers.AddedToken("<|eot|>", special=True, lstrip=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": backend.token_to_id("<|eot|>")})
+    )
+    with pytest.raises(UserError, match="an observation's ids depend on the text before it"):
+        HuggingFaceTokenizer(tmp_path, chat_template=True).check_observations()
+
+
+@needs_transformers
+def test_an_observation_that_the_template_loses_is_refused(tmp_path):
+    ours = opened_with(tmp_path, QWEN25.replace("{{ m.content }}\n</tool", "\n</tool"))
+    ours.check_observations()
+    with pytest.raises(UserError, match="does not write an observation of the role tool as it is"):
+        ours.encode_observation([{"role": "tool", "content": "12"}], END)
+
+
+@needs_transformers
+def test_no_history_is_rendered(tmp_path, monkeypatch):
+    """Each rendering has the first question mark, the mark in place of a turn, and the new observation only."""
+    ours, rendered = opened_with(tmp_path, QWEN25), []
+    real = ours._render
+    monkeypatch.setattr(ours, "_render", lambda messages: rendered.append(list(messages)) or real(messages))
+    for turn in range(3):
+        ours.encode_observation([{"role": "user", "content": f"answer {turn}"}], END)
+    assert [[m["role"] for m in messages] for messages in rendered] == [["user", "assistant", "user"]] * 3
+    assert len({messages[1]["content"] for messages in rendered}) == 1

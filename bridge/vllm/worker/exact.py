@@ -47,7 +47,7 @@ from jetrl_jax.models.config import RopeScaling
 from jetrl_jax.models.ops import rope_frequencies
 
 NO_WINDOW = (-1, (-1, -1))  # in vLLM's CPU backend and in its FlashAttention
-PLAIN_CACHE = ("auto", "bfloat16")
+PLAIN_CACHE, FP8_CACHE = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 HAS_HEAD_METHOD = hasattr(LogitsProcessor, "_apply_head")  # the head's product is a separate method
 HEAD_DTYPE_HEEDED = "head_dtype" in inspect.getsource(LogitsProcessor)  # false in vLLM 0.24 and 0.25
 
@@ -245,7 +245,26 @@ class ExactLinearMethod(UnquantizedLinearMethod):
 
 
 class ExactSampler(Sampler):
-    """Log-probabilities with the trainer's normaliser."""
+    """Log-probabilities with the trainer's normaliser.
+
+    A rejection sampler asks for logits, of which it makes the log-probabilities itself.  vLLM gives it
+    log-probabilities all the same, which, normalised twice, would differ in their last bits.
+    """
+
+    logprobs_mode: Any
+
+    def forward(self, *arguments: Any, logprobs_mode_override: Any = None, **named: Any) -> Any:
+        """vLLM's sampling, with what `logprobs_mode_override` asks for, if anything."""
+        own: Any = self.topk_topp_sampler.logprobs_mode
+        self._ask_for(logprobs_mode_override or own)
+        try:
+            return super().forward(*arguments, **named)
+        finally:
+            self._ask_for(own)
+
+    def _ask_for(self, mode: Any) -> None:
+        self.logprobs_mode = mode
+        self.topk_topp_sampler.logprobs_mode = mode
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -271,11 +290,12 @@ class ExactTopKTopPSampler(TopKTopPSampler):
     def _drawn(
         self, draw: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        if self.logprobs_mode != "processed_logprobs":
+        if self.logprobs_mode not in ("processed_logprobs", "processed_logits"):
             return draw(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        logprobs = exact_torch.log_softmax(logits)  # first: a draw may write into the logits
-        return draw(logits, generators, None, None)[0], logprobs
+        # first: a draw may write into the logits
+        kept = logits.clone() if self.logprobs_mode == "processed_logits" else exact_torch.log_softmax(logits)
+        return draw(logits, generators, None, None)[0], kept
 
 
 class ExactLogitsProcessor(LogitsProcessor):
@@ -344,10 +364,12 @@ STAND_INS: dict[Any, Any] = {
 class ExactAttention(AttentionImpl):
     """Softmax attention over the paged cache in float64, with one rounding at the end.
 
-    A mix-in before vLLM's implementation, which serves engines that are not exact.
+    A mix-in before vLLM's implementation, which serves engines that are not exact.  A cache in FP8 has the
+    codes of `jetrl_jax.precision.kv_cache`; queries are not quantised.
 
     Raises:
-      NotImplementedError: an exact engine's attention is more than causal, or its cache is not BF16.
+      NotImplementedError: an exact engine's attention is more than causal, or its cache is neither BF16 nor
+        E4M3.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -363,10 +385,13 @@ class ExactAttention(AttentionImpl):
             raise NotImplementedError(
                 "exact attention: sliding windows, soft caps, ALiBi and sinks are not implemented."
             )
-        if self.exact and self.kv_cache_dtype not in PLAIN_CACHE:
+        known = (*PLAIN_CACHE, *FP8_CACHE)
+        if self.exact and self.kv_cache_dtype not in known:
             raise NotImplementedError(
-                f"exact attention: got a KV cache in {self.kv_cache_dtype}, expected one of {PLAIN_CACHE}."
+                f"exact attention: got a KV cache in {self.kv_cache_dtype}, expected one of {known}."
             )
+        if self.exact:
+            self.supports_quant_query_input = False
 
     def forward(
         self,
@@ -387,7 +412,8 @@ class ExactAttention(AttentionImpl):
             )
         keys, values = exact_torch.key_value_cache(kv_cache, self.head_size)
         starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+        scales = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8_CACHE else None
         exact_torch.paged_attention(
-            query, keys, values, attn_metadata.block_table, starts, lengths, self.scale, output
+            query, keys, values, attn_metadata.block_table, starts, lengths, self.scale, output, scales
         )
         return output

@@ -143,6 +143,7 @@ def paged_attention(
     lengths: torch.Tensor,
     scale: float,
     output: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Causal attention of the last tokens of each request to all its tokens in a paged cache; fills `output`.
 
@@ -154,6 +155,7 @@ def paged_attention(
       lengths: [R], tokens of each request in the cache, including the new ones.
       scale: multiplies the queries in FP32.
       output: [T, N * H] or [T, N, H]; rows that belong to no request are not changed.
+      scales: of keys and of values, if the cache has E4M3 codes; float32 scalars.
     """
     new = starts[1:] - starts[:-1]
     table, starts, new, lengths = (part[new > 0].long() for part in (table, starts[:-1], new, lengths))
@@ -166,13 +168,23 @@ def paged_attention(
     flat = output.view(output.shape[0], -1)
     for first in range(0, len(new), requests):
         part = slice(first, first + requests)
-        k, v = (_gathered(side, table[part], lengths[part]) for side in (keys, values))
+        k, v = (
+            _gathered(side, table[part], lengths[part], of_side)
+            for side, of_side in zip((keys, values), scales or (None, None), strict=True)
+        )
         for begin in range(0, most, queries):
             offset = torch.arange(begin, min(begin + queries, most), device=query.device)
             _attend(query, k, v, starts[part], new[part], lengths[part], offset, scale, flat)
 
 
-def _gathered(side: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def to_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The bytes of E4M3 codes of x / scale, clipped, as `jetrl_jax.precision.kv_cache.to_codes`."""
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _gathered(
+    side: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
     """Keys or values of some requests, float64 [R, K, S, H]; zeros past a request's length."""
     blocks, size, heads, width = side.shape
     used = -(-int(lengths.max()) // size)
@@ -180,8 +192,10 @@ def _gathered(side: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) ->
         side[table[:, :used].clamp(0, blocks - 1)]
         .reshape(len(table), used * size, heads, width)
         .permute(0, 2, 1, 3)
-        .double()
     )
+    if scale is not None:
+        gathered = gathered.contiguous().view(torch.float8_e4m3fn).float() * scale
+    gathered = gathered.double()
     stale = torch.arange(used * size, device=side.device) >= lengths[:, None]
     return gathered.masked_fill(stale[:, None, :, None], 0.0)
 

@@ -31,7 +31,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from bridge.vllm.worker.exact import operations
+from bridge.vllm.worker.exact import FP8_CACHE, operations
+from jetrl_jax.precision.formats import is_kv_scale
 from jetrl_jax.rollout.manifest import Manifest, TensorEntry
 from pallas_kernels.formats import BLOCK
 
@@ -134,9 +135,11 @@ class JetrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(
                 "finish_weight_update: nothing is staged: expected update_weights(...) before."
             )
+        scales = [(name, tensor) for name, tensor in staged if is_kv_scale(name)]
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(staged))
+        self.model.load_weights(pair for pair in staged if not is_kv_scale(pair[0]))
         finalize_layerwise_reload(self.model, getattr(self, "model_config", BF16))
+        set_scales(self.model, scales)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -172,6 +175,34 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Ma
     return Manifest(version, entries)
 
 
+def set_scales(model: torch.nn.Module, scales: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Sets the scales of keys, values and queries in every place where vLLM's backends read them.
+
+    vLLM takes them from a checkpoint only if the model is quantised, and rounds them to BF16 at the first
+    load.
+
+    Raises:
+      RuntimeError: a layer has no such scale, or its cache is not in E4M3.
+    """
+    modules = dict(model.named_modules())
+    for name, tensor in scales:
+        path, _, kind = name.rpartition(".")
+        layer: Any = modules.get(f"{path}.attn")
+        found = None if layer is None else (getattr(layer, "kv_cache_dtype", None))
+        if found not in FP8_CACHE or not hasattr(layer, f"_{kind}"):
+            raise RuntimeError(
+                f"finish_weight_update: {name}: got a KV cache in {found}, expected one of {FP8_CACHE}."
+            )
+        value = float(tensor)
+        getattr(layer, f"_{kind}").fill_(value)
+        setattr(layer, f"_{kind}_float", value)
+        if hasattr(layer, f"_{kind}_cpu"):
+            getattr(layer, f"_{kind}_cpu").fill_(value)
+        for stale in ("bmm1_scale", "bmm2_scale"):  # FlashInfer's products of scales, made at its first call
+            if hasattr(layer.impl, stale):
+                setattr(layer.impl, stale, None)
+
+
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint tensors `names` as a vLLM model holds them; names that it lacks are left out."""
     modules = dict(model.named_modules())
@@ -182,6 +213,11 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple
     }
     for name in names:
         path, attribute = name.rsplit(".", 1)
+        if is_kv_scale(name):
+            scale = getattr(modules.get(f"{path}.attn"), f"_{attribute}", None)
+            if scale is not None:
+                yield name, scale.detach().reshape(1)
+            continue
         parent, last = path.rsplit(".", 1) if "." in path else ("", path)
         if last in fused:
             whole, parts = fused[last]

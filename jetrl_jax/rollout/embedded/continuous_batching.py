@@ -11,6 +11,7 @@ chunk and distributes them by index arrays.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, Prefilled, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.shapes import EngineShapes, smallest_fit
-from jetrl_jax.rollout.embedded.speculation import NOTHING, Texts
+from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Texts
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
@@ -34,6 +36,7 @@ class EngineStatistics:
     slot_steps: the slots that took part, summed over steps; its excess over sampled tokens is idle work.
     active_slot_steps: those that sampled.
     drafted, accepted: tokens that a draft guessed, and those of them that became part of a completion.
+    asked: tokens that a draft was asked for, of which it may not have guessed all.
     """
 
     prefills: int = 0
@@ -44,6 +47,7 @@ class EngineStatistics:
     active_slot_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    asked: int = 0
 
 
 class Generation:
@@ -56,6 +60,8 @@ class Generation:
       sampling, controls: the sampling parameters, on the host and on the device.
       state: idle slots of an earlier call, or None; it is consumed.
       pad_id: the token id that pads prompts.
+      length: chooses the number of tokens that a step drafts.
+      completions: of earlier calls, for the draft; takes those of this one.
     """
 
     def __init__(
@@ -69,31 +75,37 @@ class Generation:
         controls: Controls,
         state: SlotState | None,
         pad_id: int,
+        length: DraftLength,
+        completions: Completions,
     ) -> None:
         self.programs = programs
         self.shapes = shapes
         self.weights = weights
         self.pad_id = pad_id
         self.requests = requests
-        self.max_tokens = sampling.max_tokens
+        self.limits = np.array([request.limit(sampling) for request in requests], np.int64)
         self.controls = controls
         self._state = state
         self.statistics = EngineStatistics()
         self.is_stop = np.asarray(controls.is_stop)
         self.seeds = np.array([request.seed for request in requests], np.uint32)
-        self.tokens = np.zeros((len(requests), self.max_tokens), np.int32)
-        self.logprobs = np.zeros((len(requests), self.max_tokens), np.float32)
+        longest = int(self.limits.max())
+        self.tokens = np.zeros((len(requests), longest), np.int32)
+        self.logprobs = np.zeros((len(requests), longest), np.float32)
         self.sampled = np.zeros(len(requests), np.int64)  # number of tokens so far
         # the request in each slot
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
         self.reports: list[jax.Array] = []
+        self.length = length
+        self.drafted = 0  # tokens in each step of the last chunk
+        self.started = 0.0  # the last chunk, by the clock
         self._plan_prefills(prompts)
         draft = programs.draft
-        self.texts = (
-            None
-            if draft is None
-            else Texts(self.prompts, self.prompt_of, self.max_tokens, shapes.siblings, draft.context)
-        )
+        self.texts = None
+        if draft is not None:
+            noises = [(sampling.seed, sampling.greedy, sampling.temperature, r.seed) for r in requests]
+            sizes = longest, shapes.siblings, draft.context
+            self.texts = Texts(self.prompts, self.prompt_of, noises, *sizes, completions)
 
     @property
     def state(self) -> SlotState:
@@ -149,15 +161,16 @@ class Generation:
         slots = free[: len(taken)]
         self.occupant[slots] = taken
         self._fit_cache()
-        for batch in np.unique(self.batch_of[taken]):
-            here = self.batch_of[taken] == batch
+        # a call inserts the prompts of one prefill that have the same limit
+        for batch, limit in np.unique(np.stack([self.batch_of[taken], self.limits[taken]]), axis=1).T:
+            here = (self.batch_of[taken] == batch) & (self.limits[taken] == limit)
             source = np.full(len(self.occupant), -1, np.int32)
             source[slots[here]] = self.row_of[taken[here]]
             seeds = np.zeros(len(self.occupant), np.uint32)
             seeds[slots[here]] = self.seeds[taken[here]]
             prompts = self._prefill(int(batch))
             self.state, report = self.programs.insert(
-                self.state, prompts, source, seeds, np.int32(self.max_tokens), self.controls
+                self.state, prompts, source, seeds, np.int32(limit), self.controls
             )
             self.reports.append(report)
             self.statistics.inserts += 1
@@ -181,7 +194,7 @@ class Generation:
         occupants, slots = self.occupant[self.occupant >= 0], len(self.occupant)
         step = self.shapes.drafted + 1  # a rejected draft is in the cache too
         end = np.minimum(
-            self.sampled[occupants] + self.shapes.chunk * step, self.max_tokens + self.shapes.drafted
+            self.sampled[occupants] + self.shapes.chunk * step, self.limits[occupants] + self.shapes.drafted
         )
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
         if not self.sampled.any():  # no sequence is in flight, so any idle state of the right shape will do
@@ -205,8 +218,12 @@ class Generation:
         self._fit_cache()
         slots = len(self.occupant)
         idle_limit = np.int32(max(1, slots // 8) if len(self.queue) else slots)
-        text = None if self.texts is None else self.texts.of(self.occupant, self.state.shape[1])
-        self.state, report = self.programs.decode(self.weights, self.state, self.controls, idle_limit, text)
+        self.drafted = self.length.choose(self.state.shape)
+        texts = self.texts.of(self.occupant, self.state.shape[1]) if self.texts and self.drafted else ()
+        self.started = time.perf_counter()
+        self.state, report = self.programs.decode(
+            self.weights, self.state, self.controls, idle_limit, self.drafted, *texts
+        )
         self.reports.append(report)
 
     def _collect(self) -> np.ndarray:
@@ -227,18 +244,18 @@ class Generation:
             self.texts.add(request, offset, tokens[step, busy[column]])
         self.sampled[occupants] += valid.sum(axis=0)
         last = self.tokens[occupants, self.sampled[occupants] - 1]
-        finished = self.is_stop[last] | (self.sampled[occupants] == self.max_tokens)
+        finished = self.is_stop[last] | (self.sampled[occupants] == self.limits[occupants])
         self.occupant[busy[finished]] = -1
         if self.texts is not None:
             for one in occupants[finished]:
                 if np.isfinite(self.logprobs[one]).all():
-                    self.texts.finish(one, self.sampled[one])
+                    self.texts.finish(one)
         ended = np.cumsum(valid[:, finished], axis=0).argmax(axis=0)
         return occupants[finished][np.argsort(ended, kind="stable")]
 
     def _count(self, decoded: np.ndarray) -> None:
         """Adds the work of a decode call, of its report's tokens [C, slots that were busy]."""
-        steps = decoded.reshape(-1, self.shapes.drafted + 1, decoded.shape[1])
+        steps = decoded.reshape(-1, self.drafted + 1, decoded.shape[1])
         count, statistics = int((steps >= 0).any(axis=(1, 2)).sum()), self.statistics
         statistics.decodes += 1
         statistics.decode_steps += count
@@ -246,6 +263,11 @@ class Generation:
         statistics.active_slot_steps += int((steps[:, 0] >= 0).sum())
         statistics.drafted += int((steps[:, 1:] != NOTHING).sum())
         statistics.accepted += int((steps[:, 1:] >= 0).sum())
+        active = steps.transpose(0, 2, 1)[steps[:, 0] >= 0]  # [steps of a sequence, k + 1]
+        statistics.asked += len(active) * self.drafted
+        if count and len(self.reports) == 1:  # nothing was inserted in this time
+            seconds = (time.perf_counter() - self.started) / count
+            self.length.add(self.state.shape, self.drafted, seconds, active[:, 1:] >= 0)
 
     def _trajectory(self, index: int, version: int) -> Trajectory:
         count = int(self.sampled[index])

@@ -27,6 +27,7 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
+from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
@@ -37,10 +38,12 @@ from jetrl_jax.rollout.embedded.shapes import (
     prompt_buckets,
     smallest_fit,
 )
-from jetrl_jax.rollout.embedded.speculation import Draft, Lookup, described
-from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences
+from jetrl_jax.rollout.embedded.speculation import Completions, Draft, Lookup, described
+from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences, too_long
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
+
+SIBLINGS = 4  # longest completions that fit into the text of siblings
 
 
 class JaxEngine(RolloutEngine):
@@ -55,6 +58,7 @@ class JaxEngine(RolloutEngine):
       decode_chunk_tokens: largest number of steps decoded between two checks of the host; a step samples a
         token or, with a draft, several.
       max_prompt_tokens, max_completion_tokens: longest prompt and longest completion.
+      max_sequence_tokens: longest prompt with its completion; None is the sum of the two.
       pad_id: any valid token id; it fills places that are not read.
       layout: the devices over which the layers are split; None is JAX's default device.
       draft: guesses tokens for speculation; None is off.
@@ -77,6 +81,7 @@ class JaxEngine(RolloutEngine):
         max_prompt_tokens: int,
         max_completion_tokens: int,
         pad_id: int,
+        max_sequence_tokens: int | None = None,
         layout: Layout | None = None,
         draft: Draft | None = None,
     ) -> None:
@@ -88,10 +93,19 @@ class JaxEngine(RolloutEngine):
             "max_completion_tokens": max_completion_tokens,
         }
         problems = [f"got {name}={size}, expected >= 1" for name, size in sizes.items() if size < 1]
-        total, config = max_prompt_tokens + max_completion_tokens, model.config
+        total, config = max_sequence_tokens or max_prompt_tokens + max_completion_tokens, model.config
         if total > config.max_position_embeddings:
             limit = f"expected at most max_position_embeddings={config.max_position_embeddings}"
             problems.append(f"got max_prompt_tokens + max_completion_tokens = {total}, {limit}")
+        if (
+            not max(max_prompt_tokens, max_completion_tokens)
+            < total
+            <= sum((max_prompt_tokens, max_completion_tokens))
+        ):
+            problems.append(
+                f"got max_sequence_tokens={total}, expected more than the longest prompt and completion, and "
+                "at most their sum"
+            )
         if not 0 <= pad_id < config.vocab_size:
             problems.append(f"got pad_id={pad_id}, expected 0 .. vocab_size - 1 = {config.vocab_size - 1}")
         if problems:
@@ -99,9 +113,11 @@ class JaxEngine(RolloutEngine):
         super().__init__()
         self.max_prompt_tokens = max_prompt_tokens
         self.max_completion_tokens = max_completion_tokens
+        self.max_sequence_tokens = total
         self.vocab_size = config.vocab_size
         self.pad_id = pad_id
-        drafted, context = (0, 0) if draft is None else (draft.tokens, draft.context)
+        lengths, context = ((0,), 0) if draft is None else (draft.lengths, draft.context)
+        drafted = max(lengths)
         self.shapes = EngineShapes(
             batch_sizes=batch_sizes(slots),
             prompt_buckets=prompt_buckets(max_prompt_tokens),
@@ -109,10 +125,12 @@ class JaxEngine(RolloutEngine):
             prefill_rows=prefill_rows,
             chunk=min(decode_chunk_tokens, max_completion_tokens),
             drafted=drafted,
-            siblings=0 if draft is None else context + max_completion_tokens + 1,
+            siblings=0 if draft is None else SIBLINGS * (context + max_completion_tokens + 1),
         )
         self.programs = EnginePrograms(model, plan, self.shapes, layout, draft)
         self.statistics = EngineStatistics()
+        self._length = DraftLength(lengths)
+        self._completions = Completions()
         self._scorer = Scorer(model, layout)
         self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
         self._published: nnx.State | None = None
@@ -140,8 +158,9 @@ class JaxEngine(RolloutEngine):
             slots=engine.slots,
             prefill_rows=engine.prefill_rows,
             decode_chunk_tokens=engine.decode_chunk_tokens,
-            max_prompt_tokens=section.max_prompt_tokens,
-            max_completion_tokens=section.max_completion_tokens,
+            max_prompt_tokens=section.longest_history_tokens,
+            max_completion_tokens=section.turn_tokens,
+            max_sequence_tokens=section.longest_tokens,
             pad_id=pad_id,
             layout=layout,
             draft=_draft(engine),
@@ -178,11 +197,12 @@ class JaxEngine(RolloutEngine):
         return sizes if draft is None else sizes | {"speculation": described(draft, numerics)}
 
     def counts(self) -> Mapping[str, int]:
-        """Of a draft: tokens that it guessed, those that were kept, and the steps that verified them."""
+        """Of a draft: tokens that it guessed and was asked for, those kept, and the steps of a sequence."""
         if self.programs.draft is None:
             return {}
         done = self.statistics
-        return {"drafted": done.drafted, "accepted": done.accepted, "verified": done.active_slot_steps}
+        verified, asked = done.active_slot_steps, done.asked
+        return {"drafted": done.drafted, "accepted": done.accepted, "verified": verified, "asked": asked}
 
     def _load(self, published: Any, version: int) -> None:
         """Takes published weights by reference; they must stay alive until the next `load`.
@@ -224,6 +244,8 @@ class JaxEngine(RolloutEngine):
             controls,
             state,
             self.pad_id,
+            self._length,
+            self._completions,
         )
         self.statistics = generation.statistics
         yield from generation.run(self._version)
@@ -231,7 +253,7 @@ class JaxEngine(RolloutEngine):
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Scores by the trainer's own forward, padded to few lengths; with `exact` the bits of sampling."""
-        longest = self.max_prompt_tokens + self.max_completion_tokens
+        longest = self.max_sequence_tokens
         check_sequences(sequences, longest, self.vocab_size)
         widths = [min(smallest_fit(self.shapes.cache_buckets, len(ids)), longest) for ids in sequences]
         return [
@@ -265,6 +287,7 @@ class JaxEngine(RolloutEngine):
                 problems.append(f"{name}: got a prompt of {len(prompt)} tokens, {limit}")
             elif min(prompt) < 0 or max(prompt) >= self.vocab_size:
                 problems.append(f"{name}: got a token id outside 0 .. vocab_size - 1 = {self.vocab_size - 1}")
+        problems += too_long(requests, sampling, self.max_sequence_tokens)
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise ValueError("submit: bad request: " + "; ".join(problems[:SHOWN]) + more + ".")
@@ -281,7 +304,7 @@ def _draft(section: JaxEngineSection) -> Draft | None:
     """The draft of a config's section."""
     speculation = section.speculation
     if isinstance(speculation, LookupSection):
-        return Lookup(speculation.tokens, speculation.longest_match)
+        return Lookup(speculation.lengths, speculation.longest_match)
     return None
 
 

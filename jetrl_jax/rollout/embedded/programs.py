@@ -2,8 +2,8 @@
 
     prefill[T]      prompts [R, T]  ->  keys and values, logits of the last tokens
     insert[B, S]    prefilled prompts -> the slots that need them, and each slot's first token
-    decode[B, S]    up to `chunk` steps in every active slot, stopping early when enough slots are idle
-                    (a step samples one token or, with a draft, one to k + 1: `speculation`)
+    decode[B, S, k] up to `chunk` steps in every active slot, stopping early when enough slots are idle
+                    (a step samples one token or, with k tokens of a draft, one to k + 1: `speculation`)
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
 B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C rows of tokens in a report.
@@ -31,11 +31,12 @@ from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.cache import KVCache, empty_cache
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import TENSOR
+from jetrl_jax.precision.kv_cache import split_model
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 from jetrl_jax.rollout.embedded.shapes import EngineShapes
-from jetrl_jax.rollout.embedded.speculation import NOTHING, REFUSED, Draft, count_kept
+from jetrl_jax.rollout.embedded.speculation import NOTHING, REFUSED, Draft, count_kept, repeated
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,7 @@ class EnginePrograms:
       plan: gives the formats of the published weights.
       shapes: the shapes of `compile_all`; prefilled prompts are padded to its longest bucket.
       layout: the devices over which the layers are split ("tensor"; caches by heads); None is one device.
-      draft: guesses `shapes.drafted` tokens in each step; None samples one token in each.
+      draft: guesses tokens in each step, by one program for each of its lengths; None samples one token.
 
     Attributes:
       compilations: number of programs compiled so far.
@@ -104,11 +105,11 @@ class EnginePrograms:
         self.shapes = shapes
         self.layout = layout
         self.draft = draft
-        self._decoding = self._decode_program if draft is None else self._speculate_program
+        self.lengths = (0,) if draft is None else draft.lengths
         self.prompt_length = shapes.prompt_buckets[-1]
-        self.graphdef, params = nnx.split(model)
+        self.graphdef, params = split_model(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-        self.published = jax.eval_shape(plan.publish, masters)
+        self.published = jax.eval_shape(plan.publish, masters, plan.unit_scales)
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -153,8 +154,9 @@ class EnginePrograms:
                 # a real state, since an abstract float64 array would become float32
                 state = self.empty_state(slots, length)
                 self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
-                text = None if self.draft is None else np.zeros(self._text_shape(state), np.int32)
-                self.decode(weights, state, controls, np.int32(0), text, run=False)
+                texts = [np.zeros(shape, np.int32) for shape in self._text_shapes(state)]
+                for drafted in self.lengths:
+                    self.decode(weights, state, controls, np.int32(0), drafted, *texts, run=False)
                 for longer in (size for size in shapes.cache_buckets if size > length):
                     self.resize(state, source, longer, run=False)
                 for fewer in (size for size in shapes.batch_sizes if size < slots):
@@ -192,18 +194,20 @@ class EnginePrograms:
         state: SlotState,
         controls: Controls,
         idle_limit: Any,
-        text: Any = None,
-        *,
+        drafted: int = 0,
+        *texts: Any,
         run: bool = True,
     ) -> Any:
         """Decodes for `chunk` steps or until `idle_limit` (int32) slots are idle.
 
-        text: that the draft reads, int32 [B, siblings + S] (`speculation.Texts`); None without a draft.
+        drafted: the number of tokens that a draft guesses in each step, k.
+        texts: those of `speculation.Texts.of`, int32 [B, siblings + S] and [B, S]; read only to draft.
 
         Consumes the state; returns the next one and a report, with k + 1 rows of tokens for each step.
         """
-        args = (weights, state, controls, idle_limit, *(() if text is None else (text,)))
-        program = self._program(("decode", *state.shape), self._decoding, args, donate=1)
+        args = (weights, state, controls, idle_limit, *(texts if drafted else ()))
+        kind, function = self._decoding(drafted)
+        program = self._program((kind, *state.shape, drafted), function, args, donate=1)
         return program(*args) if run else None
 
     def resize(self, state: SlotState, index: Any, length: int, *, run: bool = True) -> Any:
@@ -218,15 +222,22 @@ class EnginePrograms:
         return jit(self._mapped("prefill", self._prefill_program)).trace(weights, tokens, lengths)
 
     def trace_decode(self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: Any) -> Any:
-        """`decode` traced; the arguments may be abstract."""
-        text = () if self.draft is None else (jax.ShapeDtypeStruct(self._text_shape(state), jnp.int32),)
-        return jit(self._mapped("decode", self._decoding), donate_argnums=1).trace(
-            weights, state, controls, idle_limit, *text
+        """`decode` with the most drafted tokens, traced; the arguments may be abstract."""
+        drafted = self.shapes.drafted
+        texts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in self._text_shapes(state) if drafted]
+        return jit(self._mapped(*self._decoding(drafted)), donate_argnums=1).trace(
+            weights, state, controls, idle_limit, *texts
         )
 
-    def _text_shape(self, state: SlotState) -> tuple[int, int]:
+    def _decoding(self, drafted: int) -> tuple[str, Callable[..., Any]]:
+        """The kind of program that decodes with this number of drafted tokens in a step, and the program."""
+        if drafted:
+            return "speculate", functools.partial(self._speculate_program, drafted)
+        return "decode", self._decode_program
+
+    def _text_shapes(self, state: SlotState) -> tuple[tuple[int, int], tuple[int, int]]:
         slots, length = state.shape
-        return slots, self.shapes.siblings + length
+        return (slots, self.shapes.siblings + length), (slots, length)
 
     def _program(
         self,
@@ -262,10 +273,8 @@ class EnginePrograms:
             "empty": ((), STATE_SPEC),
             "prefill": ((weights, WHOLE, WHOLE), PREFILLED_SPEC),
             "insert": ((STATE_SPEC, PREFILLED_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
-            "decode": (
-                (weights, STATE_SPEC, WHOLE, WHOLE, *(() if self.draft is None else (WHOLE,))),
-                (STATE_SPEC, WHOLE),
-            ),
+            "decode": ((weights, STATE_SPEC, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "speculate": ((weights, STATE_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
             "resize": ((STATE_SPEC, WHOLE), STATE_SPEC),
         }[kind]
 
@@ -295,7 +304,7 @@ class EnginePrograms:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
         hidden, cache = model.prefill(tokens, positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        stored = [KVCache.of(keys, values, self.prompt_length, self.numerics) for keys, values in cache]
+        stored = [KVCache.of(layer, self.prompt_length, self.numerics) for layer in cache]
         return Prefilled(stored, self._logits(model, last), lengths)
 
     def _insert_program(
@@ -368,16 +377,18 @@ class EnginePrograms:
 
     def _speculate_program(
         self,
+        drafted_tokens: int,
         weights: list[Any],
         state: SlotState,
         controls: Controls,
         idle_limit: jax.Array,
         text: jax.Array,
+        again: jax.Array,
     ) -> tuple[SlotState, jax.Array]:
         """`_decode_program` with several tokens a step; its report has REFUSED where a draft was not kept."""
         assert self.draft is not None
         model, draft = self._bind(weights), self.draft
-        slots, first, wide = state.shape[0], self.shapes.siblings, draft.tokens + 1
+        slots, first, wide = state.shape[0], self.shapes.siblings, drafted_tokens + 1
         rows, ahead = jnp.arange(slots, dtype=jnp.int32)[:, None], jnp.arange(wide, dtype=jnp.int32)[None]
 
         def more(carry: tuple[jax.Array, SlotState, jax.Array, jax.Array]) -> jax.Array:
@@ -389,9 +400,10 @@ class EnginePrograms:
             carry: tuple[jax.Array, SlotState, jax.Array, jax.Array],
         ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
             step, state, text, report = carry
-            drafted = jnp.where(
-                ahead[:, 1:] < state.remaining[:, None], draft(text, first + state.position), NOTHING
-            )
+            guessed = draft(text, first + state.position, drafted_tokens)
+            before = repeated(again, state.token, state.position, drafted_tokens)
+            drafted = jnp.where(before >= 0, before, guessed)
+            drafted = jnp.where(ahead[:, 1:] < state.remaining[:, None], drafted, NOTHING)
             # where nothing is drafted, the last token once more: no token that the sequence does not have
             guesses = jnp.where(drafted >= 0, drafted, state.token[:, None])
             tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)

@@ -32,7 +32,7 @@ class Scorer:
     """
 
     def __init__(self, model: Decoder, layout: Layout | None = None) -> None:
-        graphdef, params = nnx.split(model)
+        graphdef, state = nnx.split(model)  # with the scales of keys and values
 
         def program(
             published: nnx.State, token_ids: jax.Array, positions: jax.Array, segments: jax.Array
@@ -42,7 +42,7 @@ class Scorer:
                 decoder, token_ids, positions, segments, temperature=1.0, chunk_tokens=CHUNK_TOKENS
             )[0]
 
-        specs = None if layout is None else (layout.specs(params), WHOLE, WHOLE, WHOLE)
+        specs = None if layout is None else (layout.specs(state), WHOLE, WHOLE, WHOLE)
         self._program = jit(program if layout is None else layout.map(program, specs, WHOLE))
 
     def __call__(self, published: Any, token_ids: Sequence[int], width: int | None = None) -> np.ndarray:

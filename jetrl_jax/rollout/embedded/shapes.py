@@ -19,7 +19,7 @@ class EngineShapes:
     prefill_rows: number of prompts of one prefill.
     chunk: largest number of steps of one decode call; a step samples a token or, with speculation, 1 to
       `drafted` + 1.
-    drafted: number of tokens drafted in a step.
+    drafted: largest number of tokens drafted in a step.
     siblings: width of the siblings' text that a draft reads.
     """
 

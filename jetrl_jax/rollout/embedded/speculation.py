@@ -44,8 +44,8 @@ class Draft(Protocol):
     """Guesses the next tokens of each slot, inside the decode program."""
 
     @property
-    def tokens(self) -> int:
-        """The number of guesses for each slot, k."""
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of guesses for each slot, k, among which the engine chooses; 0 is none."""
         ...
 
     @property
@@ -53,12 +53,15 @@ class Draft(Protocol):
         """The number of tokens before a completion that it reads of a finished sibling."""
         ...
 
-    def __call__(self, text: Int32[Array, "B W"], last: Int32[Array, " B"]) -> Int32[Array, "B k"]:
+    def __call__(
+        self, text: Int32[Array, "B W"], last: Int32[Array, " B"], tokens: int
+    ) -> Int32[Array, "B k"]:
         """The guesses, `NOTHING` where there is none.
 
         Args:
-          text: finished siblings, then the sequence; `NOTHING` between them and where nothing is known.
+          text: siblings, then the sequence; `NOTHING` between them and where nothing is known.
           last: the place in `text` of the token sampled last.
+          tokens: the number of guesses for each slot, k.
         """
         ...
 
@@ -72,15 +75,15 @@ class Lookup:
     end of the sequence the guess goes on from the place again, so that a repetition is continued.
 
     Raises:
-      ValueError: tokens outside 1 .. 16, or longest below 1.
+      ValueError: no length, one outside 0 .. 16, or longest below 1.
     """
 
-    tokens: int
+    lengths: tuple[int, ...]
     longest: int = 3
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= MOST_DRAFTED:
-            raise ValueError(f"Lookup: got tokens={self.tokens}, expected 1 .. {MOST_DRAFTED}.")
+        if not self.lengths or not all(0 <= k <= MOST_DRAFTED for k in self.lengths):
+            raise ValueError(f"Lookup: got lengths={self.lengths}, expected some of 0 .. {MOST_DRAFTED}.")
         if self.longest < 1:
             raise ValueError(f"Lookup: got longest={self.longest}, expected >= 1.")
 
@@ -89,7 +92,9 @@ class Lookup:
         """The longest agreement that it looks for."""
         return self.longest
 
-    def __call__(self, text: Int32[Array, "B W"], last: Int32[Array, " B"]) -> Int32[Array, "B k"]:
+    def __call__(
+        self, text: Int32[Array, "B W"], last: Int32[Array, " B"], tokens: int
+    ) -> Int32[Array, "B k"]:
         width = text.shape[1]
         places = jnp.arange(width, dtype=jnp.int32)[None]
         agree, run = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -103,7 +108,7 @@ class Lookup:
         rank = jnp.where(usable, run * width + places, NOTHING).max(axis=1)
         place = rank % width
         period = jnp.maximum(last - place, 1)[:, None]
-        ahead = jnp.arange(self.tokens, dtype=jnp.int32)[None] % period
+        ahead = jnp.arange(tokens, dtype=jnp.int32)[None] % period
         guess = jnp.take_along_axis(text, jnp.minimum(place[:, None] + 1 + ahead, width - 1), axis=1)
         known = jnp.cumprod((guess >= 0).astype(jnp.int32), axis=1) > 0  # not beyond the end of a sibling
         return jnp.where(known & (rank >= 0)[:, None], guess, NOTHING)
@@ -137,46 +142,145 @@ def count_kept(
     return jnp.minimum(1 + jnp.cumprod(goes_on.astype(jnp.int32), axis=1).sum(axis=1), remaining)
 
 
+def repeated(
+    again: Int32[Array, "B S"], token: Int32[Array, " B"], position: Int32[Array, " B"], tokens: int
+) -> Int32[Array, "B k"]:
+    """The tokens that the same request sampled at the next positions when it was asked before.
+
+    `NOTHING` where it did not then sample the `token` at `position`.  The noise is the same, so only the
+    change of the weights makes a difference.
+    """
+    ahead = position[:, None] + jnp.arange(tokens + 1, dtype=jnp.int32)[None]
+    found = jnp.take_along_axis(again, jnp.minimum(ahead, again.shape[1] - 1), axis=1)
+    return jnp.where(found[:, :1] == token[:, None], found[:, 1:], NOTHING)
+
+
+Noise = tuple[int, bool, float, int]  # seed of the call, greedy, temperature, seed of the request
+
+
+class Completions:
+    """Completions of earlier calls, of each prompt the newest; on the host, in no checkpoint.
+
+    Args:
+      most_tokens: in all, prompts too; the prompts that were asked longest ago are dropped.
+      most_of_prompt: completions of one prompt.
+    """
+
+    def __init__(self, most_tokens: int = 1 << 24, most_of_prompt: int = 64) -> None:
+        self.most_tokens = most_tokens
+        self.most_of_prompt = most_of_prompt
+        self.tokens = 0
+        self._of_prompt: dict[bytes, dict[Noise, np.ndarray]] = {}  # oldest first, both
+
+    def of(self, prompt: np.ndarray) -> dict[Noise, np.ndarray]:
+        """Noise -> completion, the newest last."""
+        return self._of_prompt.get(prompt.tobytes(), {})
+
+    def add(self, prompt: np.ndarray, noise: Noise, completion: np.ndarray) -> None:
+        """Takes a completion, in place of an earlier one with the same noise."""
+        key = prompt.tobytes()
+        known = self._of_prompt.pop(key, None)
+        if known is None:
+            known = {}
+            self.tokens += len(prompt)
+        self._of_prompt[key] = known
+        self.tokens += len(completion) - len(known.pop(noise, ()))
+        known[noise] = completion.copy()
+        while len(known) > self.most_of_prompt:
+            self.tokens -= len(known.pop(next(iter(known))))
+        while self.tokens > self.most_tokens and len(self._of_prompt) > 1:
+            oldest = next(iter(self._of_prompt))
+            dropped = self._of_prompt.pop(oldest).values()
+            self.tokens -= len(oldest) // prompt.itemsize + sum(map(len, dropped))
+
+
 class Texts:
-    """The texts that drafts read, on the host: of every request its own, of every prompt its finished
-    completions.
+    """The texts that drafts read, on the host: of every request its own, of every prompt its completions.
 
     Args:
       prompts: the distinct ones; prompt_of: of each request, the index of its prompt.
+      noises: of each request.
       max_tokens: longest completion of the submission.
-      width: of the siblings' part, in tokens; the newest completions that fit are kept.
+      width: of the siblings' part, in tokens.
       context: how many of a prompt's last tokens stand before a sibling's completion.
+      completions: of earlier calls; takes those of this one.
+
+    The siblings' part has the newest that fit: completions of earlier calls, then those still sampled, then
+    the finished ones, which are read first.
     """
 
     def __init__(
-        self, prompts: list[np.ndarray], prompt_of: np.ndarray, max_tokens: int, width: int, context: int
+        self,
+        prompts: list[np.ndarray],
+        prompt_of: np.ndarray,
+        noises: list[Noise],
+        max_tokens: int,
+        width: int,
+        context: int,
+        completions: Completions,
     ) -> None:
+        self.prompts = prompts
         self.prompt_of = prompt_of
-        self.lengths = np.array([len(prompt) for prompt in prompts])[prompt_of]
-        self.own = np.full((len(prompt_of), int(self.lengths.max()) + max_tokens), NOTHING, np.int32)
-        for request, index in enumerate(prompt_of):
-            self.own[request, : self.lengths[request]] = prompts[index]
-        self.siblings = np.full((len(prompts), width), NOTHING, np.int32)
+        self.noises = noises
+        self.width = width
         self.context = context
+        self.completions = completions
+        self.lengths = np.array([len(prompt) for prompt in prompts])[prompt_of]
+        self.ends = self.lengths.copy()
+        self.own = np.full((len(prompt_of), int(self.lengths.max()) + max_tokens), NOTHING, np.int32)
+        self.again = self.own.copy()
+        for request, index in enumerate(prompt_of):
+            start = self.lengths[request]
+            self.own[request, :start] = prompts[index]
+            before = completions.of(prompts[index]).get(noises[request], self.own[request, :0])[:max_tokens]
+            self.again[request, start : start + len(before)] = before
+        ends = [prompt[max(len(prompt) - context, 0) :] for prompt in prompts]
+        self.earlier = [
+            [np.concatenate([end, one]) for one in completions.of(prompt).values()]
+            for prompt, end in zip(prompts, ends, strict=True)
+        ]
+        self.finished: list[list[np.ndarray]] = [[] for _ in prompts]
 
     def add(self, request: np.ndarray, offset: np.ndarray, tokens: np.ndarray) -> None:
         """Takes sampled tokens, each of a request at an offset of its completion."""
         self.own[request, self.lengths[request] + offset] = tokens
+        np.maximum.at(self.ends, request, self.lengths[request] + offset + 1)
 
-    def finish(self, request: int, count: int) -> None:
-        """Shows the completion of `count` tokens to the other requests of the prompt."""
-        start, prompt = self.lengths[request], self.prompt_of[request]
-        text = self.own[request, max(start - self.context, 0) : start + count]
-        width = self.siblings.shape[1]
-        self.siblings[prompt] = np.concatenate([self.siblings[prompt], text, [NOTHING]])[-width:]
+    def finish(self, request: int) -> None:
+        """Shows a whole completion to the other requests of the prompt, and to later calls."""
+        prompt = self.prompt_of[request]
+        self.finished[prompt].append(self._sibling(request))
+        completion = self.own[request, self.lengths[request] : self.ends[request]]
+        self.completions.add(self.prompts[prompt], self.noises[request], completion)
 
-    def of(self, occupant: np.ndarray, length: int) -> Int32[np.ndarray, "B W"]:
-        """What the drafts of these slots' requests read (idle: -1): siblings, then `length` places of its
-        own.
+    def of(self, occupant: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the slots' requests (idle: -1): siblings and then `length` places of its own, int32 [B, W]; and
+        the tokens of the same request when it was asked before, int32 [B, length].
         """
-        own = np.full((len(occupant), length), NOTHING, np.int32)
-        known = min(length, self.own.shape[1])
-        own[:, :known] = self.own[occupant, :known]
-        text = np.concatenate([self.siblings[self.prompt_of[occupant]], own], axis=1)
-        text[occupant < 0] = NOTHING
-        return text
+        rows, known = np.flatnonzero(occupant >= 0), min(length, self.own.shape[1])
+        busy = occupant[rows]
+        text = np.full((len(occupant), self.width + length), NOTHING, np.int32)
+        again = np.full((len(occupant), length), NOTHING, np.int32)
+        text[rows, self.width : self.width + known] = self.own[busy, :known]
+        again[rows, :known] = self.again[busy, :known]
+        prompt_of = self.prompt_of[busy]
+        for prompt in np.unique(prompt_of):
+            here = prompt_of == prompt
+            running = [self._sibling(request) for request in busy[here]]
+            shown = self._joined([*self.earlier[prompt], *running, *self.finished[prompt]])
+            text[rows[here], self.width - len(shown) : self.width] = shown
+        return text, again
+
+    def _sibling(self, request: int) -> np.ndarray:
+        """The last tokens of the prompt, then the completion so far."""
+        return self.own[request, max(self.lengths[request] - self.context, 0) : self.ends[request]]
+
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The last of the parts, with `NOTHING` behind each; of all the last `width` tokens."""
+        pieces, count = [], 0
+        for part in reversed(parts):
+            if count >= self.width:
+                break
+            pieces += [[NOTHING], part]
+            count += len(part) + 1
+        return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)])[-self.width :]

@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 def config_of(preset: str, options: argparse.Namespace, *, exact: bool = True, engine: str = "jax") -> Any:
     """The config of a policy on GSM8K."""
-    precision: dict[str, Any] = {"preset": preset}
+    precision: dict[str, Any] = {"preset": preset, "kv_cache": options.kv_cache}
     if engine == "vllm" and preset.startswith("fp8"):
         precision["overrides"] = [ATTENTION_IN_BF16]
     limits: dict[str, Any] = {"slots": options.prompts, "prefill_rows": 4}
@@ -136,6 +136,9 @@ def main() -> None:
         default=[True, False],
         metavar="true|false",
         help="numerics.exact",
+    )
+    parser.add_argument(
+        "--kv-cache", choices=("bf16", "fp8"), default="bf16", help="precision.kv_cache of every flow"
     )
     parser.add_argument("--gsm8k", type=Path, help="directory of GSM8K's files; default: as task.path")
     parser.add_argument("--prompts", type=int, default=16, help="questions, one completion of each")

@@ -1,0 +1,1 @@
+"""The environments that come with the package, and the base of those whose actions are calls of tools."""

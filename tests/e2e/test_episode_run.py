@@ -1,0 +1,168 @@
+"""Whole runs of episodes: exact, masked, independent of the time that environments take, and resumable."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import ROOT, TINY, command_environment, rows
+
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.config.load import config_from_dict
+from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.rl.batching import count_denominators, pack
+from jetrl_jax.rollout.types import Trajectory, Turn
+from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.tasks.environments.guess_number import GuessNumber
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+class Slow(GuessNumber):
+    """Takes a random time for each turn."""
+
+    def step(self, text: str) -> Any:
+        time.sleep(random.SystemRandom().random() / 50)
+        return super().step(text)
+
+
+def config(directory: Any, **task: Any) -> RunConfig:
+    """Guess one of eight in three turns of one token; `task` changes its section."""
+    data = copy.deepcopy(TINY) | {
+        "tokenizer": {"characters": "?<>!01234567"},
+        "task": {
+            "kind": "environment",
+            "name": "guess_number",
+            "options": {"numbers": 8},
+            "max_turns": 3,
+            "stop_texts": list("01234567"),
+            "solved": 0.5,
+            "train_size": 32,
+            "eval_size": 8,
+        }
+        | task,
+        "rewards": [{}],
+        "checkpoint": {"every_steps": 1, "keep_last": 5},
+    }
+    data["model"] |= {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    data["rollout"] |= {"max_prompt_tokens": 1, "max_turn_tokens": 1, "max_completion_tokens": 6}
+    data["rollout"]["engine"] |= {"decode_chunk_tokens": 1}
+    data["run"] |= {"directory": str(directory), "steps": 2, "samples_per_step": 2}
+    return config_from_dict(data)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("episodes") / "run"
+    trainer = GRPOTrainer(config(directory))
+    outcome = trainer.train()
+    return directory, outcome, trainer
+
+
+def test_a_run_of_episodes_is_exact_and_leaves_its_record(finished):
+    directory, outcome, _ = finished
+    for row in rows(directory)[1:]:
+        assert (
+            row["mismatch/logprob_abs_max"] == 0
+            and row["policy/trained_tokens"] == row["count/rollout_tokens"]
+        )
+        assert 1 <= row["episode/turns_mean"] <= 3 and row["episode/failed_fraction"] == 0
+    assert outcome["after"]["eval/turns_mean"] > 1
+    samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    episode = next(
+        sample for sample in samples if sample["split"] == "train" and len(sample["turn_rewards"]) > 1
+    )
+    observed = [
+        token
+        for token, logprob in zip(episode["tokens"], episode["logprobs"], strict=True)
+        if logprob is None
+    ]
+    assert set(observed) <= {"<", ">", "!"} and len(observed) == episode["logprobs"].count(None) > 0
+
+
+def test_unmasking_one_observation_token_changes_the_gradient(finished):
+    """The log-probabilities stay as they were: an observation is context either way."""
+    _, _, trainer = finished
+    parts = trainer.parts
+    programs, state = parts.programs, parts.programs.init(parts.policy.params)
+    engine = parts.new_engine()
+    with parts.new_rewards() as rewards:
+        batch = parts.new_step(engine, rewards, state, None).collector.collect(1, StepClock())
+    trajectories = batch.trajectories
+    chosen = next(i for i, t in enumerate(trajectories) if len(t.turns) > 2)
+    one, turn = trajectories[chosen], trajectories[chosen].turns[2]
+    sampled = one.sampled.copy()
+    sampled[turn.start] = True
+    roles = tuple(Turn(t.start, t.stop, "policy", "stop") if t == turn else t for t in one.turns)
+    unmasked = Trajectory(one.request_id, one.token_ids, sampled, one.logprobs, roles, one.versions)
+
+    def gradient(members: list[Trajectory]) -> tuple[Any, list[np.ndarray]]:
+        ones = np.linspace(-1, 1, len(members))
+        micro = pack(members, ones, np.ones(len(members), bool), 7, 112)
+        total, logprobs = None, []
+        for part in micro:
+            counts = count_denominators(micro, 6)
+            total, _, values = programs.next_gradient(total, state, part, counts, parts.algorithm)
+            logprobs.append(np.asarray(values))
+        return jax.tree.map(np.asarray, jax.tree.leaves(total)), logprobs
+
+    masked, before = gradient(trajectories)
+    again, _ = gradient(trajectories)
+    other, after = gradient([*trajectories[:chosen], unmasked, *trajectories[chosen + 1 :]])
+    assert all(np.array_equal(a, b) for a, b in zip(masked, again, strict=True))
+    assert sum(not np.array_equal(a, b) for a, b in zip(masked, other, strict=True)) > len(masked) // 2
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.long
+def test_the_time_of_environments_and_their_workers_change_nothing(finished, tmp_path):
+    slow = config(tmp_path / "run", name="test_episode_run:Slow", workers=3)
+    GRPOTrainer(slow).train()
+    assert rows(tmp_path / "run") == rows(finished[0])
+    assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
+
+
+@pytest.mark.long
+def test_a_resumed_run_of_episodes_equals_an_uninterrupted_one(finished, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished[0], directory)
+    shutil.rmtree(next((directory / "checkpoints").glob("*2")))
+    GRPOTrainer(config(directory), resume=True).train()
+    assert rows(directory) == rows(finished[0])
+    assert exported_weights(directory) == exported_weights(finished[0])
+
+
+@pytest.mark.long
+def test_the_environment_of_the_front_page_runs(tmp_path, compilation_cache):
+    """Its file and its command as they stand, but for two steps."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
+    code, command = re.findall(r"```(?:python|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
+    (tmp_path / "higher.py").write_text(code)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    words = shlex.split(command.replace("\\\n", " ").replace("run.steps=20", "run.steps=2"))
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=tmp_path,
+        env=command_environment(compilation_cache),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "runs" / "higher")[-1]["episode/turns_mean"] > 1
+
+
+def exported_weights(directory: Path) -> bytes:
+    return (directory / "export" / "model.safetensors").read_bytes()

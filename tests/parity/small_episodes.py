@@ -1,0 +1,57 @@
+"""Episodes of up to four turns on a real engine, against environments that answer in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetrl_jax.collect.clock import StepClock
+from jetrl_jax.collect.episodes import EpisodePlayer
+from jetrl_jax.collect.prompts import Prompt
+from jetrl_jax.config.rollout import RolloutSection
+from jetrl_jax.config.task import EnvironmentSection
+from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.rollout.types import Trajectory
+from jetrl_jax.tasks.base import Example
+from jetrl_jax.text.tokenizer import CharacterTokenizer
+from jetrl_jax.workers.environments import Answer, Job
+
+
+class Game:
+    """Answers by a function of the actions; an episode ends after one to four of them."""
+
+    def play(self, jobs: Sequence[Job]) -> list[Answer]:
+        return [self._answer(job) for job in jobs]
+
+    def _answer(self, job: Job) -> Answer:
+        said = "".join(job.actions)
+        text = "".join(chr(65 + (ord(c) + job.seed) % 26) for c in said[-1 - job.seed % 3 :])
+        done = len(job.actions) > job.seed % 4
+        return Answer(observation=text, reward=float(len(said)), terminated=done, digest="same")
+
+
+def episodes_of(engine: RolloutEngine, vocab_size: int, temperature: float, count: int) -> list[Trajectory]:
+    """Prompts of one to four tokens, turns of one to three, half of whose ids end a turn; at most 16 tokens."""
+    letters = "".join(chr(33 + i) for i in range(vocab_size - 2))
+    section = EnvironmentSection(
+        name="guess_number", max_turns=4, stop_texts=tuple(letters[: vocab_size // 2])
+    )
+    rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12)
+    player = EpisodePlayer(section, rollout, CharacterTokenizer(letters), Game(), Answer(observation="A"))
+    rng = np.random.default_rng(3)
+    prompts = [
+        Prompt(
+            Example("", None, "", i, {"seed": i, "digest": "same"}),
+            rng.integers(2, vocab_size, rng.integers(1, 5)).tolist(),
+        )
+        for i in range(count)
+    ]
+    played, _ = player.play(
+        engine,
+        prompts,
+        lambda turn: [1000 * turn + i for i in range(count)],
+        player.sampling(5, temperature),
+        StepClock(),
+    )
+    return [episode.trajectory for episode in played]
