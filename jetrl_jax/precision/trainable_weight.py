@@ -36,8 +36,8 @@ class TrainableFp8Weight:
 class TrainableMatrix:
     """An embedding or head in training: the FP32 master receives the gradient, `value` is read.
 
-    master: float32 [V, D]; value: its published value.  They stay apart until rows are chosen, or in the head's
-    product, so that no float32 copy of all of `value` exists.
+    master: float32 [V, D]; value: its published value.  They stay apart until rows are chosen, or in the
+    head's product, so that no float32 copy of all of `value` exists.
     """
 
     master: jax.Array

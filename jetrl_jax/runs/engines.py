@@ -28,6 +28,7 @@ from jetrl_jax.devices.gpu_memory import check_device, sleeps
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.embedded.speculation import Draft
@@ -146,7 +147,7 @@ def build_engine(
     rollout: RolloutSection,
     layout: Layout | None = None,
     *,
-    draft: Draft | None = None,
+    draft: Draft | HeadDraft | None = None,
     record: Callable[[dict[str, Any]], None] = unrecorded,
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,

@@ -28,6 +28,7 @@ from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
 from jetrl_jax.rollout.embedded.draft_length import DraftLength
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
@@ -83,7 +84,7 @@ class JaxEngine(RolloutEngine):
         pad_id: int,
         max_sequence_tokens: int | None = None,
         layout: Layout | None = None,
-        draft: Draft | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> None:
         sizes = {
             "slots": slots,
@@ -145,7 +146,7 @@ class JaxEngine(RolloutEngine):
         section: RolloutSection,
         pad_id: int,
         layout: Layout | None = None,
-        draft: Draft | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> JaxEngine:
         """The engine with the sizes of a config's `rollout` section; other arguments as the class.
 

@@ -102,7 +102,7 @@ class EnginePrograms:
         plan: PrecisionPlan,
         shapes: EngineShapes,
         layout: Layout | None = None,
-        draft: Draft | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> None:
         self.config = model.config
         self.numerics = model.numerics
@@ -483,6 +483,7 @@ class EnginePrograms:
         ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
             step, state, text, report = carry
             if head is None:
+                assert not isinstance(draft, HeadDraft)
                 guessed = draft(text, first + state.position, drafted_tokens)
             else:
                 guessed = state.draft.guesses[:, :drafted_tokens]
