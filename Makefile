@@ -9,6 +9,8 @@ VENV ?= .venv
 PYTHON ?= python3
 CONFIG ?= configs/tiny_cpu.yaml
 RUN ?= runs/tiny_cpu
+# XLA's arrays in huge pages: less processor time for the same bits (docs/log.md).
+HUGE_PAGES ?= glibc.malloc.hugetlb=1
 # Extra arguments of the training command and of pytest.
 ARGS ?=
 # Which tests `make test` runs.
@@ -81,7 +83,7 @@ install: $(VENV)/.installed-test  ## Make .venv with everything that the tests n
 .PHONY: train
 train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on the CPU, write its report
 	$(call say,"training: $(CONFIG) into $(RUN)")
-	$(RUN_PYTHON) -m jetrl_jax.train --config $(CONFIG) --set run.directory=$(RUN) $(ARGS)
+	GLIBC_TUNABLES=$(HUGE_PAGES) $(RUN_PYTHON) -m jetrl_jax.train --config $(CONFIG) --set run.directory=$(RUN) $(ARGS)
 	$(call say,"report")
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
@@ -232,6 +234,10 @@ CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_un
 bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small for a larger model)
 	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
 		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
+
+.PHONY: bench-profile
+bench-profile: $(VENV)/.installed-test  ## Processor time of each program of a step of PEER_SETTING, its floor and dearest operations (ARGS='--flavors bf16 fp8_unified')
+	$(RUN_PYTHON) tests/benchmarks/profile_step.py --setting $(PEER_SETTING) $(ARGS)
 
 MISMATCH ?= runs/mismatch
 

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,7 @@ class InProcessEngine(VllmEngine):
             if self._asleep:
                 # the cache wakes after the new weights are loaded, so that less memory is held at once
                 self.llm.wake_up(tags=["weights"])
-            start, finish = self.llm.start_weight_update, self.llm.finish_weight_update
-            start(**_known(start, is_checkpoint_format=False))
-            self.llm.update_weights({"update_info": {"ticket": ticket}})
-            finish(**_known(finish, weight_version=str(version)))
+            self._update(self.llm.start_weight_update, ticket, version)
             if self._asleep:
                 self.llm.wake_up(tags=["kv_cache"])
             reset = self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
@@ -114,6 +111,30 @@ class InProcessEngine(VllmEngine):
                 "in flight."
             )
         return manifest
+
+    def load_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Gives vLLM's draft other weights (`bridge.hf.draft.draft_tensors`), after `load` of the policy's.
+
+        No distribution depends on them.
+
+        Raises:
+          RuntimeError: as `score`.
+          EngineFailed: this vLLM has no draft with weights, or refuses these.
+        """
+        self._require("load_draft")
+        given = [(name, _as_torch(array)) for name, array in tensors.items()]
+        ticket = transfer.hand_over(transfer.manifest_of(given, self._version), given)
+        try:
+            self._update(self.llm.start_draft_weight_update, ticket, self._version)
+        except Exception as error:
+            raise EngineFailed(f"vLLM: the draft's weights were refused: {error}") from error
+
+    def _update(self, start: Any, ticket: str, version: int) -> None:
+        """One update of the weights that were handed over."""
+        finish = self.llm.finish_weight_update
+        start(**_known(start, is_checkpoint_format=False))
+        self.llm.update_weights({"update_info": {"ticket": ticket}})
+        finish(**_known(finish, weight_version=str(version)))
 
     def _drop(self) -> None:
         try:

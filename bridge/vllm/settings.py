@@ -142,7 +142,14 @@ class EngineSettings:
         if self.fp8.kv_cache == "fp8":
             arguments["kv_cache_dtype"] = "fp8_e4m3"
         if section.speculative_config is not None:
-            arguments["speculative_config"] = dict(section.speculative_config)
+            drafts = (
+                {"draft_load_config": {"load_format": "auto"}}
+                if "model" in section.speculative_config
+                else {}
+            )
+            arguments["speculative_config"] = (
+                drafts | section.speculative_config
+            )  # a draft's weights are read
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:

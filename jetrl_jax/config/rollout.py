@@ -19,6 +19,7 @@ from jetrl_jax.config.types import (
     Rule,
     Section,
     Text,
+    UserPath,
     must,
     option,
 )
@@ -84,7 +85,8 @@ class NoSpeculationSection(Section):
     kind: Literal["none"] = option(
         "none",
         "Draft of the next tokens, which a step verifies at once; it changes no token. lookup: what followed "
-        "the last tokens where they stood before, in the sequence or in others of its prompt.",
+        "the last tokens where they stood before, in the sequence or in others of its prompt. head: a small "
+        "model of the policy's hidden states, trained beside it.",
     )
 
 
@@ -98,7 +100,20 @@ class LookupSection(Section):
     longest_match: PositiveInt = option(3, "Most last tokens that are compared.")
 
 
-SpeculationSection = Annotated[NoSpeculationSection | LookupSection, Field(discriminator="kind")]
+class HeadSection(Section):
+    """Guesses of a small model that reads the policy's hidden states and is trained beside it."""
+
+    kind: Literal["head"] = "head"
+    lengths: DraftLengths = option((0, 3), "Of a draft head too.")
+    head_path: UserPath | None = option(
+        None, "A directory with a head of this policy, such as a run's draft_head; null: a new one."
+    )
+    learning_rate: PositiveFloat = option(1e-4, "Of the head's own AdamW.")
+
+
+SpeculationSection = Annotated[
+    NoSpeculationSection | LookupSection | HeadSection, Field(discriminator="kind")
+]
 
 
 class JaxEngineSection(Section):

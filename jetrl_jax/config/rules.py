@@ -11,7 +11,7 @@ from jetrl_jax.config.rollout import VllmSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGymSection, RowsSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
-from jetrl_jax.models.anatomy import MATRICES, fitting_degrees, fitting_tensor_degrees
+from jetrl_jax.models.anatomy import FEWEST_LAYERS, MATRICES, fitting_degrees, fitting_tensor_degrees
 
 LONGEST = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 SIZES = (
@@ -68,6 +68,16 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
+    if config.draft_head is not None:
+        layers, field = getattr(config.model, "num_layers", FEWEST_LAYERS), "rollout.engine.speculation.kind"
+        what = "a draft head reads three layers after the first"
+        yield Rule(
+            layers >= FEWEST_LAYERS, field, what, f"lookup, or model.num_layers: {FEWEST_LAYERS} or more"
+        )
+        what = "a draft head runs on one device only"
+        yield Rule(
+            config.sharding.devices == 1, field, what, "lookup, or sharding.data: 1, as for the other axes"
+        )
     holds = config.precision.kv_query == "bf16" or (
         isinstance(engine, VllmSection) and not config.numerics.exact
     )

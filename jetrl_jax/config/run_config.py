@@ -39,7 +39,7 @@ from jetrl_jax.config.model import (
 )
 from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection, PrecisionSection
 from jetrl_jax.config.record import CheckpointSection, EvalSection, RunSection
-from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection, VllmSection
+from jetrl_jax.config.rollout import HeadSection, RolloutSection, StartedVllmSection, VllmSection
 from jetrl_jax.config.task import (
     ArithmeticSection,
     EnvironmentSection,
@@ -96,6 +96,12 @@ class RunConfig(Section):
         """The section of the vLLM that is started on the trainer's device; None if there is none."""
         engine = self.rollout.engine
         return engine if isinstance(engine, StartedVllmSection) else None
+
+    @property
+    def draft_head(self) -> HeadSection | None:
+        """The section of the draft head that is trained beside the policy; None if there is none."""
+        speculation = getattr(self.rollout.engine, "speculation", None)
+        return speculation if isinstance(speculation, HeadSection) else None
 
     @property
     def max_sequence_tokens(self) -> int:

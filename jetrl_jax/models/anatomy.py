@@ -16,6 +16,7 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.formats import FP8_BLOCKS
 
 EMBEDDING, HEAD, FINAL_NORM = "embed_tokens", "lm_head", "norm"  # the modules outside the layers
+FEWEST_LAYERS = 4  # of a policy with a draft head: three different layers after the first
 BLOCK = FP8_BLOCKS.weight[0]
 Axis = Literal["hidden", "heads", "kv_heads", "inner"]
 

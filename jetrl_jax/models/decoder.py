@@ -343,7 +343,26 @@ class Decoder(nnx.Module):
         )
         _check_shapes("Decoder", token_ids, shapes)
         mask = None if segment_ids is None else attention.packed_mask(segment_ids, self.numerics)
-        return self._run(token_ids, positions, mask, None)
+        return self._run(token_ids, positions, mask, None)[:2]
+
+    def with_features(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array, layers: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `__call__`, with the residual stream before each of `layers`, side by side [B, T, L D]."""
+        mask = attention.packed_mask(segment_ids, self.numerics)
+        hidden, _, features = self._run(token_ids, positions, mask, None, layers)
+        return hidden, jnp.concatenate(features, axis=-1)
+
+    def featured(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: list[KVCache] | None,
+        layers: Sequence[int],
+    ) -> tuple[jax.Array, list[Any], jax.Array]:
+        """`prefill` without segments (no cache), or `extend`, and the residual stream before each layer."""
+        hidden, kept, features = self._run(token_ids, positions, None, cache, layers)
+        return hidden, kept, jnp.concatenate(features, axis=-1)
 
     def extend(
         self, token_ids: jax.Array, positions: jax.Array, cache: list[KVCache]
@@ -366,11 +385,16 @@ class Decoder(nnx.Module):
         """
         _check_shapes("Decoder.extend", token_ids, {"positions": positions.shape})
         _check_cache(token_ids.shape, positions, cache, self.config)
-        return self._run(token_ids, positions, None, cache)
+        return self._run(token_ids, positions, None, cache)[:2]
 
     def _run(
-        self, token_ids: jax.Array, positions: jax.Array, mask: jax.Array | None, cache: list[KVCache] | None
-    ) -> tuple[jax.Array, list[Any]]:
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        mask: jax.Array | None,
+        cache: list[KVCache] | None,
+        features_of: Sequence[int] = (),
+    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
         rope = ops.rope_table(positions, self.config, self.numerics)
         embedding = self.embed_tokens.whole()
         x, residual, kept = (
@@ -378,13 +402,16 @@ class Decoder(nnx.Module):
             None,
             [],
         )
+        features = []
         for index, layer in enumerate(self.layers):
+            if index in features_of and residual is not None:
+                features.append(ops.round_to(x.astype(jnp.float32) + residual.astype(jnp.float32), x.dtype))
             run = jax.checkpoint(layer.__call__) if self.remat else layer
             x, residual, new = run(
                 x, residual, rope, mask, *(() if cache is None else (cache[index], positions))
             )
             kept.append(new)
-        return self.norm.add(x, residual)[0].value, kept
+        return self.norm.add(x, residual)[0].value, kept, features
 
     def head(self) -> Embeddings:
         """The gathered matrix [V, D] that makes logits; under tensor parallelism this device's rows."""

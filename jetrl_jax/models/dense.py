@@ -120,10 +120,8 @@ def dense(
     elif implementation == "xla_direct":
         out = _dot(_operand(x, numerics), _operand(weight, numerics), 1, 1, kind)
     else:
-        matrix = (
-            _operand(weight, numerics) if implementation == "mosaic_gpu" else round_to(weight, numerics.dtype)
-        )
-        out = dense_matmul(_operand(x, numerics), matrix, out_dtype=kind, implementation=implementation)
+        operands = _operand(x, numerics), _operand(weight, numerics)
+        out = dense_matmul(*operands, out_dtype=kind, implementation=implementation)
     if bias is not None:
         out = out + along_last(round_parameter(bias, numerics.dtype), out.ndim)
     return out if out.dtype == out_dtype else round_to(out, out_dtype)
@@ -134,7 +132,7 @@ def _product(x: jax.Array, weight: jax.Array, numerics: Numerics) -> jax.Array:
     rows = x.shape[0]
     if numerics.exact and rows < MIN_ROWS:
         x = jnp.pad(x, ((0, MIN_ROWS - rows), (0, 0)))
-    return _dot(_operand(x, numerics), round_to(weight, numerics.dtype), 1, 1)[:rows]
+    return _dot(_operand(x, numerics), _operand(weight, numerics), 1, 1)[:rows]
 
 
 def _dense_forward(

@@ -24,6 +24,7 @@ import numpy as np
 
 from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.precision.numerics import Numerics
+from pallas_kernels.implementations import on_gpu
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
@@ -131,9 +132,40 @@ def _silu(_: None, dtype: Any, gate: jax.Array) -> jax.Array:
     return (wide * jnp.where(wide >= 0, jnp.ones_like(decay), decay) / (1 + decay)).astype(jnp.float32)
 
 
+@functools.cache
+def _silu_table(dtype: Any) -> np.ndarray:
+    """`_silu` at float64 of every value of a 16-bit dtype by its bits, float32 [65536]."""
+    with np.errstate(invalid="ignore"):  # -inf and signalling NaN
+        x = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float64)
+        decay = np.exp(-np.abs(x))
+        silu = (x * np.where(x >= 0, 1.0, decay) / (1 + decay)).astype(np.float32)
+    # XLA's CPU programs turn subnormal numbers into zeros
+    return np.where(np.abs(silu) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), silu), silu)
+
+
+@jax.custom_vjp
+def _silu_by_table(gate: jax.Array) -> jax.Array:
+    """`_silu` of a 16-bit gate at float64, looked up; a CPU takes eight times as long to compute it.
+
+    The same bits for every gate (tests/unit/test_silu_table.py), and the same gradient.
+    """
+    place = jax.lax.bitcast_convert_type(gate, jnp.uint16).astype(jnp.int32)
+    return jnp.asarray(_silu_table(gate.dtype)).at[place].get(mode="promise_in_bounds")
+
+
+_silu_by_table.defvjp(
+    lambda gate: (_silu_by_table(gate), gate),
+    lambda gate, cotangent: jax.vjp(lambda g: _silu(None, False, g.astype(jnp.float32)), gate)[1](cotangent),
+)
+
+
 def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
     """SiLU(gate) * up, rounded after each of the two (the engine's `silu_and_mul`)."""
-    silu = round_to(_silu(None, numerics.exact, gate.astype(jnp.float32)), numerics.dtype)
+    if numerics.exact and gate.dtype.itemsize == 2 and not on_gpu():
+        silu = _silu_by_table(gate)
+    else:
+        silu = _silu(None, numerics.exact, gate.astype(jnp.float32))
+    silu = round_to(silu, numerics.dtype)
     return round_to(silu.astype(jnp.float32) * up.astype(jnp.float32), numerics.dtype)
 
 

@@ -57,6 +57,7 @@ _PHASES = {
     "reward": "scoring completions",
     "logprob": "recomputing the logprobs of the behaviour version",
     "train": "forward, backward and update",
+    "draft": "training a draft head",
     "publish": "putting the engine to sleep, quantising the weights and handing them to it",
     "eval": "held-out evaluation",
     "checkpoint": "saving a checkpoint",
@@ -156,6 +157,18 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "episode/failed_fraction", "fraction", "episodes whose environment failed: out of the loss", "lower"
+    ),
+    Metric(
+        "draft/loss",
+        "nats",
+        "cross-entropy of a draft head's guesses with the policy's distributions",
+        "lower",
+    ),
+    Metric(
+        "draft/overlap",
+        "fraction",
+        "sum of min(policy, head) over the vocabulary, of a head's first guess, before the update",
+        "higher",
     ),
     Metric("speculation/drafted_tokens", "tokens", "tokens that drafts guessed in the step's rollout"),
     Metric(

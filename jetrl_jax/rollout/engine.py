@@ -274,6 +274,9 @@ class RolloutEngine(abc.ABC):
     def describe(self) -> Mapping[str, Any]:
         """A description of the engine as JSON values, for the run's record and certificates."""
 
+    def load_draft(self, head: Any) -> None:  # noqa: B027  # not abstract: most engines have no draft head
+        """Takes the weights of a draft head (`nnx.State`), which change no token."""
+
     def counts(self) -> Mapping[str, int]:
         """Counts of the last submission's work for the metrics of a step; most engines have none."""
         return {}

@@ -28,8 +28,10 @@ from jetrl_jax.devices.gpu_memory import check_device, sleeps
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.score import Scorer
+from jetrl_jax.rollout.embedded.speculation import Draft
 from jetrl_jax.rollout.engine import RolloutEngine
 from jetrl_jax.runs.policy import Policy
 
@@ -145,18 +147,21 @@ def build_engine(
     rollout: RolloutSection,
     layout: Layout | None = None,
     *,
+    draft: Draft | HeadDraft | None = None,
     record: Callable[[dict[str, Any]], None] = unrecorded,
     warn: Callable[[str], None] = on_stderr,
     log_directory: Path | None = None,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names for a policy, still without weights.
 
-    layout: the devices of the run; None is JAX's default device.  Other arguments (used only for vLLM) and
-    errors as `build_vllm_engine`.
+    layout: the devices of the run; None is JAX's default device.  draft: as `JaxEngine.from_section`.  Other
+    arguments (used only for vLLM) and errors as `build_vllm_engine`.
     """
     if not isinstance(rollout.engine, JaxEngineSection):
         return build_vllm_engine(policy, record=record, warn=warn, log_directory=log_directory)
     build = functools.partial(
         JaxEngine.from_section, policy.model, policy.plan, rollout, policy.tokenizer.pad_id
     )
-    return build() if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)
+    return (
+        build(draft=draft) if layout is None else DataParallelEngine(build, layout.copies(), layout.replicate)
+    )

@@ -197,8 +197,9 @@ class GRPOTrainer:
         parts.prompts.restart()
         with contextlib.closing(parts.evaluator), self.console, parts.new_rewards() as rewards:
             state = parts.programs.init(self.policy.params)
-            with contextlib.closing(parts.new_engine()) as engine:
-                row, _ = parts.new_step(engine, rewards, state, parts.reference(state))(1)
+            drafter = parts.new_drafter()
+            with contextlib.closing(parts.new_engine(drafter=drafter)) as engine:
+                row, _ = parts.new_step(engine, rewards, state, parts.reference(state), drafter=drafter)(1)
         return {"seconds": time.perf_counter() - start, "metrics": row}
 
 

@@ -25,9 +25,11 @@ from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.runs.drafter import build_drafter
 from jetrl_jax.runs.engines import build_engine, unrecorded
 from jetrl_jax.runs.policy import Policy
 from jetrl_jax.tasks.base import Task
+from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.evaluation import Evaluator
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from jetrl_jax.training.step import RLStep
@@ -77,7 +79,13 @@ class Parts:
         rewards.start()
         return rewards
 
-    def new_engine(self, directory: RunDirectory | None = None) -> RolloutEngine:
+    def new_drafter(self) -> DraftTrainer | None:
+        """The trainer of the draft head as the run begins; None without one."""
+        return build_drafter(self.config, self.policy, self.programs)
+
+    def new_engine(
+        self, directory: RunDirectory | None = None, drafter: DraftTrainer | None = None
+    ) -> RolloutEngine:
         """The rollout engine without weights, with logs in `directory`; the caller closes it."""
         record, logs = (
             (unrecorded, None) if directory is None else (directory.append_certificate, directory.path)
@@ -86,6 +94,7 @@ class Parts:
             self.policy,
             self.config.rollout,
             self.layout,
+            draft=None if drafter is None else drafter.draft,
             record=record,
             warn=self.console.warn,
             log_directory=logs,
@@ -143,6 +152,8 @@ class Parts:
             **others,
         )
         engine.load(state.published, step.counters.policy_version)
+        if step.drafter is not None:
+            engine.load_draft(step.drafter.state)
         return step
 
     def record(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
+from jetrl_jax.devices.compilation_cache import keep_programs
 from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
@@ -119,6 +120,7 @@ def build_policy(
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
         than the model's positions, or a tokenizer with more ids than the model.
     """
+    keep_programs()
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from bridge.hf.draft import save_draft_head
 from jetrl_jax.collect.batch import RolloutBatch
 from jetrl_jax.collect.episodes import episode_record
 from jetrl_jax.collect.samples import token_record
@@ -39,7 +40,7 @@ from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
 from jetrl_jax.training.warm_start import warm_start
 
-EXPORT_DIRECTORY = "export"
+EXPORT_DIRECTORY, HEAD_DIRECTORY = "export", "draft_head"
 
 
 class Run:
@@ -81,6 +82,7 @@ class Run:
         self.done = 0
         self.profiling = False
         state = parts.programs.init(parts.policy.params)
+        self.drafter = parts.new_drafter()
         restored = self._restored(state)
         if restored is None:
             counters, state = Counters(), parts.calibrated(self._warm_start(state))
@@ -88,9 +90,12 @@ class Run:
         else:
             counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
             reference = restored.state.get("reference")
-        engine = stack.enter_context(contextlib.closing(parts.new_engine(self.directory)))
+            if self.drafter is not None:
+                self.drafter.restore(restored.state["draft"])
+        engine = stack.enter_context(contextlib.closing(parts.new_engine(self.directory, self.drafter)))
         save = self.directory.save_bad_batch
-        self.step = parts.new_step(engine, rewards, state, reference, counters=counters, save_bad_batch=save)
+        more = {"counters": counters, "save_bad_batch": save, "drafter": self.drafter}
+        self.step = parts.new_step(engine, rewards, state, reference, **more)
         self.directory.add_to_environment({"rollout_engine": dict(engine.describe())})
         if restored is not None:
             self.console.message(f"resumed from step {self.done}")
@@ -211,6 +216,8 @@ class Run:
         params = processes.gather_to_first(self.step.state.params)
         if params is not None:
             self.parts.policy.save(self.directory.path / EXPORT_DIRECTORY, params)
+            if self.drafter is not None:
+                save_draft_head(self.directory.path / HEAD_DIRECTORY, self.drafter.head)
         processes.barrier()
         self.console.message(f"policy written to {self.directory.path / EXPORT_DIRECTORY}")
         return self._summary(None, after)
@@ -232,7 +239,7 @@ class Run:
         with self.console.phase("warm start", section.steps, "steps") as progress:
             start = self.parts.calibrated(programs.init(state.params), programs)
             warm, self.warm_start_loss = warm_start(
-                programs, start, sampler, section, lambda step, loss: progress.advance(1)
+                programs, start, sampler, section, lambda step, loss: progress.advance(1), self.drafter
             )
         return self.parts.programs.init(warm.params)
 
@@ -283,10 +290,10 @@ class Run:
 
     # Checkpoints
 
-    @staticmethod
-    def _saved(state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
+    def _saved(self, state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
+        draft = None if self.drafter is None else self.drafter.saved
+        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv, "draft": draft}
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
         }

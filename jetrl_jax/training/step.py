@@ -40,6 +40,7 @@ from jetrl_jax.rl.algorithm import ResolvedAlgorithm
 from jetrl_jax.rl.assemble import Minibatch, assemble
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import KV_USE, PolicyPrograms, TrainState
 
 WARN_WITHOUT_SIGNAL = 10  # steps in a row
@@ -76,6 +77,7 @@ class RLStep:
     programs: the compiled programs; engine: an engine with the weights of `state`; collector: its rollouts.
     state: the current policy; reference: frozen weights for the KL term, or None.
     counters: where counting continues.
+    drafter: trains a draft head, whose weights the engine gets too; None without one.
     console: shows phases and warnings.
     save_bad_batch: (step, tensor, arrays) -> file in which a batch that is not finite was saved, or None.
     """
@@ -89,6 +91,7 @@ class RLStep:
     state: TrainState
     reference: nnx.State | None = None
     counters: Counters = field(default_factory=Counters)
+    drafter: DraftTrainer | None = None
     save_bad_batch: Callable[[int, str, Mapping[str, Any]], Path | None] = lambda step, tensor, arrays: None
 
     def __call__(self, step: int) -> tuple[dict[str, float], RolloutBatch]:
@@ -111,6 +114,8 @@ class RLStep:
             row |= self._learn(step, batch, clock)
         with clock.phase("publish"):
             self.engine.load(self.state.published, self.counters.policy_version)
+            if self.drafter is not None:
+                self.engine.load_draft(self.drafter.state)
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
         row["count/skipped_prompts"] = self.collector.prompts.skipped - skipped_prompts
@@ -160,6 +165,11 @@ class RLStep:
             self.counters.without_signal = (
                 0 if assembly.advantages[assembly.trained].any() else self.counters.without_signal + 1
             )
+        drafted: dict[str, float] = {}
+        if self.drafter is not None:  # before the update consumes the weights
+            with clock.phase("draft"):
+                every = [part for minibatch in assembly.minibatches() for part in minibatch.microbatches]
+                drafted = self.drafter(self.programs.frozen(self.state), every)
         sums: dict[str, float] = {}
         losses: list[float] = []
         norms: list[float | None] = []
@@ -180,7 +190,7 @@ class RLStep:
         finite = [norm for norm in norms if norm is not None]
         if finite:
             self.counters.policy_version += 1
-        row = assembly.metrics | rl_metrics.loss_metrics(sums) | _mismatch(pairs)
+        row = drafted | assembly.metrics | rl_metrics.loss_metrics(sums) | _mismatch(pairs)
         row |= {"loss/total": float(np.mean(losses)), "count/skipped_updates": len(norms) - len(finite)}
         if self.state.loss_scale is not None:
             row |= {

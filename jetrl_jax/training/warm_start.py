@@ -21,6 +21,7 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.tasks.base import Example, Task
 from jetrl_jax.text.tokenizer import Tokenizer
+from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 
 WEIGHT_DECAY = 0.1
@@ -150,10 +151,11 @@ def warm_start(
     sampler: SolutionSampler,
     section: WarmStartSection,
     on_step: Callable[[int, float], None],
+    drafter: DraftTrainer | None = None,
 ) -> tuple[TrainState, float]:
     """Runs `section.steps` supervised steps; returns (state, mean loss of the last tenth of them).
 
-    `on_step(step, loss)` is called after each step.
+    `on_step(step, loss)` is called after each step.  A drafter's head is trained on the same batches.
 
     Raises:
       RunStopped: a step was not finite.
@@ -161,6 +163,8 @@ def warm_start(
     losses = []
     for step in range(section.steps):
         batch = sampler.batch(step)
+        if drafter is not None:
+            drafter(programs.frozen(state), [batch])
         grads, loss, use = programs.supervised_gradient(state, batch, float(np.sum(batch.loss_mask)))
         state, report = programs.update(state, grads, None if use is None else fetch(use).largest)
         state = programs.recalibrated(state)

@@ -37,11 +37,13 @@ from jetrl_jax.record.run_directory import read_jsonl
 from jetrl_jax.rewards.functions import RewardFunctions
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.runs.drafter import build_drafter
 from jetrl_jax.runs.engines import build_engine
 from jetrl_jax.runs.grpo import GRPOTrainer, build_player
 from jetrl_jax.runs.policy import build_policy, published_weights
 from jetrl_jax.tasks.registry import build_task
 from jetrl_jax.training.evaluation import Evaluator
+from jetrl_jax.training.programs import build_programs
 
 
 @dataclass
@@ -254,7 +256,7 @@ def templated_tokens(config: RunConfig) -> Any:
 def plan(config: RunConfig) -> Any:
     """The precision table's rows and the types of the published weights."""
     policy = build_policy(config)
-    published = jax.eval_shape(policy.plan.publish, policy.params)
+    published = jax.eval_shape(policy.plan.publish, policy.params, policy.plan.unit_scales)
     return policy.plan.rows, {path: type(value).__name__ for path, value in named_params(published)}
 
 
@@ -318,6 +320,19 @@ def engine(config: RunConfig) -> Any:
         [Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0)
     )
     return made.statistics, made.shapes
+
+
+def draft_head(config: RunConfig) -> Any:
+    """A draft head after an update."""
+    policy = build_policy(config)
+    programs = build_programs(config, policy.model, policy.plan, None)
+    trainer = build_drafter(config, policy, programs)
+    assert trainer is not None
+    ids = np.arange(8, dtype=np.int32)[None] % policy.model.config.vocab_size
+    zeros, ones = np.zeros(ids.shape, np.float32), np.ones_like(ids)
+    batch = TrainBatch(ids, np.arange(8, dtype=np.int32)[None], ones, ids >= 0, zeros, zeros, ones, zeros)
+    trainer(published_weights(policy), [batch])
+    return [np.asarray(leaf, np.float32).tolist() for leaf in jax.tree.leaves(trainer.params)]
 
 
 def examples(config: RunConfig) -> Any:

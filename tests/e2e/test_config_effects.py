@@ -21,10 +21,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from flax import nnx
 from observations import (
     attention,
     batch_shapes,
+    draft_head,
     engine,
     episodes,
     evaluation,
@@ -57,15 +60,18 @@ from observations import (
 from scripted import ScriptedEngine
 
 import jetrl_jax.runs.parts
+from bridge.hf.draft import save_draft_head
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.schema import all_fields
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.runs.policy import build_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+HEAD = {"rollout.engine.speculation": {"kind": "head"}, "model.num_layers": 4}
 LOOKUP = {"rollout.engine.speculation": {"kind": "lookup"}}
 SLOTS = {"kind": "jax", "slots": 8, "prefill_rows": 2}
 BASE: dict[str, Any] = {
@@ -160,6 +166,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ]
             (root / folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_policy(build(seed=5)).save(root / "checkpoint")
+    model = build_policy(build({"model.num_layers": 4})).model
+    ids = np.arange(model.config.vocab_size)
+    save_draft_head(root / "head", DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(9)))
     for name, characters in (("one", "0123456789+= "), ("two", "abcdef0123456789+= ")):
         build_policy(build({"tokenizer.characters": characters})).tokenizer.save(root / name)
         (root / name / "generation_config.json").write_text('{"eos_token_id": 1}')
@@ -379,6 +388,8 @@ CHANGES = (
     Change("rollout.engine.speculation.kind", "lookup", engine, FP32),
     Change("rollout.engine.speculation.lengths", (0, 2), engine, FP32 | LOOKUP),
     Change("rollout.engine.speculation.longest_match", 1, engine, FP32 | LOOKUP),
+    Change("rollout.engine.speculation.head_path", "FILES/head", draft_head, FP32 | HEAD),
+    Change("rollout.engine.speculation.learning_rate", 1e-2, draft_head, FP32 | HEAD),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
     Change("algorithm.name", "dapo", losses),

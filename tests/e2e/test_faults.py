@@ -73,8 +73,8 @@ def test_every_fault_of_the_page_names_tests_that_exist():
 def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
     """Files from disk are never unpickled or evaluated.
 
-    Two files may: rewards are pickled by the trainer for its own workers, and a kernel is taken from the
-    installed vLLM's code.
+    Three files may: rewards are pickled by the trainer for its own workers, a kernel is taken from the
+    installed vLLM's code, and the Python tool runs the policy's code in a child.
     """
     pattern = re.compile(
         r"pickle\.loads?\(|allow_pickle=True|torch\.load\(|yaml\.(?:unsafe_|full_)?load\(|(?<!def "
@@ -85,4 +85,5 @@ def test_nothing_unpickles_what_a_checkpoint_or_a_data_file_holds():
         for path in (ROOT / package).rglob("*.py"):
             if pattern.search(path.read_text(encoding="utf-8")):
                 found.add(os.path.relpath(path, ROOT))
-    assert found <= {"jetrl_jax/workers/worker.py", "pallas_kernels/gemm/vllm_triton.py"}, found
+    tool = "jetrl_jax/tasks/environments/python.py"
+    assert found <= {"jetrl_jax/workers/worker.py", "pallas_kernels/gemm/vllm_triton.py", tool}, found

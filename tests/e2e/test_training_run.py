@@ -188,6 +188,37 @@ def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monke
     assert any(row.get("optimizer/grad_norm", 0) > 0 for row in found[0][0])
 
 
+@pytest.mark.long
+def test_a_draft_head_is_trained_and_changes_no_metric_of_the_policy(tmp_path):
+    found = []
+    for speculation in ({"kind": "head", "lengths": [0, 2], "learning_rate": 1e-2}, {"kind": "none"}):
+        config = tiny_config(
+            tmp_path / speculation["kind"],
+            model=TINY["model"] | {"num_layers": 4},
+            rollout={"engine": TINY["rollout"]["engine"] | {"speculation": speculation}},
+        )
+        file = write_config(config, tmp_path / f"{speculation['kind']}.yaml")
+        process = run_here("jetrl_jax.train", "--config", str(file))
+        assert process.returncode == 0, process.stderr
+        table = rows(tmp_path / speculation["kind"])
+        found.append([{k: v for k, v in row.items() if not k.startswith("draft/")} for row in table])
+        if speculation["kind"] == "head":
+            losses = [row["draft/loss"] for row in table[1:]]
+            assert losses[-1] < losses[0] and 0 < table[1]["draft/overlap"] <= 1
+    assert found[0] == found[1]
+    assert exported_weights(tmp_path / "head") == exported_weights(tmp_path / "none")
+
+
+@pytest.mark.long
+def test_a_run_with_a_draft_head_resumes_to_the_same_arrays(tmp_path, compilation_cache):
+    engine = TINY["rollout"]["engine"] | {"speculation": {"kind": "head", "lengths": [0, 2]}}
+    model = TINY["model"] | {"num_layers": 4}
+    config = tiny_config(tmp_path / "run", model=model, rollout={"engine": engine})
+    file = str(write_config(config, tmp_path / "config.yaml"))
+    found = run_module("jetrl_jax.train", "--config", file, "--verify-resume", "1", cache=compilation_cache)
+    assert found.returncode == 0 and "arrays of the checkpoint" in found.stdout, found.stderr
+
+
 def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}

@@ -322,6 +322,7 @@ def test_without_exact_logprobs_are_close() -> None:
     assert difference.mean() < 4e-3 and difference.max() < 0.15
 
 
+@LONG
 def test_rollout_only_fp8_differs_from_a_bf16_trainer() -> None:
     """The comparison can fail: FP8 rollout against a BF16 forward, the mismatch that the project is about."""
     fp8 = setup("fp8_unified", True)

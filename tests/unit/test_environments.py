@@ -223,8 +223,8 @@ def test_guess_number_demonstrations_follow_the_answers_and_are_not_the_best():
             assert low <= value < high
             answer, reward, *ended, _ = game.step(guess)
             low, high = (value + 1, high) if answer == ">" else (low, value)
-            assert reward == -0.05 and ended == [False, False]
-        assert game.step(guesses[-1])[1:4] == (1.0, True, False)
+            assert reward == 0.0 and ended == [False, False]
+        assert game.step(guesses[-1])[1:4] == (1 - 0.05 * (len(guesses) - 1), True, False)
         turns.append(len(guesses))
     # a random search tree of 16 numbers: 2 (1 + 1/16) H_16 - 3 = 4.18 turns
     assert abs(np.mean(turns) - 4.18) < 0.3

@@ -162,12 +162,15 @@ class StubPrograms:
     bad_step: int = -1
     tokens: list[float] = dataclasses.field(default_factory=list)
 
-    def supervised_gradient(self, state: int, batch: TrainBatch, tokens: float) -> tuple[int, float]:
+    def supervised_gradient(self, state: int, batch: TrainBatch, tokens: float) -> tuple[int, float, None]:
         assert tokens == batch.loss_mask.sum()
         self.tokens.append(tokens)
-        return state, 11.0 - len(self.tokens)
+        return state, 11.0 - len(self.tokens), None
 
-    def update(self, state: int, grads: int) -> tuple[int, UpdateReport]:
+    def recalibrated(self, state: int) -> int:
+        return state
+
+    def update(self, state: int, grads: int, largest: None = None) -> tuple[int, UpdateReport]:
         bad = len(self.tokens) == self.bad_step
         return state + 1, UpdateReport(1.0, ("gradient norm.weight",) if bad else ())
 

@@ -170,7 +170,7 @@ class Generation:
             seeds[slots[here]] = self.seeds[taken[here]]
             prompts = self._prefill(int(batch))
             self.state, report = self.programs.insert(
-                self.state, prompts, source, seeds, np.int32(limit), self.controls
+                self.weights, self.state, prompts, source, seeds, np.int32(limit), self.controls
             )
             self.reports.append(report)
             self.statistics.inserts += 1

@@ -28,6 +28,7 @@ from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
 from jetrl_jax.rollout.embedded.draft_length import DraftLength
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.score import Scorer
@@ -83,7 +84,7 @@ class JaxEngine(RolloutEngine):
         pad_id: int,
         max_sequence_tokens: int | None = None,
         layout: Layout | None = None,
-        draft: Draft | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> None:
         sizes = {
             "slots": slots,
@@ -135,6 +136,7 @@ class JaxEngine(RolloutEngine):
         self._idle_state: SlotState | None = None  # the slots of the last submission, for reuse
         self._published: nnx.State | None = None
         self._weights: list[Any] = []  # the published weights in the programs' order
+        self._head: list[Any] = []  # then those of a draft head
 
     @classmethod
     def from_section(
@@ -144,8 +146,12 @@ class JaxEngine(RolloutEngine):
         section: RolloutSection,
         pad_id: int,
         layout: Layout | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> JaxEngine:
-        """The engine with the sizes of a config's `rollout` section; other arguments as the class."""
+        """The engine with the sizes of a config's `rollout` section; other arguments as the class.
+
+        draft: None for the section's; without one a section of a draft head speculates nothing.
+        """
         engine = section.engine
         if not isinstance(engine, JaxEngineSection):
             raise ValueError(
@@ -163,7 +169,7 @@ class JaxEngine(RolloutEngine):
             max_sequence_tokens=section.longest_tokens,
             pad_id=pad_id,
             layout=layout,
-            draft=_draft(engine),
+            draft=draft or _draft(engine),
         )
 
     @property
@@ -225,6 +231,10 @@ class JaxEngine(RolloutEngine):
         self._published = published
         self._weights = [given[path] for path in expected]
 
+    def load_draft(self, head: nnx.State) -> None:
+        """Takes the weights of the draft head by reference: the state of a `DraftHead` of its sizes."""
+        self._head = jax.tree.leaves(head)
+
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """Samples; if there are more requests than slots, a slot takes the next when it is free."""
         self.statistics = EngineStatistics()
@@ -237,7 +247,7 @@ class JaxEngine(RolloutEngine):
         generation = Generation(
             self.programs,
             self.shapes,
-            self._weights,
+            [*self._weights, *self._head],
             requests,
             prompts,
             sampling,

@@ -14,6 +14,7 @@ was sampled) and the bits of the float32 log-probabilities.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.precision.kv_cache import split_model
 from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft, HeadState, HeadSteps
 from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 from jetrl_jax.rollout.embedded.shapes import EngineShapes
 from jetrl_jax.rollout.embedded.speculation import NOTHING, REFUSED, Draft, count_kept, repeated
@@ -56,6 +58,7 @@ class SlotState:
     token: Int32[Array, " B"]
     position: Int32[Array, " B"]
     remaining: Int32[Array, " B"]
+    draft: Any = ()  # of a draft head: `head_draft.HeadState`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,6 +74,7 @@ class Prefilled:
     cache: list[KVCache]
     logits: Float32[Array, "R V"]
     lengths: Int32[Array, " R"]
+    draft: Any = ()  # of a draft head: `head_draft.HeadPrompts`
 
 
 CACHE_SPEC = PartitionSpec(None, TENSOR)
@@ -98,7 +102,7 @@ class EnginePrograms:
         plan: PrecisionPlan,
         shapes: EngineShapes,
         layout: Layout | None = None,
-        draft: Draft | None = None,
+        draft: Draft | HeadDraft | None = None,
     ) -> None:
         self.config = model.config
         self.numerics = model.numerics
@@ -106,6 +110,9 @@ class EnginePrograms:
         self.layout = layout
         self.draft = draft
         self.lengths = (0,) if draft is None else draft.lengths
+        self.head_draft = draft if isinstance(draft, HeadDraft) else None
+        if self.head_draft is not None and layout is not None:
+            raise NotImplementedError("EnginePrograms: a draft head runs on one device: got a layout.")
         self.prompt_length = shapes.prompt_buckets[-1]
         self.graphdef, params = split_model(model)
         masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
@@ -140,20 +147,27 @@ class EnginePrograms:
 
     def compile_all(self, controls: Controls) -> None:
         """Compiles every program for every shape."""
-        shapes, weights = self.shapes, list(self.published_spec.values())
+        shapes, weights = self.shapes, [*self.published_spec.values()]
+        if self.head_draft is not None:
+            weights += jax.tree.leaves(self.head_draft.abstract)
         rows = shapes.prefill_rows
         for bucket in shapes.prompt_buckets:
             self.prefill(weights, np.zeros((rows, bucket), np.int32), np.ones(rows, np.int32), run=False)
+        prompt = np.zeros((rows, self.prompt_length), np.int32)
+        made = jax.eval_shape(self._prefill_program, weights, prompt, np.ones(rows, np.int32))
         cache = empty_cache(self.config, self.numerics, rows, self.prompt_length)
         prompts = Prefilled(
-            cache, jnp.zeros((rows, self.config.vocab_size), jnp.float32), jnp.ones(rows, jnp.int32)
+            cache,
+            jnp.zeros((rows, self.config.vocab_size), jnp.float32),
+            jnp.ones(rows, jnp.int32),
+            made.draft,
         )
         for slots in shapes.batch_sizes:
             source, seeds = np.zeros(slots, np.int32), np.zeros(slots, np.uint32)
             for length in shapes.cache_buckets:
                 # a real state, since an abstract float64 array would become float32
                 state = self.empty_state(slots, length)
-                self.insert(state, prompts, source, seeds, np.int32(1), controls, run=False)
+                self.insert(weights, state, prompts, source, seeds, np.int32(1), controls, run=False)
                 texts = [np.zeros(shape, np.int32) for shape in self._text_shapes(state)]
                 for drafted in self.lengths:
                     self.decode(weights, state, controls, np.int32(0), drafted, *texts, run=False)
@@ -170,6 +184,7 @@ class EnginePrograms:
 
     def insert(
         self,
+        weights: list[Any],
         state: SlotState,
         prompts: Prefilled,
         source: Any,
@@ -184,7 +199,8 @@ class EnginePrograms:
         source int32 [B], seeds uint32 [B]; budget: int32, the number of tokens that may be sampled, at least
         1.  Consumes the state; returns the next one and a report with C = 1.
         """
-        args = (state, prompts, source, seeds, budget, controls)
+        used = () if self.head_draft is None else (weights,)  # only a draft head reads them
+        args = (state, prompts, source, seeds, budget, controls, *used)
         program = self._program(("insert", *state.shape), self._insert_program, args, donate=0)
         return program(*args) if run else None
 
@@ -279,9 +295,17 @@ class EnginePrograms:
         }[kind]
 
     def _bind(self, weights: list[Any]) -> Decoder:
-        by_path = dict(zip(self.published_spec, weights, strict=True))
+        by_path = dict(zip(self.published_spec, weights[: len(self.published_spec)], strict=True))
         state = map_params(lambda path, _: by_path[path], self.published)
         return nnx.merge(self.graphdef, state if self.layout is None else self.layout.shards(state))
+
+    def _head(self, weights: list[Any], model: Decoder) -> HeadSteps | None:
+        """The draft head, whose weights stand behind the policy's."""
+        if self.head_draft is None:
+            return None
+        structure = jax.tree.structure(self.head_draft.abstract)
+        state = jax.tree.unflatten(structure, weights[len(self.published_spec) :])
+        return HeadSteps(nnx.merge(self.head_draft.graphdef, state), model, self.numerics)
 
     def _logits(self, model: Decoder, hidden: jax.Array) -> jax.Array:
         """The logits over the whole vocabulary, on every device."""
@@ -290,22 +314,39 @@ class EnginePrograms:
         return tensor_parallel.gather(logits) if model.splits(head) else logits
 
     def _empty_program(self, slots: int, length: int) -> SlotState:
-        zeros = [jnp.zeros(slots, jnp.int32) for _ in range(3)]
+        token, position, remaining = (jnp.zeros(slots, jnp.int32) for _ in range(3))
         kv_heads = self.config.num_kv_heads // tensor_parallel.degree()
         return SlotState(
             empty_cache(self.config, self.numerics, slots, length, kv_heads),
             jnp.zeros((slots, 2), jnp.uint32),
-            *zeros,
+            token,
+            position,
+            remaining,
+            self._empty_draft(slots, length),
         )
+
+    def _empty_draft(self, slots: int, length: int) -> Any:
+        if self.head_draft is None:
+            return ()
+        shape = (slots, length, self.config.num_heads, self.config.head_dim)
+        keys, values = (jnp.zeros(shape, self.numerics.dtype) for _ in range(2))
+        nothing = jnp.full((slots, self.shapes.drafted), NOTHING, jnp.int32)
+        return HeadState(keys, values, jnp.zeros(slots, jnp.int32), nothing)
 
     def _prefill_program(self, weights: list[Any], tokens: jax.Array, lengths: jax.Array) -> Prefilled:
         model = self._bind(weights)
         rows, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-        hidden, cache = model.prefill(tokens, positions)
+        head = self._head(weights, model)
+        draft: Any = ()
+        if head is None:
+            hidden, cache = model.prefill(tokens, positions)
+        else:
+            hidden, cache, features = model.featured(tokens, positions, None, head.layers)
+            draft = head.prompts(tokens, positions, lengths, features)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         stored = [KVCache.of(layer, self.prompt_length, self.numerics) for layer in cache]
-        return Prefilled(stored, self._logits(model, last), lengths)
+        return Prefilled(stored, self._logits(model, last), lengths, draft)
 
     def _insert_program(
         self,
@@ -315,6 +356,7 @@ class EnginePrograms:
         seeds: jax.Array,
         budget: jax.Array,
         controls: Controls,
+        weights: list[Any] | None = None,
     ) -> tuple[SlotState, jax.Array]:
         new, row = source >= 0, jnp.maximum(source, 0)
         first = jnp.argsort(~new, stable=True).astype(jnp.int32)  # the slots to fill, then the others
@@ -342,7 +384,41 @@ class EnginePrograms:
             for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
         )
         report = _report(token[None], logprob[None], new[None])
-        return SlotState(cache, keys, token, jnp.where(remaining > 0, position, 0), remaining), report
+        position, draft = jnp.where(remaining > 0, position, 0), state.draft
+        if weights is not None:
+            draft = self._inserted_draft(weights, state, prompts, row, new, token, lengths, keys, controls)
+        return SlotState(cache, keys, token, position, remaining, draft), report
+
+    def _inserted_draft(
+        self,
+        weights: list[Any],
+        state: SlotState,
+        prompts: Prefilled,
+        row: jax.Array,
+        new: jax.Array,
+        token: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array,
+        controls: Controls,
+    ) -> HeadState:
+        """The head's state with the new prompts, and its guesses of what follows their first tokens."""
+        head, old, given = self._head(weights, self._bind(weights)), state.draft, prompts.draft
+        assert head is not None
+        length = min(given.keys.shape[1], old.keys.shape[1])
+
+        def put(before: jax.Array, added: jax.Array) -> jax.Array:
+            here = jnp.where(new[:, None, None, None], added[row, :length], before[:, :length])
+            return jax.lax.dynamic_update_slice(before, here, (0, 0, 0, 0))
+
+        since = jnp.where(new, 0, old.since)
+        filled = HeadState(put(old.keys, given.keys), put(old.values, given.values), since, old.guesses)
+        first, one = lengths - 1, jnp.ones_like(lengths)
+        made = head.guess(filled, given.last[row][:, None], token[:, None], first, one, keys, controls)
+
+        def chosen(added: jax.Array, before: jax.Array) -> jax.Array:
+            return jnp.where(new.reshape(-1, *[1] * (before.ndim - 1)), added, before)
+
+        return jax.tree.map(chosen, made, filled)
 
     def _decode_program(
         self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: jax.Array
@@ -369,10 +445,15 @@ class EnginePrograms:
             report = jax.lax.dynamic_update_slice(
                 report, _report(token[None], logprob[None], active[None]), (0, step, 0)
             )
-            return step + 1, SlotState(cache, state.keys, token, position, remaining), report
+            return step + 1, SlotState(cache, state.keys, token, position, remaining, state.draft), report
 
         report = jnp.full((2, self.shapes.chunk, slots), -1, jnp.int32)
         _, state, report = jax.lax.while_loop(more, one_token, (jnp.int32(0), state, report))
+        if self.head_draft is not None:  # it has not read these tokens
+            missed = dataclasses.replace(
+                state.draft, since=state.position, guesses=jnp.full_like(state.draft.guesses, NOTHING)
+            )
+            state = dataclasses.replace(state, draft=missed)
         return state, report
 
     def _speculate_program(
@@ -388,6 +469,7 @@ class EnginePrograms:
         """`_decode_program` with several tokens a step; its report has REFUSED where a draft was not kept."""
         assert self.draft is not None
         model, draft = self._bind(weights), self.draft
+        head = self._head(weights, model)
         slots, first, wide = state.shape[0], self.shapes.siblings, drafted_tokens + 1
         rows, ahead = jnp.arange(slots, dtype=jnp.int32)[:, None], jnp.arange(wide, dtype=jnp.int32)[None]
 
@@ -400,7 +482,11 @@ class EnginePrograms:
             carry: tuple[jax.Array, SlotState, jax.Array, jax.Array],
         ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
             step, state, text, report = carry
-            guessed = draft(text, first + state.position, drafted_tokens)
+            if head is None:
+                assert not isinstance(draft, HeadDraft)
+                guessed = draft(text, first + state.position, drafted_tokens)
+            else:
+                guessed = state.draft.guesses[:, :drafted_tokens]
             before = repeated(again, state.token, state.position, drafted_tokens)
             drafted = jnp.where(before >= 0, before, guessed)
             drafted = jnp.where(ahead[:, 1:] < state.remaining[:, None], drafted, NOTHING)
@@ -408,7 +494,10 @@ class EnginePrograms:
             guesses = jnp.where(drafted >= 0, drafted, state.token[:, None])
             tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)
             positions = state.position[:, None] + ahead
-            hidden, cache = model.extend(tokens, positions, state.cache)
+            if head is None:
+                hidden, cache = model.extend(tokens, positions, state.cache)
+            else:
+                hidden, cache, features = model.featured(tokens, positions, state.cache, head.layers)
             sampled, logprob = sample(
                 self._logits(model, hidden.reshape(slots * wide, -1)),
                 jnp.repeat(state.keys, wide, axis=0, total_repeat_length=slots * wide),
@@ -429,8 +518,13 @@ class EnginePrograms:
             bits = jax.lax.bitcast_convert_type(logprob, jnp.int32).reshape(slots, wide)
             rows_of_step = jnp.stack([jnp.where(kept, sampled, refused).T, bits.T])
             report = jax.lax.dynamic_update_slice(report, rows_of_step, (0, step * wide, 0))
-            position = jnp.where(remaining > 0, state.position + count, 0)
-            return step + 1, SlotState(cache, state.keys, token, position, remaining), text, report
+            position, kept_draft = jnp.where(remaining > 0, state.position + count, 0), state.draft
+            if head is not None:
+                states = head.head.combine(features)
+                known = state.draft, states, sampled, state.position, count
+                kept_draft = head.guess(*known, state.keys, controls)
+            state = SlotState(cache, state.keys, token, position, remaining, kept_draft)
+            return step + 1, state, text, report
 
         # a slot that was refilled has a token that the host has not read
         text = text.at[rows[:, 0], first + state.position].set(state.token)
@@ -456,7 +550,17 @@ class EnginePrograms:
             take(state.token),
             take(state.position),
             take(state.remaining),
+            self._resized_draft(state.draft, take, length),
         )
+
+    def _resized_draft(self, draft: Any, take: Callable[[jax.Array], jax.Array], length: int) -> Any:
+        if self.head_draft is None:
+            return ()
+        keys, values = (
+            jnp.pad(take(x), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+            for x in (draft.keys, draft.values)
+        )
+        return HeadState(keys, values, take(draft.since), take(draft.guesses))
 
 
 def _report(token: jax.Array, logprob: jax.Array, sampled: jax.Array) -> jax.Array:

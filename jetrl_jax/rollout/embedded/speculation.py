@@ -114,7 +114,7 @@ class Lookup:
         return jnp.where(known & (rank >= 0)[:, None], guess, NOTHING)
 
 
-def described(draft: Draft, numerics: Numerics) -> dict[str, str]:
+def described(draft: object, numerics: Numerics) -> dict[str, str]:
     """For a run's record: the draft, the rule of acceptance, and the promise that these numerics keep."""
     exact = numerics.exact and numerics.compute_dtype != "float32"  # FP32 products depend on their rows
     return {

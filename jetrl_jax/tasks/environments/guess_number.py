@@ -3,7 +3,8 @@
     numbers     16 by default, written as one character each (0 to 9, then a to z)
     reset       draws the number from the seed; the first observation is ``?``
     step        ``>`` if the number is larger than the guess, ``<`` if smaller
-    reward      1 for the right guess, -penalty (0.05) for any other turn
+    reward      for the right guess 1 - penalty * (turns before it), penalty 0.05; 0 for any other turn, so
+                that an episode that ends early is worth no more than one that fails
 
 The best player halves the interval: with 16 numbers a mean of 54 / 16 = 3.375 turns, and five at most.
 """
@@ -26,20 +27,23 @@ class GuessNumber:
         self._penalty = penalty
         self._rng = random.Random()
         self._number = 0
+        self._turns = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         """Draws the number."""
         self._rng = random.Random(seed)
         self._number = self._rng.randrange(len(self._numbers))
+        self._turns = 0
         return "?", {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Compares the guess; a text that is no number of the game is answered by ``!``."""
         guess = self._numbers.find(text.strip()) if len(text.strip()) == 1 else -1
         if guess == self._number:
-            return "", 1.0, True, False, {}
+            return "", 1.0 - self._penalty * self._turns, True, False, {}
+        self._turns += 1
         answer = "!" if guess < 0 else ">" if self._number > guess else "<"
-        return answer, -self._penalty, False, False, {}
+        return answer, 0.0, False, False, {}
 
     def close(self) -> None:
         """Nothing to end."""
