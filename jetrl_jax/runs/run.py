@@ -292,7 +292,7 @@ class Run:
 
     def _saved(self, state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
+        optional: dict[str, Any] = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
         optional["draft"] = self.drafter and self.drafter.saved
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
