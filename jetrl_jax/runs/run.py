@@ -292,8 +292,8 @@ class Run:
 
     def _saved(self, state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
-        draft = None if self.drafter is None else self.drafter.saved
-        optional = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv, "draft": draft}
+        optional: dict[str, Any] = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
+        optional["draft"] = None if self.drafter is None else self.drafter.saved
         return {"params": state.params, "opt_state": state.opt_state} | {
             k: v for k, v in optional.items() if v is not None
         }

@@ -25,6 +25,7 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.rollout.embedded.sampling import Controls, sample
+from jetrl_jax.rollout.embedded.speculation import NOTHING
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +66,12 @@ class HeadDraft:
         """For heads of this one's sizes."""
         graphdef, state = nnx.split(head)
         return cls(lengths, graphdef, jax.eval_shape(lambda: state))
+
+    def __call__(
+        self, text: Int32[Array, "B W"], last: Int32[Array, " B"], tokens: int
+    ) -> Int32[Array, "B k"]:
+        """From a text it guesses nothing; its guesses stand in the slots."""
+        return jnp.full((len(last), tokens), NOTHING, jnp.int32)
 
 
 class HeadSteps:
