@@ -410,7 +410,8 @@ def _is_unit(rest: str) -> bool:
             words, position = words + 1, match.end()
         else:
             return False
-    return words <= _MAX_UNIT_WORDS and (words > 0 or not rest.strip())
+    per_nothing = rest.rstrip().endswith(("/", "·"))
+    return words <= _MAX_UNIT_WORDS and (words > 0 or not rest.strip()) and not per_nothing
 
 
 def _is_unit_word(word: str, inside: bool, per: bool, attached: bool) -> bool:
