@@ -133,7 +133,7 @@ ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_proc
 .PHONY: test-avx2
 test-avx2: $(VENV)/.installed-test  ## Run the tests of equal bits with every library forced to its kernels for AVX2 (or ISA=AVX512)
 	JETRL_TEST_ISA=$(ISA) PYTHONPATH=$(CURDIR)/tests/instruction_set$(if $(PYTHONPATH),:$(PYTHONPATH)) \
-		$(RUN_PYTHON) -m pytest -m "not long" $(PYTEST_ARGS) $(ISA_TESTS)
+		$(RUN_PYTHON) -m pytest -m "not long or instruction_sets" $(PYTEST_ARGS) $(ISA_TESTS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-test  ## Run ruff (errors, order of imports, format) and import-linter (which module may import which: pyproject.toml)

@@ -18,6 +18,7 @@ from jetrl_jax.models.dense import (
 )
 from jetrl_jax.models.flash_attention import attention_implementation, extension_implementation
 from jetrl_jax.models.linear import product_implementation, quantizer_implementation
+from jetrl_jax.models.ops import silu_implementation
 from jetrl_jax.precision.numerics import Choices, Numerics
 from pallas_kernels.implementations import on_gpu
 
@@ -67,6 +68,7 @@ def resolve(numerics: Numerics, sizes: ModelConfig, *, elsewhere: bool = False) 
         norm=quantizer_implementation(forward, norm),
         norm_in_training=quantizer_implementation(forward, norm or copied),
         silu=quantizer_implementation(forward, fp8_producers.silu_problem(sizes.intermediate_size, numerics)),
+        silu_value=silu_implementation(numerics, elsewhere=elsewhere),
     )
     return dataclasses.replace(numerics, resolved=choices)
 

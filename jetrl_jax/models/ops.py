@@ -24,7 +24,9 @@ import numpy as np
 
 from jetrl_jax.models.config import ModelConfig, RopeScaling
 from jetrl_jax.precision.numerics import Numerics
-from pallas_kernels.implementations import on_gpu
+from pallas_kernels.implementations import Choice, on_gpu
+
+TABLE = "table"
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
@@ -132,6 +134,15 @@ def _silu(_: None, dtype: Any, gate: jax.Array) -> jax.Array:
     return (wide * jnp.where(wide >= 0, jnp.ones_like(decay), decay) / (1 + decay)).astype(jnp.float32)
 
 
+def silu_implementation(numerics: Numerics, *, elsewhere: bool = False) -> Choice:
+    """How SiLU of a gate is found: computed, or looked up among the values of a 16-bit dtype."""
+    if not numerics.exact or numerics.compute_dtype == "float32":
+        return Choice("xla", "in float32, or of an FP32 gate")
+    if elsewhere or on_gpu():
+        return Choice("xla", "a GPU computes it while it waits for memory")
+    return Choice(TABLE, "a CPU takes eight times as long to compute it in float64")
+
+
 @functools.cache
 def _silu_table(dtype: Any) -> np.ndarray:
     """`_silu` at float64 of every value of a 16-bit dtype by its bits, float32 [65536]."""
@@ -161,8 +172,8 @@ _silu_by_table.defvjp(
 
 def silu_multiply(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
     """SiLU(gate) * up, rounded after each of the two (the engine's `silu_and_mul`)."""
-    if numerics.exact and gate.dtype.itemsize == 2 and not on_gpu():
-        silu = _silu_by_table(gate)
+    if numerics.resolved is not None and numerics.resolved.silu_value.name == TABLE:  # the same bits
+        silu = _silu_by_table(gate.astype(numerics.dtype))
     else:
         silu = _silu(None, numerics.exact, gate.astype(jnp.float32))
     silu = round_to(silu, numerics.dtype)

@@ -27,7 +27,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32
 
-LARGEST = 448.0  # of E4M3
+from pallas_kernels.formats import E4M3_MAX
+
 MARGIN = 1.05
 HISTORY = 16  # updates whose maxima count
 # exponents of a scale with which every code has an exact value in this dtype
@@ -41,7 +42,7 @@ class KVScale(nnx.Variable):
 
 def scales_for(largest: jax.Array, compute_dtype: str) -> jax.Array:
     """The scales, float32 powers of two, of largest magnitudes, which are positive and finite."""
-    fraction, exponent = jnp.frexp(largest * np.float32(MARGIN / LARGEST))
+    fraction, exponent = jnp.frexp(largest * np.float32(MARGIN / E4M3_MAX))
     exponent = exponent - (fraction == 0.5).astype(exponent.dtype)
     least, most = EXPONENTS[compute_dtype]
     return jax.lax.bitcast_convert_type(
@@ -51,7 +52,7 @@ def scales_for(largest: jax.Array, compute_dtype: str) -> jax.Array:
 
 def to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
     """E4M3 codes of x / scale, clipped; those of a value of `stored` are exact.  NaN stays NaN."""
-    return jnp.clip(x.astype(jnp.float32) / scale, -LARGEST, LARGEST).astype(CODES)
+    return jnp.clip(x.astype(jnp.float32) / scale, -E4M3_MAX, E4M3_MAX).astype(CODES)
 
 
 def from_codes(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -89,7 +90,7 @@ class KVUse:
 
         def one(kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
             size = jnp.abs(jax.lax.stop_gradient(values[kind]).astype(jnp.float32))
-            clipped = jnp.sum(size > LARGEST * scales[kind], axis=(2, 3), dtype=jnp.float32)
+            clipped = jnp.sum(size > E4M3_MAX * scales[kind], axis=(2, 3), dtype=jnp.float32)
             return size.max((2, 3)), clipped, jnp.full_like(clipped, size.shape[2] * size.shape[3])
 
         parts = zip(*(one(kind) for kind in scales), strict=True)

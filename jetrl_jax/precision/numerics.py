@@ -58,6 +58,7 @@ class Choices:
     norm, silu: RMSNorm, and SiLU(gate) * up, each followed by a quantiser.  A kernel fuses both; "xla" runs
       one after the other.
     norm_in_training: `norm` where an FP8 WGrad reads the input.
+    silu_value: SiLU by itself.
     """
 
     settings: Numerics
@@ -75,6 +76,7 @@ class Choices:
     norm: Choice
     norm_in_training: Choice
     silu: Choice
+    silu_value: Choice
 
     def quantizer(self, columns: int) -> Choice:
         """The quantiser of an operand with rows of `columns` values."""
@@ -99,6 +101,7 @@ class Choices:
                 name: found[name]
                 for name in ("norm", "norm_in_training", "silu", "quantize", "quantize_partial")
             },
+            "silu": found["silu_value"],
             "dense_products": found["dense"],
             "dense_gradients": found["dense_backward"],
             "head_gradient": found["head_backward"],

@@ -322,6 +322,11 @@ def engine(config: RunConfig) -> Any:
     return made.statistics, made.shapes
 
 
+def speculation(config: RunConfig) -> Any:
+    """The draft of the embedded engine, and the rule and promise that it records."""
+    return build_engine(build_policy(config), config.rollout).describe()
+
+
 def draft_head(config: RunConfig) -> Any:
     """A draft head after an update."""
     policy = build_policy(config)

@@ -135,9 +135,18 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr
 
 
-def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
-    """The one that is stopped speculates, the other does not."""
-    engine = TINY["rollout"]["engine"] | {"speculation": {"kind": "lookup", "lengths": [0, 2]}}
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        pytest.param({"kind": "none"}, id="plain"),
+        pytest.param({"kind": "lookup", "lengths": [0, 2]}, id="lookup", marks=pytest.mark.long),
+    ],
+)
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    speculation, finished, tmp_path, compilation_cache
+):
+    """The one that is stopped may speculate, the other does not."""
+    engine = TINY["rollout"]["engine"] | {"speculation": speculation}
     config = write_config(tiny_config(tmp_path / "run", rollout={"engine": engine}), tmp_path / "config.yaml")
     process = subprocess.Popen(
         train_command(config),
@@ -159,7 +168,8 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     assert rows(tmp_path / "run") == rows(finished[0])
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
     told = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"][-1]["rollout_engine"]
-    assert "bit for bit those without" in told["speculation"]["promise"]
+    promise = told.get("speculation", {}).get("promise", "")
+    assert ("bit for bit those without" in promise) == (speculation["kind"] == "lookup")
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from jetrl_jax.models import decoder as decoder_module
 from jetrl_jax.models.cache import KVCache
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
-from jetrl_jax.precision.kv_cache import LARGEST, KVCalibration, scales_for, stored, with_scales
+from jetrl_jax.precision.kv_cache import KVCalibration, scales_for, stored, with_scales
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, named_params
 from jetrl_jax.rl.batching import pack
@@ -33,6 +33,7 @@ from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.training.programs import PolicyPrograms
+from pallas_kernels.formats import E4M3_MAX
 from tests.parity.hf_reference import ragged_batch, random_model, save, torch, transformers
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
@@ -138,7 +139,7 @@ def truncated(patch: pytest.MonkeyPatch) -> None:
     """As vLLM's kernel for CPUs: the mantissa is cut."""
 
     def cut(x: jax.Array, scale: jax.Array) -> jax.Array:
-        y = jnp.clip(x.astype(jnp.float32) / scale, -LARGEST, LARGEST)
+        y = jnp.clip(x.astype(jnp.float32) / scale, -E4M3_MAX, E4M3_MAX)
         nearest = y.astype(jnp.float8_e4m3fn).astype(jnp.float32)
         # the bits of a float32 with three of the mantissa's
         bits = jax.lax.bitcast_convert_type(y, jnp.uint32) & jnp.uint32(0xFFF00000)

@@ -139,7 +139,7 @@ def test_attention_on_cuda_is_vllms_where_exact_is_not_asked_for(monkeypatch: py
     [
         ({"sliding_window": 8}, "sliding windows"),
         ({"logits_soft_cap": 30.0}, "soft caps"),
-        ({"kv_cache_dtype": "fp8"}, "cache in fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "cache in fp8_e5m2"),
     ],
 )
 def test_what_exact_attention_lacks_is_refused(

@@ -46,6 +46,7 @@ from bridge.vllm.in_process import InProcessEngine  # noqa: E402
 from bridge.vllm.worker import exact as vllm_exact  # noqa: E402
 from bridge.vllm.worker import exact_cpu, exact_torch, fp8_kernel, speculation  # noqa: E402
 
+EVERYWHERE = (pytest.mark.long, pytest.mark.instruction_sets)
 NEVER = "they never part: every operator's output is the same bits"
 
 
@@ -179,6 +180,8 @@ def test_trainer_and_vllm_agree_on_qwen3(qwen3: tuple[SmallPolicy, InProcessEngi
     check(*qwen3, count=24)
 
 
+@pytest.mark.long
+@pytest.mark.instruction_sets
 def test_trainer_and_vllm_agree_on_qwen2() -> None:
     policy = sampled_policy("fp8_unified", QWEN2)
     engine = make_engine(policy)
@@ -208,7 +211,7 @@ BF16_ATTENTION = [("*.self_attn.*", "bf16")]
     ("architecture", "preset", "overrides"),
     [
         pytest.param(QWEN3, "bf16", [], id="qwen3-bf16", marks=pytest.mark.long),
-        pytest.param(QWEN3, "fp8_unified", BF16_ATTENTION, id="qwen3-both"),
+        pytest.param(QWEN3, "fp8_unified", BF16_ATTENTION, id="qwen3-both", marks=EVERYWHERE),
         pytest.param(QWEN2, "bf16", [], id="qwen2-bf16", marks=pytest.mark.long),
         pytest.param(QWEN2, "fp8_unified", BF16_ATTENTION, id="qwen2-both", marks=pytest.mark.long),
     ],

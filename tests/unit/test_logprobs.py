@@ -120,6 +120,7 @@ def test_a_bf16_forward_of_fp8_rollout_only_differs() -> None:
     assert all(np.any(a != b) for a, b in zip(trained, rollout, strict=True))
 
 
+@pytest.mark.long
 def test_chunk_size_changes_no_bit_and_the_gradient_by_roundoff() -> None:
     small, batch = policy("bf16"), packed(3, 40)[0]
     weights = jnp.asarray(np.random.default_rng(3).normal(size=(3, 40)) * batch.loss_mask, jnp.float32)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from pallas_kernels.formats import E4M3_MAX
+
 ELEMENTS_AT_ONCE = 1 << 23  # largest size of a float64 temporary
 
 
@@ -179,7 +181,7 @@ def paged_attention(
 
 def to_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The bytes of E4M3 codes of x / scale, clipped, as `jetrl_jax.precision.kv_cache.to_codes`."""
-    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _gathered(
