@@ -69,10 +69,9 @@ def first_scale_rounded(scales: Any) -> Any:
     ("preset", "config"),
     [
         ("fp8_unified", QWEN3),
-        *(
-            pytest.param(*case, marks=LONG)
-            for case in (("fp8_unified", QWEN2), ("bf16", QWEN3), ("bf16", QWEN2))
-        ),
+        pytest.param("fp8_unified", QWEN2, marks=(LONG, pytest.mark.instruction_sets)),
+        pytest.param("bf16", QWEN3, marks=LONG),
+        pytest.param("bf16", QWEN2, marks=LONG),
     ],
 )
 def test_vllm_reads_the_trainers_codes_at_each_versions_scales(
