@@ -22,6 +22,7 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.memory import largest_master, shallow_runs, temporaries
 from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import EMBEDDINGS
 
 PROGRAMS = ("logprobs", "gradient", "check", "step")
 
@@ -123,7 +124,13 @@ def _temporary(run: AbstractRun, shallow: tuple[AbstractRun, ...], program: str)
 
 
 def _read(run: AbstractRun) -> int:
-    """Bytes of the weights passed to the gradient's forward: codes where FProp is FP8, else masters."""
-    codes = {path for path in run.plan.paths if run.plan.flow(path).fprop.quantized}
+    """Bytes of the weights passed to the gradient's forward: published ones where they are multiplied, else
+    masters; of embedding and head both, which `TrainableMatrix` binds.
+    """
     masters, published = dict(named_params(run.state.params)), dict(named_params(run.state.published))
-    return sum(on_one_device(published[path] if path in codes else masters[path]) for path in masters)
+    total = 0
+    for path, master in masters.items():
+        reads = run.plan.reads_published(path)
+        total += on_one_device(published[path]) if reads else 0
+        total += on_one_device(master) if not reads or path in EMBEDDINGS else 0
+    return total

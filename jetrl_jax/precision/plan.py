@@ -214,7 +214,7 @@ class PrecisionPlan:
 
         def bind(path: str, value: jax.Array) -> Any:
             if not self.flow(path).fprop.quantized:
-                if not self._reads_published(path):
+                if not self.reads_published(path):
                     return value
                 bound = TrainableMatrix if path in EMBEDDINGS else published_value
                 return bound(value, codes[path])
@@ -227,7 +227,7 @@ class PrecisionPlan:
         """Whether the product that makes a parameter's gradient can add it to a sum."""
         return path in self._linear and self.flow(path).dgrad.quantized
 
-    def _reads_published(self, path: str) -> bool:
+    def reads_published(self, path: str) -> bool:
         """Whether FProp multiplies a parameter in the format in which it is published."""
         return self.flow(path).fprop == self.flow(path).rollout
 
@@ -236,6 +236,6 @@ class PrecisionPlan:
         codes = dict(named_params(published))
 
         def freeze(path: str, value: jax.Array) -> Any:
-            return codes[path] if self._reads_published(path) else jnp.array(value, self.value.dtype)
+            return codes[path] if self.reads_published(path) else jnp.array(value, self.value.dtype)
 
         return self._scaled(map_params(freeze, params), codes)
