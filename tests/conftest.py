@@ -88,6 +88,10 @@ import tests.shapes  # noqa: E402, F401 (before the packages)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else takes the first
+if jax.__version_info__ >= (0, 11):
+    # An interpreted kernel runs programs in as many threads as it has, which wait for each other.  Where the
+    # test's own programs hold the few threads for asynchronous ones, all of them wait for ever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @pytest.fixture(scope="module")
