@@ -10,7 +10,7 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny_cpu.yaml
 RUN ?= runs/tiny_cpu
 # XLA's arrays in huge pages: less processor time for the same bits (docs/log.md).
-HUGE_PAGES ?= glibc.malloc.hugetlb=1
+HUGE_PAGES ?= $(or $(GLIBC_TUNABLES),glibc.malloc.hugetlb=1)
 # Extra arguments of the training command and of pytest.
 ARGS ?=
 # Which tests `make test` runs.

@@ -1,7 +1,8 @@
-"""Rollouts with and without speculation: the time of each, the accepted tokens, and that the tokens are equal.
+r"""Rollouts with and without speculation: the time of each, the accepted tokens, and that the tokens are equal.
 
     python tests/benchmarks/speculation.py runs/tiny_spec_cpu --batch 1 8 64 256
-    python tests/benchmarks/speculation.py .cache/real-model/smollm2 --config configs/smollm2_135m_cpu.yaml --batch 1 8
+    python tests/benchmarks/speculation.py .cache/real_model/SmolLM2-135M-Instruct \
+      --config configs/smollm2_135m_cpu.yaml --batch 1 8
 
 Reads a run or a Hugging Face directory, and samples the held-out prompts of its task, one completion of each
 prompt up to the batch, then a second one.  Each batch has as many slots.  One row for no speculation, one for
