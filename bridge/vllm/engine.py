@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.hf.draft import draft_tensors
 from bridge.vllm.settings import (
     EngineFailed,
     EngineSettings,
@@ -23,6 +24,7 @@ from bridge.vllm.settings import (
     trajectory,
 )
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.rollout.engine import Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import Request, SamplingParams
@@ -69,6 +71,16 @@ class VllmEngine(RolloutEngine):
             **({} if speculation is None else {"speculation": speculation}),
         }
 
+    def load_draft(self, head: DraftHead) -> None:
+        """Gives the draft of vLLM's speculation (eagle3) other weights.
+
+        Raises:
+          RuntimeError: as `score`.
+          EngineFailed: this vLLM has no draft with weights, or refuses these.
+        """
+        self._require("load_draft")
+        self._hand_over_draft(draft_tensors(head))
+
     def _load(self, published: Any, version: int) -> Manifest:
         self._accepted = False
         manifest = self._hand_over(published, version)
@@ -108,6 +120,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _hand_over(self, published: Any, version: int) -> Manifest:
         """Loads a policy version into vLLM, wakes it and empties its prefix cache; returns the manifest."""
+
+    @abc.abstractmethod
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Loads the tensors of a draft's file into vLLM, behind the policy's weights."""
 
     @abc.abstractmethod
     def _held(self, names: list[str]) -> str:

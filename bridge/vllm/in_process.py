@@ -112,16 +112,7 @@ class InProcessEngine(VllmEngine):
             )
         return manifest
 
-    def load_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Gives vLLM's draft other weights (`bridge.hf.draft.draft_tensors`), after `load` of the policy's.
-
-        No distribution depends on them.
-
-        Raises:
-          RuntimeError: as `score`.
-          EngineFailed: this vLLM has no draft with weights, or refuses these.
-        """
-        self._require("load_draft")
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
         given = [(name, _as_torch(array)) for name, array in tensors.items()]
         ticket = transfer.hand_over(transfer.manifest_of(given, self._version), given)
         try:

@@ -100,6 +100,7 @@ class EngineSettings:
         given = engine.speculative_config if isinstance(engine, StartedVllmSection) else None
         return given and {
             "draft": dict(given),
+            "trained": self.started.trained_draft is not None,
             "acceptance": "rejection sampling, by vLLM",
             "promise": "the distribution without speculation; tokens are others than without it",
         }

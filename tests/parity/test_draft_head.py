@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, sampled_policy
 
-from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
+from bridge.hf.draft import read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
@@ -115,7 +115,7 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
     seen.clear()
     other = read_draft_head(tmp_path / "head", DEEP, policy.numerics)
     nnx.update(other, map_params(lambda _, value: -value, nnx.state(other, nnx.Param)))
-    engine.load_draft(draft_tensors(other))
+    engine.load_draft(other)
     engine.generate(asked, short)
     updated = dict(reversed(seen))
     longer = engine.generate([Request(i, ids, i) for i in range(8)], SAMPLING)
