@@ -310,7 +310,7 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
 @pytest.mark.long
 def test_killed_run_resumes_to_the_same_end(tmp_path, compilation_cache):
     """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
-    steps, kills = 40, 5
+    steps, kills = 24, 3
     sections = {"run": {"steps": steps, "tensorboard": False}, "checkpoint": {"every_steps": 1}}
     straight = write_config(tiny_config(tmp_path / "straight", **sections), tmp_path / "straight.yaml")
     process = run_module("jetrl_jax.train", "--config", str(straight), cache=compilation_cache)

@@ -65,6 +65,7 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
     sizes = SIZES | {"slots": 32, "prefill_rows": 8}
     engine = JaxEngine(policy.model, policy.plan, draft=trainer.draft, **sizes)
     engine.load(policy.published, 0)
+    overlaps: list[float] = []
     rng, kept, sampling = (
         np.random.default_rng(0),
         [],
@@ -80,5 +81,7 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
         sampled, zeros = np.stack([one.sampled for one in done]), np.zeros(ids.shape, np.float32)
         rows = np.broadcast_to(np.arange(len(ids), dtype=np.int32)[:, None], ids.shape)
         batch = TrainBatch(ids, places, np.ones_like(ids), sampled, zeros, zeros, rows, zeros)
-        trainer(policy.published, [batch] * 40)
+        told = [trainer(policy.published, [batch] * 10)["draft/overlap"] for _ in range(4)]
+        overlaps += told
     assert kept[-1] > kept[0] + 0.05, kept
+    assert overlaps[-1] > overlaps[0] + 0.03, overlaps
