@@ -21,6 +21,7 @@ from bridge.vllm.settings import (
     check_requests,
     sampling_fields,
     scoring_fields,
+    speculation_counts,
     trajectory,
 )
 from jetrl_jax.models.config import ModelConfig
@@ -51,6 +52,7 @@ class VllmEngine(RolloutEngine):
         self.settings = settings
         self.operations: dict[str, str] = {}  # operation -> implementation, once vLLM has started
         self._asleep = False
+        self._counts: dict[str, int] = {}
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as vLLM holds them; errors as `score`."""
@@ -81,6 +83,10 @@ class VllmEngine(RolloutEngine):
         self._require("load_draft")
         self._hand_over_draft(draft_tensors(head))
 
+    def counts(self) -> Mapping[str, int]:
+        """Of vLLM's own speculation: as `RolloutEngine.counts`; nothing without."""
+        return self._counts
+
     def _load(self, published: Any, version: int) -> Manifest:
         self._accepted = False
         manifest = self._hand_over(published, version)
@@ -89,9 +95,11 @@ class VllmEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         asked = [(request.prompt_ids, sampling_fields(sampling, request)) for request in requests]
+        before = self._speculated()
         with contextlib.closing(self._ask(asked)) as answers:
             for place, answer in answers:
                 yield trajectory(requests[place], *self._completion(answer), sampling, self._version)
+        self._counts = {name: count - before[name] for name, count in self._speculated().items()}
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         check_sequences(sequences, self.settings.longest, self.model.vocab_size)
@@ -110,6 +118,13 @@ class VllmEngine(RolloutEngine):
         if self.settings.sleep and not self._asleep:
             self._drop()
             self._asleep = True
+
+    def _speculated(self) -> dict[str, int]:
+        """Counts of vLLM's speculation since it began; none without."""
+        told = self.settings.described_speculation
+        if told is None:
+            return {}
+        return speculation_counts(self._metrics(), told["draft"]["num_speculative_tokens"])
 
     # How vLLM is run; each raises EngineFailed on failure
 
@@ -140,6 +155,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         """The log-probabilities of all tokens of a prompt except the first."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> str:
+        """vLLM's metrics, in Prometheus's text."""
 
     @abc.abstractmethod
     def _drop(self) -> None:

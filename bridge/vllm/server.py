@@ -159,6 +159,9 @@ class ServerEngine(VllmEngine):
             )
         return completion
 
+    def _metrics(self) -> str:
+        return str(self._request("GET", "/metrics", self._sync_limit()))
+
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         with _reading(answer):
             return [

@@ -250,6 +250,7 @@ def test_checkpoint_goes_on_with_another_number_of_processes(
     assert (
         rows(tmp_path / "to_one") == rows(tmp_path / "to_two") and len(rows(tmp_path / "to_one")) == STEPS + 2
     )
+    assert all(row["mismatch/logprob_abs_max"] == 0 for row in rows(tmp_path / "to_one")[1:])
     assert manifest(tmp_path / "to_one") == manifest(tmp_path / "to_two")
     assert exported(tmp_path / "to_one") == exported(tmp_path / "to_two") != exported(single)
     shutil.copytree(pair[0], tmp_path / "to_one_device")

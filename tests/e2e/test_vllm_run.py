@@ -22,6 +22,7 @@ from tiny import TINY, command_environment, rows, run_module, train_command, wri
 from bridge.hf.draft import read_draft_head, save_draft_head
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.runs.policy import build_policy, load_policy
 from tests.parity.vllm_policy import alive, children
 
@@ -101,6 +102,10 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(
     told = second["rollout_engine"]["speculation"]
     assert told["acceptance"] == "rejection sampling, by vLLM" and told["trained"]
     assert after[-1]["draft/loss"] < after[1]["draft/loss"]
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]:
+        first, second = (row[f"speculation/accepted_{place}_fraction"] for place in (1, 2))
+        assert 0 < second < first < 1
+        assert row["speculation/tokens_per_step"] == pytest.approx(1 + first + second)
     head = load_policy(tmp_path / "run").head
     assert head is not None
     trained = read_draft_head(tmp_path / "run" / "draft_head", model.config, model.numerics)
