@@ -63,7 +63,7 @@ LONG = pytest.mark.long
 # The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
 # makes these two of different instructions, so that a published value in 10^5 is not its master's.
 pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
-FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
+NARROW = ["bf16", "fp16", "fp8_unified", "fp8_forward"]  # fp8_rollout_only trains as bf16
 MESHES = [(1, 2, 2)]
 QWEN2 = dataclasses.replace(
     WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False
@@ -174,7 +174,7 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     [("fp8_unified", mesh, "qwen3") for mesh in MESHES]
     + [("fp32", (2, 2, 2), "qwen3")]
     + [pytest.param("fp32", (2, 2, 2), "odd", marks=LONG)]
-    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in FLOWS if flow != "fp32"]
+    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in NARROW]
     + [
         pytest.param("fp8_unified", (1, 4, 1), "qwen3", marks=LONG),
         pytest.param("fp8_unified", (1, 1, 4), "qwen2", marks=LONG),
