@@ -25,6 +25,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+WORKER_OF_OURS = (HERE / "worker_jetrl.py").relative_to(ROOT)
 RESAMPLES = 10_000
 PAUSE_S = 0.3  # lets the spinning threads of the previous contender go to sleep
 
@@ -55,13 +56,18 @@ class Contender:
         return json.loads(line)
 
 
-def start(name: str, python: str, setting: str, quiet: bool) -> Contender:
-    """Start the worker of a contender such as `trl:float32`."""
+def start(
+    name: str, pythons: dict[str, str], checkouts: dict[str, Path], setting: str, quiet: bool
+) -> Contender:
+    """Start the worker of a contender such as `trl:float32`, or `NAME:bf16` of another checkout of ours."""
     library, _, flavor = name.partition(":")
-    command = [python, str(HERE / f"worker_{library}.py"), "--setting", setting, "--flavor", flavor]
+    root = checkouts.get(library)
+    worker = HERE / f"worker_{library}.py" if root is None else root / WORKER_OF_OURS
+    environment = os.environ if root is None else os.environ | {"PYTHONPATH": str(root)}
+    command = [pythons.get(library, sys.executable), str(worker), "--setting", setting, "--flavor", flavor]
     errors = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
     )
     contender = Contender(name, process)
     contender.about = contender.answer()
@@ -159,6 +165,12 @@ def main() -> None:
     parser.add_argument(
         "--python", nargs="*", default=[], help="library=path of the Python of its environment"
     )
+    parser.add_argument(
+        "--checkout",
+        nargs="*",
+        default=[],
+        help="NAME=path of another checkout: contenders NAME:bf16 and so on",
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--burst", type=int, default=5, help="steps of a burst")
     parser.add_argument("--rollouts", type=int, default=3, help="rollouts of a burst")
@@ -167,6 +179,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show what the workers print")
     options = parser.parse_args()
     pythons = dict(item.split("=", 1) for item in options.python)
+    checkouts = {name: Path(path) for name, path in (item.split("=", 1) for item in options.checkout)}
     about = machine()
     if about["load_before"][0] > 0.5:
         print(
@@ -177,14 +190,7 @@ def main() -> None:
     try:
         for name in options.contenders:
             print(f"starting {name}", flush=True)
-            contenders.append(
-                start(
-                    name,
-                    pythons.get(name.split(":")[0], sys.executable),
-                    options.setting,
-                    not options.verbose,
-                )
-            )
+            contenders.append(start(name, pythons, checkouts, options.setting, not options.verbose))
         if len(counts := {contender.about["parameters"] for contender in contenders}) != 1:
             raise RuntimeError(f"compare: the models differ in size: got {counts}")
         measure(contenders, options.rounds, options.burst, options.rollouts, options.warmup)
