@@ -133,6 +133,8 @@ class Client:
             raise CallFailed(f": {type(error).__name__}: {error}.") from error
         if not response.is_success:
             raise CallFailed(f" failed with status {response.status_code}: {response.text[:600]}")
+        if response.headers.get("content-type", "").startswith("text/plain"):
+            return response.text
         try:
             return response.json() if response.content.strip() else {}
         except ValueError as error:

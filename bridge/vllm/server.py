@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from safetensors.numpy import save_file
 
 from bridge.hf.tensors import synced_tensors, to_host
@@ -90,6 +91,7 @@ class ServerEngine(VllmEngine):
         self._client = Client()
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
+        self._draft: Path | None = None  # the weights of a draft that was handed over
         self._ready = False
         # tmpfs, so that weights are not written to disk
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -115,11 +117,24 @@ class ServerEngine(VllmEngine):
         Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
         before = self._weights
         self._weights = (path, version)
+        self._draft = None
         self._with_restarts(self._push)
         if before is not None and before[0] != path:
             for file in (before[0], Path(f"{before[0]}.json")):
                 file.unlink(missing_ok=True)
         return manifest
+
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        path = self._directory / "draft.safetensors"
+        save_file(dict(tensors), path)
+        manifest = Manifest.of(tensors.items(), self._version)
+        Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
+
+        def push() -> None:
+            self._push_draft(path, self._sync_limit())
+            self._draft = path
+
+        self._with_restarts(push)
 
     def _drop(self) -> None:
         self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
@@ -143,6 +158,9 @@ class ServerEngine(VllmEngine):
                 f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only."
             )
         return completion
+
+    def _metrics(self) -> str:
+        return str(self._request("GET", "/metrics", self._sync_limit()))
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         with _reading(answer):
@@ -213,6 +231,14 @@ class ServerEngine(VllmEngine):
             raise
         self._resume(limit)
         self._asleep = False
+        if self._draft is not None:
+            self._push_draft(self._draft, limit)
+
+    def _push_draft(self, path: Path, limit: Limit) -> None:
+        """Loads the weights of a draft; no request is in flight."""
+        self._post("/start_draft_weight_update", {}, limit)
+        self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
+        self._post("/finish_weight_update", {"weight_version": str(self._version)}, limit)
 
     def _resume(self, limit: Limit) -> None:
         """Lets the server continue, with enough time even if the limit has passed."""

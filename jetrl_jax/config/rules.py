@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
 from jetrl_jax.config.precision import Fp8Section
-from jetrl_jax.config.rollout import VllmSection
+from jetrl_jax.config.rollout import JaxEngineSection, VllmSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGymSection, RowsSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
@@ -68,7 +68,7 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
-    if config.draft_head is not None:
+    if config.draft_head is not None and isinstance(engine, JaxEngineSection):
         layers, field = getattr(config.model, "num_layers", FEWEST_LAYERS), "rollout.engine.speculation.kind"
         what = "a draft head reads three layers after the first"
         yield Rule(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bridge.hf.draft import read_draft_head
 from bridge.hf.read import read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
@@ -31,6 +32,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
 from jetrl_jax.precision.numerics import kv_kinds
 from jetrl_jax.precision.parameters import jit, named_params
@@ -51,6 +53,7 @@ class Policy:
     """A model with its tokenizer, precision plan and config.
 
     step, scales: of the checkpoint it was read from; the scales [L, n] of keys and values if they are in FP8.
+    head: the draft head that was trained beside it, if its config asks for one and there is one.
     """
 
     model: Decoder
@@ -59,6 +62,7 @@ class Policy:
     config: RunConfig
     step: int | None = None
     scales: jax.Array | None = None
+    head: DraftHead | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -203,14 +207,22 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         policy = _build(policy_config(path, overrides, config))
-        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml").precision
+        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
         template: dict[str, Any] = {"params": policy.params}
-        if scales is not None and kv_kinds(trained.kv_cache, trained.kv_query) == policy.plan.kinds:
+        kept = trained.precision.kv_cache, trained.precision.kv_query
+        if scales is not None and kv_kinds(*kept) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
+        head, asked, had = policy.head, policy.config.draft_head, trained.draft_head
+        if asked is not None and had is not None and asked.head_path == had.head_path:
+            head = head or first_head(policy)
+            template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
         nnx.update(policy.model, restored.state["params"])
+        if "draft" in template:
+            nnx.update(head, restored.state["draft"]["params"])
         kv = restored.state.get("kv")
-        return dataclasses.replace(policy, step=restored.step, scales=None if kv is None else kv.scales)
+        scales = None if kv is None else kv.scales
+        return dataclasses.replace(policy, step=restored.step, scales=scales, head=head)
     if step != "last":
         raise UserError(
             f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
@@ -222,13 +234,36 @@ def load_policy(
     return _build(policy_config(path, overrides, rollout=lengths))
 
 
+def first_head(policy: Policy) -> DraftHead:
+    """The draft head that a policy's config asks for, before training: read from `head_path`, or new.
+
+    Raises:
+      UserError: a policy of too few layers, or a head of another policy.
+    """
+    section, model = policy.config.draft_head, policy.model
+    assert section is not None
+    try:
+        if section.head_path is not None:
+            return read_draft_head(section.head_path, model.config, model.numerics)
+        ids = np.arange(model.config.vocab_size)
+        return DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(policy.config.seed))
+    except ValueError as error:
+        raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
+
+
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
     """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
     # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
-    return build_policy(config, model=model)
+    policy = build_policy(config, model=model)
+    section = config.draft_head
+    return (
+        policy
+        if section is None or section.head_path is None
+        else dataclasses.replace(policy, head=first_head(policy))
+    )
 
 
 def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:

@@ -331,7 +331,7 @@ def draft_head(config: RunConfig) -> Any:
     """A draft head after an update."""
     policy = build_policy(config)
     programs = build_programs(config, policy.model, policy.plan, None)
-    trainer = build_drafter(config, policy, programs)
+    trainer = build_drafter(policy, programs)
     assert trainer is not None
     ids = np.arange(8, dtype=np.int32)[None] % policy.model.config.vocab_size
     zeros, ones = np.zeros(ids.shape, np.float32), np.ones_like(ids)
