@@ -14,6 +14,7 @@ from jetrl_jax.rl.advantages import in_rows
 from jetrl_jax.rollout.types import Trajectory
 
 Failures = dict[str, dict[str, int]]
+ENVIRONMENT_REWARD = "task"  # the name of the sum of an episode's rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,22 @@ class Group:
     rewards: np.ndarray
     parts: Mapping[str, np.ndarray]
     episodes: Sequence[Episode] = ()
+
+    def turn_rewards(self, weights: Mapping[str, float]) -> list[np.ndarray]:
+        """Of each episode the weighted reward of each of the policy's turns, float64 [turns].
+
+        Reward functions other than the environment's see the whole episode and belong to its last turn.
+        """
+        others = np.zeros(len(self.trajectories))
+        for name, values in self.parts.items():
+            others += weights[name] * values if name != ENVIRONMENT_REWARD else 0.0
+        rewards = []
+        for trajectory, episode, rest in zip(self.trajectories, self.episodes, others, strict=True):
+            turns = np.zeros(sum(turn.role == "policy" for turn in trajectory.turns))
+            turns[: len(episode.rewards)] = weights[ENVIRONMENT_REWARD] * np.array(episode.rewards)
+            turns[-1] += rest
+            rewards.append(turns)
+        return rewards
 
 
 @dataclass(frozen=True, eq=False)

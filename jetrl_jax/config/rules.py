@@ -166,7 +166,14 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
     if task is None:
         what, expected = "only an environment has turns", "null, or task.kind: environment"
         yield Rule(turn is None, "rollout.max_turn_tokens", what, expected)
+        yield from config.algorithm.idle("only an environment has turns", "credit", path="algorithm.")
         return
+    if config.algorithm.credit == "turn":
+        what, expected = "rloo leaves out a sample, not a turn", "episode, or another algorithm.name"
+        yield Rule(config.algorithm.name != "rloo", "algorithm.credit", what, expected)
+        holds = any(reward.name == "task" and reward.weight for reward in config.rewards)
+        what, expected = "no turn has a reward of its own", "episode, or a reward named task with a weight"
+        yield Rule(holds, "algorithm.credit", what, expected)
     what, expected = "an environment's turns have no limit", "a whole number (task.kind: environment)"
     yield Rule(turn is not None, "rollout.max_turn_tokens", what, expected)
     what, expected = "environments answer one process only", "1, or another task.kind than environment"

@@ -180,6 +180,13 @@ def losses(config: RunConfig) -> Any:
     return step(config).losses
 
 
+def turn_losses(config: RunConfig) -> Any:
+    """As `losses`, of episodes of letters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: Speaker(policy.tokenizer))
+        return losses(config)
+
+
 def updated_weights(config: RunConfig) -> Any:
     """Two arrays after the updates of a step, by the run's optimiser."""
     return step(config).weights
