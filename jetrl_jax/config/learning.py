@@ -44,8 +44,8 @@ class _Algorithm(Section):
     )
     credit: Credit = option(
         "episode",
-        "Advantage of an episode's tokens: episode: of the sum of its rewards; turn: the sum of the normalised "
-        "rewards of the token's turn and of those after it.",
+        "Advantage of an episode's tokens: episode: of the sum of its rewards; turn: the sum of the "
+        "normalised rewards of the token's turn and of those after it.",
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:

@@ -167,7 +167,10 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
         what, expected = "only an environment has turns", "null, or task.kind: environment"
         yield Rule(turn is None, "rollout.max_turn_tokens", what, expected)
         yield from config.algorithm.idle("only an environment has turns", "credit", path="algorithm.")
+        yield from config.rollout.idle("only an environment has turns", "turns", path="rollout.")
         return
+    if config.rollout.turns == "stream":
+        yield from _stream(config)
     if config.algorithm.credit == "turn":
         what, expected = "rloo leaves out a sample, not a turn", "episode, or another algorithm.name"
         yield Rule(config.algorithm.name != "rloo", "algorithm.credit", what, expected)
@@ -181,6 +184,22 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
     if isinstance(config.tokenizer, HuggingFaceSection) and config.tokenizer.chat_template:
         because = "tokenizer.chat_template writes the observations"
         yield from task.idle(because, "observation_template", path="task.")
+
+
+def _stream(config: RunConfig) -> Iterator[Rule]:
+    """What a stream of turns needs, so that the time of environments changes nothing."""
+    engine, field = config.rollout.engine, "rollout.turns"
+    embedded = isinstance(engine, JaxEngineSection)
+    what = "only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache"
+    yield Rule(embedded, field, what, "lockstep, or rollout.engine: jax")
+    holds = not isinstance(engine, JaxEngineSection) or engine.speculation.kind == "none"
+    yield Rule(holds, field, "a stream drafts no tokens", "lockstep, or rollout.engine.speculation: none")
+    what = "bits would depend on the time that environments take"
+    expected = "lockstep, or numerics.exact: true with another precision.preset than fp32"
+    yield Rule(config.numerics.exact and config.precision.preset != "fp32", field, what, expected)
+    expected = "lockstep, or sharding.data: 1 and sharding.fsdp: 1"
+    holds = config.sharding.row_shards == 1
+    yield Rule(holds, field, "a stream runs on one copy of the policy only", expected)
 
 
 def _rewards(config: RunConfig) -> Iterator[Rule]:
