@@ -330,7 +330,11 @@ class EpisodePlayer:
         if answer.terminated or answer.truncated or len(one.actions) == self.section.max_turns:
             one.ended = "stop" if answer.terminated else "turns"
             return
-        ids = self.encode(answer.observation, one.token_ids[-1])
+        try:
+            ids = self.encode(answer.observation, one.token_ids[-1])
+        except UserError as error:  # a character that the tokenizer does not have
+            one.fail(Answer("exception", f"its observation cannot be encoded: {error}"))
+            return
         if one.length + len(ids) >= self.rollout.max_completion_tokens:
             one.ended = "length"
             return
