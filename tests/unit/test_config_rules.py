@@ -334,7 +334,7 @@ rollout.turns: bits would depend on the time that environments take
     rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: true}
 rollout.turns: a stream runs on one copy of the policy only
     rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
-    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, sharding: {tensor: 2}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
 task.observation_template: has no effect here
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a, chat_template: true}
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a}
