@@ -11,10 +11,11 @@ vLLM can read the result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,25 +149,38 @@ def _save(
         raise ValueError(
             f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number"
         )
-    target = Path(os.path.abspath(user_path(directory)))
-    _check_place(target, overwrite)
-    partial = _sibling(target, "partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
+    with written_directory(directory, _OWN_FILES, "config.json", overwrite) as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", _generation_config(model_config))
         _write_weights(partial, tensors, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(partial)
         _verify(partial, model_config, tensors)
+    return Path(os.path.abspath(user_path(directory)))
+
+
+@contextlib.contextmanager
+def written_directory(
+    directory: str | Path, own_files: Sequence[str], marker: str, overwrite: bool
+) -> Iterator[Path]:
+    """An empty directory whose files come to `directory` together, at the end, or not at all.
+
+    own_files: patterns of the only files that an earlier directory may have to be replaced; marker: the one
+      that it must have.
+    """
+    target = Path(os.path.abspath(user_path(directory)))
+    _check_place(target, own_files, marker, overwrite)
+    partial = _sibling(target, "partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
         _flush(partial)
         _move_into_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return target
 
 
 def _cast(array: Any, dtype: np.dtype) -> np.ndarray:
@@ -253,7 +267,7 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}")
 
 
-def _check_place(target: Path, overwrite: bool) -> None:
+def _check_place(target: Path, own_files: Sequence[str], marker: str, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir() or not overwrite:
@@ -262,10 +276,10 @@ def _check_place(target: Path, overwrite: bool) -> None:
             "directory, or overwrite"
         )
     foreign = sorted(
-        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES)
+        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in own_files)
     )
-    if foreign or not (target / "config.json").is_file():
-        why = f"it also holds {foreign}" if foreign else "it has no config.json"
+    if foreign or not (target / marker).is_file():
+        why = f"it also holds {foreign}" if foreign else f"it has no {marker}"
         raise UserError(
             f"save_checkpoint: will not replace {str(target)!r}: {why}, expected only a checkpoint's files"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
@@ -30,7 +31,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
 def all_rules(config: RunConfig) -> Iterator[Rule]:
     """Every rule, kept or broken, with dotted paths from the config's root."""
     yield from _own_rules(config)
-    for rules in (_policy, _engine, _batch, _devices, _rewards, _episodes):
+    for rules in (_policy, _lora, _engine, _batch, _devices, _rewards, _episodes):
         yield from rules(config)
 
 
@@ -64,6 +65,21 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
         "auto, fp32, or another precision.preset",
     )
     yield Rule(holds, "numerics.head_gradient", what, expected)
+
+
+def _lora(config: RunConfig) -> Iterator[Rule]:
+    lora = config.lora
+    if lora is None:
+        return
+    divisor = "the root of lora.rank" if lora.rslora else "lora.rank"
+    what = f"lora.alpha / {divisor} = {show(lora.scale)} is no power of two, and vLLM then rounds elsewhere"
+    holds = not config.numerics.exact or math.frexp(lora.scale)[0] == 0.5
+    yield Rule(holds, "lora.alpha", what, f"a power of two times {divisor}, or numerics.exact: false")
+    holds = config.precision.preset != "fp8_rollout_only"
+    what = "the base is frozen in one format, and this flow trains in another one than it samples in"
+    yield Rule(holds, "precision.preset", what, "another preset, or lora: null")
+    what = "a draft head is not trained beside adapters"
+    yield Rule(config.draft_head is None, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
 
 
 def _engine(config: RunConfig) -> Iterator[Rule]:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.hf.read import read_config, read_into
+from bridge.hf.peft import PeftAdapter, save_adapter
+from bridge.hf.read import load_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
@@ -31,9 +32,11 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.lora import Adapters, start
+from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
 from jetrl_jax.precision.numerics import kv_kinds
-from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.parameters import jit, map_params, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
@@ -43,6 +46,7 @@ from jetrl_jax.runs.policy_config import is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
+BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
 PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
@@ -64,6 +68,23 @@ class Policy:
     def params(self) -> nnx.State:
         """The FP32 masters."""
         return nnx.state(self.model, nnx.Param)
+
+    def save_base(self, directory: str | Path, params: nnx.State) -> None:
+        """Writes the frozen base of adapters, rounded as it is published, as a Hugging Face directory.
+
+        Published again it has the same codes, since these are made of the rounded values.
+        """
+        arrays = {path: value for path, value in named_params(params) if not is_adapter(path)}
+        options = {"dtype": self.plan.value.dtype, "tokenizer": self.tokenizer, "overwrite": True}
+        save_checkpoint(directory, self.model.config, arrays, **options)
+
+    def save_adapter(self, directory: str | Path, params: nnx.State, base: str, overwrite: bool) -> Path:
+        """Writes adapters as a PEFT directory, which names `base` as the directory of their base."""
+        section = self.config.lora
+        assert section is not None
+        arrays = {path: np.asarray(value) for path, value in named_params(params) if is_adapter(path)}
+        made = PeftAdapter(section.rank, section.alpha, section.rslora, section.targets, base, arrays)
+        return save_adapter(directory, made, overwrite=overwrite)
 
     def save(
         self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16"
@@ -124,15 +145,24 @@ def build_policy(
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)
+    adapters = build_adapters(config)
     if isinstance(model, Decoder) or path is None:
-        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed), adapters=adapters)
         if isinstance(model, Decoder):
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
-        built = _read_model(path, sizes, numerics)
+        built = _read_model(path, sizes, numerics, adapters)
+    if adapters is not None and getattr(model, "adapters", None) is None:
+        nnx.update(built, start(built, config.seed))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
+
+
+def build_adapters(config: RunConfig) -> Adapters | None:
+    """The adapters of a config; None if all weights are trained."""
+    section = config.lora
+    return None if section is None else Adapters(section.rank, section.scale, section.targets)
 
 
 def policy_parts(
@@ -175,9 +205,9 @@ def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | 
     return config.model_path if model is None or isinstance(model, Decoder) else str(model)
 
 
-def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
+def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any, adapters: Adapters | None) -> Decoder:
     """A decoder with the weights of a Hugging Face directory, without a random initialisation first."""
-    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), adapters=adapters))
     read_into(model, path)
     return model
 
@@ -202,9 +232,10 @@ def load_policy(
     """
     path = user_path(directory)
     if is_run(path):
-        policy = _build(policy_config(path, overrides, config))
+        settings = policy_config(path, overrides, config)
+        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
         scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml").precision
-        template: dict[str, Any] = {"params": policy.params}
+        template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         if scales is not None and kv_kinds(trained.kv_cache, trained.kv_query) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
         restored = _restore(path, step, template)
@@ -220,6 +251,12 @@ def load_policy(
         return _build(policy_config(path, overrides, config), model=path)
     lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))
+
+
+def with_base(policy: Policy, directory: Path) -> nnx.State:
+    """The parameters of a policy with the base in a directory, as `Policy.save_base` wrote it."""
+    arrays = load_checkpoint(directory)[1]
+    return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
