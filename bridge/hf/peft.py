@@ -3,7 +3,8 @@
     adapter_config.json        rank, alpha, target modules, the base's directory
     adapter_model.safetensors  base_model.model.<Hugging Face's name>.lora_A.weight [r, in], .lora_B.weight
 
-The matrices are the FP32 masters.  Another kind of adapter than plain LoRA on whole layers is refused by name.
+The matrices are the FP32 masters.  A reader refuses everything but plain
+LoRA of whole layers, by name.
 """
 
 from __future__ import annotations

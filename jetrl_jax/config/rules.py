@@ -14,6 +14,7 @@ from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGym
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
 from jetrl_jax.models.anatomy import FEWEST_LAYERS, MATRICES, fitting_degrees, fitting_tensor_degrees
 
+VLLM_LORA_RANK = 512  # the largest `max_lora_rank`
 LONGEST = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 SIZES = (
     "the sizes follow from model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size and "
@@ -78,6 +79,15 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     holds = config.precision.preset != "fp8_rollout_only"
     what = "the base is frozen in one format, and this flow trains in another one than it samples in"
     yield Rule(holds, "precision.preset", what, "another preset, or lora: null")
+    vllm = isinstance(config.rollout.engine, VllmSection)
+    what = "vLLM gets adapters only, and no scales of keys and values beside them"
+    holds = not vllm or config.precision.kv_cache == "bf16"
+    yield Rule(holds, "precision.kv_cache", what, "bf16, rollout.engine: jax, or lora: null")
+    what = "vLLM does not speculate beside adapters here"
+    holds = getattr(config.rollout.engine, "speculative_config", None) is None
+    yield Rule(holds, "rollout.engine.speculative_config", what, "null, or lora: null")
+    what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
+    yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
     what = "a draft head is not trained beside adapters"
     yield Rule(config.draft_head is None, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
 

@@ -125,7 +125,7 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
             "rounding them."
         )
     sleep = config.shared_vllm is not None and sleeps(config.shared_vllm, on_gpu)
-    return EngineSettings(config.rollout, fp8, config.numerics, sleep)
+    return EngineSettings(config.rollout, fp8, config.numerics, sleep, config.lora)
 
 
 def probe_tokens(vocab_size: int, count: int) -> list[int]:

@@ -257,15 +257,16 @@ class PolicyPrograms:
         return state.published if self.plan.adapted else self._freeze(state.params, state.published)
 
     def reference(self, state: TrainState) -> nnx.State:
-        """The policy's weights to keep for ever, or of a policy with adapters its base, which is held anyway."""
+        """The policy's weights to keep, or those of the base of adapters, which are held anyway."""
         if not self.plan.adapted:
             return self.frozen(state)
         scales = select(state.published, is_kv_scale)  # an update consumes them
         return merge(self.plan.frozen_base(state.published), jax.tree.map(jnp.copy, scales))
 
     def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-probabilities float32 [R, T] of a microbatch under `frozen` or `reference` weights, aligned with
-        targets.
+        """Log-probabilities float32 [R, T] of a microbatch, aligned with targets.
+
+        weights: from `frozen` or `reference`.
         """
         program = self._base_logprobs if self._is_base(weights) else self._logprobs
         return fetch(program(weights, batch.token_ids, batch.positions, batch.segment_ids))

