@@ -9,7 +9,6 @@ LoRA of whole layers, by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from bridge.hf.directory import write_json, written_directory
 from bridge.hf.names import to_hf_name
 from bridge.hf.safetensors_file import parse_json, read_header
-from bridge.hf.write import written_directory
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.anatomy import MATRICES
@@ -108,8 +107,7 @@ def save_adapter(directory: str | Path, adapter: PeftAdapter, *, overwrite: bool
         raise ValueError(f"save_adapter: non-finite values: got {bad}, expected finite ones.")
     own = (CONFIG_FILE, WEIGHTS_FILE, "README.md")
     with written_directory(directory, own, CONFIG_FILE, overwrite) as partial:
-        text = json.dumps(adapter_config(adapter), indent=2, sort_keys=True) + "\n"
-        (partial / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_json(partial / CONFIG_FILE, adapter_config(adapter))
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)
     return user_path(directory)

@@ -17,6 +17,7 @@ from jetrl_jax.config.types import (
     PositiveInt,
     Rule,
     Section,
+    UserPath,
     must,
     option,
     show,
@@ -252,6 +253,7 @@ class LoraSection(Section):
     )
     rslora: bool = option(False, "Whether alpha is divided by the root of r instead.")
     targets: Targets = option(get_args(Target), "Last names of the linear layers that have an adapter.")
+    path: UserPath | None = option(None, "PEFT directory of adapters to start from; null: new ones.")
 
     @property
     def scale(self) -> float:

@@ -176,7 +176,8 @@ def phases(
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
     held |= {"published codes": on_one_device(state.published)}
-    if run.algorithm.needs_reference:
+    copied = not run.plan.adapted  # else the published weights themselves, and their base, are scored
+    if run.algorithm.needs_reference and copied:
         held["reference"] = on_one_device(run.frozen)
     engine = _engine(run, device_bytes)
     awake = held | engine
@@ -189,7 +190,11 @@ def phases(
 
     found = [Phase("rollout", awake | dict(rollout))]
     if run.algorithm.needs_old or run.algorithm.needs_reference:
-        own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
+        own = (
+            {"weights without gradient": on_one_device(run.frozen)}
+            if run.algorithm.needs_old and copied
+            else {}
+        )
         found.append(Phase("scoring", held | own | used("logprobs")))
     gradient = {"gradient": held["FP32 masters"]}
     several = {"gradients' sum": gradients_apart(run)} if run.microbatches > 1 else {}

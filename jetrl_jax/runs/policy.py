@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.hf.peft import PeftAdapter, save_adapter
+from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
 from bridge.hf.read import load_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
-from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
@@ -42,7 +42,7 @@ from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Rest
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
-from jetrl_jax.runs.policy_config import is_run, policy_config
+from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
@@ -69,20 +69,38 @@ class Policy:
         """The FP32 masters."""
         return nnx.state(self.model, nnx.Param)
 
-    def save_base(self, directory: str | Path, params: nnx.State) -> None:
+    def save_base(self, directory: str | Path, params: nnx.State | None = None) -> None:
         """Writes the frozen base of adapters, rounded as it is published, as a Hugging Face directory.
 
         Published again it has the same codes, since these are made of the rounded values.
         """
-        arrays = {path: value for path, value in named_params(params) if not is_adapter(path)}
+        chosen = self.params if params is None else params
+        arrays = {path: value for path, value in named_params(chosen) if not is_adapter(path)}
         options = {"dtype": self.plan.value.dtype, "tokenizer": self.tokenizer, "overwrite": True}
         save_checkpoint(directory, self.model.config, arrays, **options)
 
-    def save_adapter(self, directory: str | Path, params: nnx.State, base: str, overwrite: bool) -> Path:
+    def merged(self) -> dict[str, np.ndarray]:
+        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
+        values = {
+            path: np.asarray(jnp.asarray(value, self.plan.value.dtype)).astype(np.float64)
+            for path, value in named_params(self.params)
+        }
+        scale = self.model.adapters.scale if self.model.adapters is not None else 0.0
+        made = {}
+        for path, value in values.items():
+            if not is_adapter(path):
+                a, b = (values.get(path.removesuffix("weight") + f"lora_{side}.weight") for side in "AB")
+                made[path] = (value if a is None or b is None else value + scale * b @ a).astype(np.float32)
+        return made
+
+    def save_adapter(
+        self, directory: str | Path, base: str, params: nnx.State | None = None, *, overwrite: bool = False
+    ) -> Path:
         """Writes adapters as a PEFT directory, which names `base` as the directory of their base."""
         section = self.config.lora
         assert section is not None
-        arrays = {path: np.asarray(value) for path, value in named_params(params) if is_adapter(path)}
+        chosen = self.params if params is None else params
+        arrays = {path: np.asarray(value) for path, value in named_params(chosen) if is_adapter(path)}
         made = PeftAdapter(section.rank, section.alpha, section.rslora, section.targets, base, arrays)
         return save_adapter(directory, made, overwrite=overwrite)
 
@@ -145,7 +163,7 @@ def build_policy(
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)
-    adapters = build_adapters(config)
+    adapters = build_adapters(config.lora)
     if isinstance(model, Decoder) or path is None:
         built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed), adapters=adapters)
         if isinstance(model, Decoder):
@@ -153,16 +171,10 @@ def build_policy(
     else:
         built = _read_model(path, sizes, numerics, adapters)
     if adapters is not None and getattr(model, "adapters", None) is None:
-        nnx.update(built, start(built, config.seed))
+        nnx.update(built, _start_adapters(built, config))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
-
-
-def build_adapters(config: RunConfig) -> Adapters | None:
-    """The adapters of a config; None if all weights are trained."""
-    section = config.lora
-    return None if section is None else Adapters(section.rank, section.scale, section.targets)
 
 
 def policy_parts(
@@ -221,7 +233,7 @@ def load_policy(
     """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
-      directory: a run directory or a Hugging Face directory.
+      directory: a run directory, a Hugging Face directory, or one of PEFT, which names its base's.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
       step: the checkpoint of a run: a step number, "last" (the latest undamaged one), or "best" (the highest
@@ -249,8 +261,31 @@ def load_policy(
         )
     if config is not None:
         return _build(policy_config(path, overrides, config), model=path)
-    lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
+    base = user_path(adapter_sections(path)["model"]["path"]) if is_adapter_directory(path) else path
+    lengths = _lengths(read_config(base)) if (base / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))
+
+
+def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
+    """New adapters, or those of `lora.path`."""
+    fresh, section = start(model, config.seed), config.lora
+    assert section is not None
+    if section.path is None:
+        return fresh
+    found = read_adapter(section.path, model.config)
+    problems = [
+        f"{name}={theirs!r}, expected lora.{name} = {ours!r}"
+        for name, theirs, ours in (
+            ("rank", found.rank, section.rank),
+            ("alpha", found.alpha, section.alpha),
+            ("rslora", found.rslora, section.rslora),
+            ("targets", sorted(found.targets), sorted(section.targets)),
+        )
+        if theirs != ours
+    ]
+    if problems:
+        raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
+    return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
 
 
 def with_base(policy: Policy, directory: Path) -> nnx.State:

@@ -222,7 +222,7 @@ class Run:
             if self.config.lora is None:
                 self.parts.policy.save(written, params)
             else:
-                self.parts.policy.save_adapter(written, params, str(self.base_path), overwrite=True)
+                self.parts.policy.save_adapter(written, str(self.base_path), params, overwrite=True)
             if self.drafter is not None:
                 save_draft_head(self.directory.path / HEAD_DIRECTORY, self.drafter.head)
         processes.barrier()
