@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class VllmEngine(RolloutEngine):
         self._adapters += 1
         arrays = {path: to_host(value) for path, value in named_params(published) if is_adapter(path)}
         made = PeftAdapter(lora.rank, lora.alpha, lora.rslora, lora.targets, None, arrays)
-        name = f"policy-{self._adapters}"
+        name = f"jetrl-{os.getpid()}-{self._adapters}"
         return name, self._adapters, save_adapter(directory / name, made)
 
     # How vLLM is run; each raises EngineFailed on failure

@@ -349,7 +349,8 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+            values = value if isinstance(value, list) else [value]
+            flags += [flag, *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return flags
 
 

