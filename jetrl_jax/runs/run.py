@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import tempfile
 import time
@@ -38,6 +39,7 @@ from jetrl_jax.record.resume_rules import (
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
 from jetrl_jax.runs.policy import BASE_DIRECTORY, with_base
+from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
@@ -145,8 +147,17 @@ class Run:
 
     def _compare(self, metadata: Mapping[str, Any]) -> None:
         """Raises if a checkpoint was made with other data or implementations."""
-        compare_data_for_resume(metadata, self.parts.fingerprints)
+        compare_data_for_resume(metadata, self._fingerprints)
         compare_implementations_for_resume(metadata, self._implementations)
+
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, Any]:
+        """Hashes of tokenizer and data, and of the files of the base of adapters."""
+        found = dict(self.parts.fingerprints)
+        if self.config.lora is not None:
+            files = sorted(self.base_path.glob("*.safetensors"))
+            found["base"] = {file.name: sha256_of(file) for file in files}
+        return found
 
     @property
     def _implementations(self) -> dict[str, str]:
@@ -353,7 +364,7 @@ class Run:
             "prompt_cursor": prompts.cursor,
             "prompts_skipped": prompts.skipped,
             "before": self.before,
-            **self.parts.fingerprints,
+            **self._fingerprints,
             "implementations": self._implementations,
         }
         self.writer.sync()
