@@ -223,9 +223,10 @@ def check_codes(one: SmallPolicy, state: TrainState) -> None:
     """Each device's codes and scales are the slices of those that one device makes of the whole masters."""
     masters = jax.tree.map(lambda value: jax.numpy.asarray(np.asarray(value)), state.params)
     expected = merge(one.published, one.plan.publish(masters))  # a frozen base is that of the start
-    for (path, value), (_, sharded) in zip(
-        named_params(expected), named_params(state.published), strict=True
-    ):
+    held = dict(named_params(state.published))
+    assert held.keys() == dict(named_params(expected)).keys()
+    for path, value in named_params(expected):
+        sharded = held[path]
         pairs = (
             [(value, sharded)]
             if not isinstance(value, ScaledArray)
