@@ -169,7 +169,9 @@ def build_policy(
         if isinstance(model, Decoder):
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
-        built = _read_model(path, sizes, numerics, adapters)
+        # a base that nothing trains stays on the host until it is published
+        kept = numerics.dtype if adapters is not None and config.warm_start is None else None
+        built = _read_model(path, sizes, numerics, adapters, kept)
     if adapters is not None and getattr(model, "adapters", None) is None:
         nnx.update(built, _start_adapters(built, config))
     built.remat = config.batch.remat == "layer"
@@ -217,10 +219,12 @@ def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | 
     return config.model_path if model is None or isinstance(model, Decoder) else str(model)
 
 
-def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any, adapters: Adapters | None) -> Decoder:
+def _read_model(
+    path: str | Path, sizes: ModelConfig, numerics: Any, adapters: Adapters | None, on_host: Any
+) -> Decoder:
     """A decoder with the weights of a Hugging Face directory, without a random initialisation first."""
     model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), adapters=adapters))
-    read_into(model, path)
+    read_into(model, path, on_host)
     return model
 
 

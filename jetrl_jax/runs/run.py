@@ -268,8 +268,9 @@ class Run:
             )
         if self.config.lora is None:
             return self.parts.programs.init(warm.params)
-        self._save_base(warm.params)
-        return self.parts.programs.init(merge(params, warm.params))
+        trained = processes.fetch(warm.params)
+        self._save_base(trained)
+        return self.parts.programs.init(merge(params, trained))
 
     def _evaluate(self, step: int, *, record: bool = True) -> dict[str, float]:
         start = time.perf_counter()
