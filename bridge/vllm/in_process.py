@@ -152,7 +152,7 @@ class InProcessEngine(VllmEngine):
             self._adapter = LoRARequest(name, number, str(path))
             engine.add_lora(self._adapter)
         own = [(n, _as_torch(array)) for n, array in adapter_tensors(published, self.settings.lora.scale)]
-        entries = base.entries | transfer.manifest_of(own, base.policy_version).entries
+        entries = {**base.entries, **transfer.manifest_of(own, base.policy_version).entries}
         return Manifest(base.policy_version, entries)
 
     def _drop(self) -> None:

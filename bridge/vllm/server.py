@@ -123,7 +123,7 @@ class ServerEngine(VllmEngine):
             name, _, directory = self._next_adapter(published, self._directory)
             self._adapter = name, directory
             own = Manifest.of(adapter_tensors(published, self.settings.lora.scale), version)
-            manifest = Manifest(version, manifest.entries | own.entries)
+            manifest = Manifest(version, {**manifest.entries, **own.entries})
         self._with_restarts(self._push)
         if tensors:
             self._now_held(published)

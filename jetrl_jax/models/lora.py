@@ -32,6 +32,7 @@ from jaxtyping import Array, Float
 
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.ops import round_to
+from jetrl_jax.models.sharded import TENSOR
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import map_params, select
@@ -95,11 +96,11 @@ def _delta_backward(scale: float, numerics: Numerics, saved: Any, dy: jax.Array)
     dt = _sum(dy, scaled, 1, 0)
     shared = tensor_parallel.degree() > 1
     if shared:  # each device has only its output features' share
-        dt = jax.lax.psum(dt, tensor_parallel.TENSOR)
+        dt = jax.lax.psum(dt, TENSOR)
     dt = round_to(dt, numerics.dtype)
     dx = _sum(dt, a, 1, 0)
     if shared:  # the devices' cotangents of x are added, and this one is whole
-        dx = jnp.where(jax.lax.axis_index(tensor_parallel.TENSOR) == 0, dx, 0.0)
+        dx = jnp.where(jax.lax.axis_index(TENSOR) == 0, dx, 0.0)
     return round_to(dx, of_x.dtype), _sum(dt, x, 0, 0), _sum(dy, t, 0, 0) * jnp.float32(scale)
 
 

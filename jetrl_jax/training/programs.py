@@ -113,20 +113,20 @@ class PolicyPrograms:
         self.paths = [path for path, _ in named_params(trained)]
         self.plan = plan
         # the policy's structure without adapters
-        self.base_graphdef = None if model.adapters is None else split_model(without_adapters(model))[0]
+        self.base_graphdef: Any = None if model.adapters is None else split_model(without_adapters(model))[0]
         self.optimizer = optimizer
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.loss_scale = loss_scale
         self.layout = layout
         self.segment_unit = attention.segment_unit(model.numerics)
-        masters = weights = made = None if layout is None else layout.specs(trained)
+        masters = weights = made = base = everything = None if layout is None else layout.specs(trained)
         if layout is not None and (plan.kinds or plan.adapted):
-            weights = layout.specs(nnx.state(model))
-            made = select(weights, lambda path: plan.trained(path) or is_kv_scale(path))
+            whole, everything = layout.specs(nnx.state(model)), layout.specs(params)
+            weights, base = whole, select(whole, lambda path: not is_adapter(path))
+            made = select(whole, lambda path: plan.trained(path) or is_kv_scale(path))
         self.compute_dtype = model.numerics.compute_dtype
         # of the whole model, and of what is trained
-        everything = None if layout is None else layout.specs(params)
         self._publish_all = self._mapped(plan.publish, (everything, WHOLE), weights)
         self._publish_shards = self._mapped(plan.publish, (masters, WHOLE), made)
         self._publish = jit(lambda params, scales=None: self._publish_shards(params, scales))
@@ -140,7 +140,6 @@ class PolicyPrograms:
         self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
         self._update = jit(self._update_program, donate_argnums=0)
         self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
-        base = weights if layout is None or not plan.adapted else select(weights, lambda p: not is_adapter(p))
         self._base_logprobs = jit(self._mapped(self._logprobs_program, (base, ROWS, ROWS, ROWS), ROWS))
         inputs, outputs = (masters, weights, WHOLE, ROWS, WHOLE), (masters, WHOLE, ROWS)
 

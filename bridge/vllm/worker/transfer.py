@@ -257,9 +257,10 @@ def _adapter(
 
 def _adapter_rank(model: torch.nn.Module) -> int:
     """The rank of the adapter in vLLM's only slot; 0 if there is none."""
-    manager = getattr(model, "lora_manager", None)
-    number = None if manager is None else manager.lora_index_to_id[0]
-    return 0 if number is None else int(manager._registered_adapters[number].rank)
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is None or manager.lora_index_to_id[0] is None:
+        return 0
+    return int(manager._registered_adapters[manager.lora_index_to_id[0]].rank)
 
 
 def _held(layer: Any, attribute: str) -> torch.Tensor | None:
