@@ -76,8 +76,14 @@ class Policy:
         """
         chosen = self.params if params is None else params
         arrays = {path: value for path, value in named_params(chosen) if not is_adapter(path)}
-        options = {"dtype": self.plan.value.dtype, "tokenizer": self.tokenizer, "overwrite": True}
-        save_checkpoint(directory, self.model.config, arrays, **options)
+        save_checkpoint(
+            directory,
+            self.model.config,
+            arrays,
+            dtype=self.plan.value.dtype,
+            tokenizer=self.tokenizer,
+            overwrite=True,
+        )
 
     def merged(self) -> dict[str, np.ndarray]:
         """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
