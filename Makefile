@@ -221,8 +221,10 @@ study: $(VENV)/.installed-train  ## Train every precision flow with three seeds,
 # Rivals need other versions, so each has its own environment (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
-CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
-	trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16
+REAL := $(filter real,$(PEER_SETTING))
+CONTENDERS ?= $(if $(REAL),,jetrl:fp32-fast) jetrl:fp32 jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
+	trl:float32 trl:bfloat16 $(if $(REAL),torch:float32 torch:bfloat16,tunix:float32 tunix:bfloat16)
+PEER_ENVIRONMENTS := trl $(if $(REAL),,tunix)
 
 .venv-%/.installed: $(PEERS)/requirements-%.txt
 	$(call say,"making .venv-$* with the versions of $<")
@@ -231,9 +233,11 @@ CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_un
 	@touch $@
 
 .PHONY: bench-peers
-bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small for a larger model)
+bench-peers: $(if $(REAL),real-model) $(VENV)/.installed-test $(PEER_ENVIRONMENTS:%=.venv-%/.installed)  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small or real)
 	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
-		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
+		$(if $(REAL),--rounds 3 --burst 1 --rollouts 0 --warmup 1) \
+		--python trl=.venv-trl/bin/python torch=.venv-trl/bin/python tunix=.venv-tunix/bin/python \
+		--out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
 
 .PHONY: bench-profile
 bench-profile: $(VENV)/.installed-test  ## Processor time of each program of a step of PEER_SETTING, its floor and dearest operations (ARGS='--flavors bf16 fp8_unified')

@@ -139,6 +139,8 @@ class Client:
             raise CallFailed(f" failed with status {response.status_code}: {response.text[:600]}")
         if call.words:
             return {}
+        if response.headers.get("content-type", "").startswith("text/plain"):
+            return response.text
         try:
             return response.json() if response.content.strip() else {}
         except ValueError as error:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bridge.hf.draft import draft_tensors
 from bridge.hf.peft import PeftAdapter, save_adapter
 from bridge.hf.tensors import hf_tensors, synced_tensors, to_host
 from bridge.vllm.settings import (
@@ -25,9 +26,11 @@ from bridge.vllm.settings import (
     check_requests,
     sampling_fields,
     scoring_fields,
+    speculation_counts,
     trajectory,
 )
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.parameters import named_params, select
 from jetrl_jax.rollout.engine import Results, RolloutEngine, check_sequences
@@ -58,6 +61,7 @@ class VllmEngine(RolloutEngine):
         self._asleep = False
         self._base: list[Any] | None = None  # the arrays of a frozen base that vLLM holds
         self._adapters = 0  # number of adapters that it was given
+        self._counts: dict[str, int] = {}
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as vLLM holds them; errors as `score`."""
@@ -78,6 +82,20 @@ class VllmEngine(RolloutEngine):
             **({} if speculation is None else {"speculation": speculation}),
         }
 
+    def load_draft(self, head: DraftHead) -> None:
+        """Gives the draft of vLLM's speculation (eagle3) other weights.
+
+        Raises:
+          RuntimeError: as `score`.
+          EngineFailed: this vLLM has no draft with weights, or refuses these.
+        """
+        self._require("load_draft")
+        self._hand_over_draft(draft_tensors(head))
+
+    def counts(self) -> Mapping[str, int]:
+        """Of vLLM's own speculation: as `RolloutEngine.counts`; nothing without."""
+        return self._counts
+
     def _load(self, published: Any, version: int) -> Manifest:
         self._accepted = False
         manifest = self._hand_over(published, version)
@@ -86,9 +104,11 @@ class VllmEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         asked = [(request.prompt_ids, sampling_fields(sampling, request)) for request in requests]
+        before = self._speculated()
         with contextlib.closing(self._ask(asked)) as answers:
             for place, answer in answers:
                 yield trajectory(requests[place], *self._completion(answer), sampling, self._version)
+        self._counts = {name: count - before[name] for name, count in self._speculated().items()}
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         check_sequences(sequences, self.settings.longest, self.model.vocab_size)
@@ -137,6 +157,13 @@ class VllmEngine(RolloutEngine):
         name = f"jetrl-{os.getpid()}-{self._adapters}"
         return name, self._adapters, save_adapter(directory / name, made)
 
+    def _speculated(self) -> dict[str, int]:
+        """Counts of vLLM's speculation since it began; none without."""
+        told = self.settings.described_speculation
+        if told is None:
+            return {}
+        return speculation_counts(self._metrics(), told["draft"]["num_speculative_tokens"])
+
     # How vLLM is run; each raises EngineFailed on failure
 
     @abc.abstractmethod
@@ -146,6 +173,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _hand_over(self, published: Any, version: int) -> Manifest:
         """Loads a policy version into vLLM, wakes it and empties its prefix cache; returns the manifest."""
+
+    @abc.abstractmethod
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Loads the tensors of a draft's file into vLLM, behind the policy's weights."""
 
     @abc.abstractmethod
     def _held(self, names: list[str]) -> str:
@@ -162,6 +193,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         """The log-probabilities of all tokens of a prompt except the first."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> str:
+        """vLLM's metrics, in Prometheus's text."""
 
     @abc.abstractmethod
     def _drop(self) -> None:

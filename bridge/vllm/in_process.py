@@ -19,6 +19,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and worker in this process
 
 import numpy as np
+import prometheus_client
 import torch
 import vllm
 from vllm import LLM
@@ -71,6 +72,7 @@ class InProcessEngine(VllmEngine):
             arguments = settings.arguments(
                 write_model_directory(Path(directory), model, fp8_paths), model, on_cpu
             )
+            arguments["disable_log_stats"] = settings.described_speculation is None  # else it counts
             arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
             _ROPE_DICT.clear()  # or vLLM reuses the RoPE of an earlier engine, exact or not
             try:
@@ -117,16 +119,7 @@ class InProcessEngine(VllmEngine):
             )
         return manifest
 
-    def load_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Gives vLLM's draft other weights (`bridge.hf.draft.draft_tensors`), after `load` of the policy's.
-
-        No distribution depends on them.
-
-        Raises:
-          RuntimeError: as `score`.
-          EngineFailed: this vLLM has no draft with weights, or refuses these.
-        """
-        self._require("load_draft")
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
         given = [(name, _as_torch(array)) for name, array in tensors.items()]
         ticket = transfer.hand_over(transfer.manifest_of(given, self._version), given)
         try:
@@ -201,6 +194,9 @@ class InProcessEngine(VllmEngine):
             [entry[token].logprob for entry, token in zip(completion.logprobs, ids, strict=True)],
             completion.finish_reason,
         )
+
+    def _metrics(self) -> str:
+        return prometheus_client.generate_latest().decode()
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         return [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], tokens, strict=True)]

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from safetensors.numpy import save_file
 
 from bridge.hf.tensors import adapter_tensors, to_host
@@ -92,6 +93,7 @@ class ServerEngine(VllmEngine):
         self._weights: tuple[Path, int] | None = None
         self._pushed = False  # whether the server has them
         self._adapter: tuple[str, Path] | None = None  # its name and directory
+        self._draft: Path | None = None  # the weights of a draft that was handed over
         self._ready = False
         # tmpfs, so that weights are not written to disk
         root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -124,6 +126,7 @@ class ServerEngine(VllmEngine):
             self._adapter = name, directory
             own = Manifest.of(adapter_tensors(published, self.settings.lora.scale), version)
             manifest = Manifest(version, {**manifest.entries, **own.entries})
+        self._draft = None
         self._with_restarts(self._push)
         if tensors:
             self._now_held(published)
@@ -135,6 +138,18 @@ class ServerEngine(VllmEngine):
             with contextlib.suppress(EngineFailed):  # only the server's list of names would grow
                 self._post("/v1/unload_lora_adapter", {"lora_name": old[0]}, self._sync_limit())
         return manifest
+
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        path = self._directory / "draft.safetensors"
+        save_file(dict(tensors), path)
+        manifest = Manifest.of(tensors.items(), self._version)
+        Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
+
+        def push() -> None:
+            self._push_draft(path, self._sync_limit())
+            self._draft = path
+
+        self._with_restarts(push)
 
     def _drop(self) -> None:
         self._with_restarts(
@@ -165,6 +180,9 @@ class ServerEngine(VllmEngine):
                 f"vLLM: an answer is of the adapter {answer['model']}, expected {self._adapter[0]}."
             )
         return completion
+
+    def _metrics(self) -> str:
+        return str(self._request("GET", "/metrics", self._sync_limit()))
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         with _reading(answer):
@@ -236,6 +254,14 @@ class ServerEngine(VllmEngine):
             raise
         self._resume(limit)
         self._asleep = False
+        if self._draft is not None:
+            self._push_draft(self._draft, limit)
+
+    def _push_draft(self, path: Path, limit: Limit) -> None:
+        """Loads the weights of a draft; no request is in flight."""
+        self._post("/start_draft_weight_update", {}, limit)
+        self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
+        self._post("/finish_weight_update", {"weight_version": str(self._version)}, limit)
 
     def _stage(self, path: Path, limit: Limit) -> None:
         """Makes the server read and verify a file of weights."""

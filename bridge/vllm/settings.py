@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,7 @@ class EngineSettings:
         given = engine.speculative_config if isinstance(engine, StartedVllmSection) else None
         return given and {
             "draft": dict(given),
+            "trained": self.started.trained_draft is not None,
             "acceptance": "rejection sampling, by vLLM",
             "promise": "the distribution without speculation; tokens are others than without it",
         }
@@ -339,6 +341,22 @@ def trajectory(
         raise EngineFailed(f"vLLM: request {request.id} ended badly: got {'; '.join(problems)}.")
     reason: Literal["stop", "length"] = "stop" if stopped else "length"
     return Trajectory.of_completion(request.id, request.prompt_ids, token_ids, logprobs, reason, version)
+
+
+def speculation_counts(metrics: str, drafted: int) -> dict[str, int]:
+    """The counts of `RolloutEngine.counts` in the text of vLLM's metrics (Prometheus), since it began.
+
+    drafted: tokens of a draft.  vLLM counts the steps of a sequence that had one.
+    """
+    told: Counter[str] = Counter()
+    for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", metrics, re.M):
+        place = re.search(r'position="(\d+)"', labels)
+        told[name if place is None else f"accepted_{int(place[1]) + 1}"] += int(float(value))
+    steps, places = told["drafts"], range(1, drafted + 1)
+    whole = {"drafted": told["draft_tokens"], "accepted": told["accepted_tokens"]}
+    whole |= {"verified": steps, "asked": steps * drafted}
+    of_places = {f"accepted_{place}": told[f"accepted_{place}"] for place in places}
+    return whole | of_places | {f"drafted_{place}": steps for place in places}
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:

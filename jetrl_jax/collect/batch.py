@@ -14,6 +14,7 @@ from jetrl_jax.rl.advantages import in_rows
 from jetrl_jax.rollout.types import Trajectory
 
 Failures = dict[str, dict[str, int]]
+ENVIRONMENT_REWARD = "task"  # the name of the sum of an episode's rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,22 @@ class Group:
     rewards: np.ndarray
     parts: Mapping[str, np.ndarray]
     episodes: Sequence[Episode] = ()
+
+    def turn_rewards(self, weights: Mapping[str, float]) -> list[np.ndarray]:
+        """Of each episode the weighted reward of each of the policy's turns, float64 [turns].
+
+        Reward functions other than the environment's see the whole episode and belong to its last turn.
+        """
+        others = np.zeros(len(self.trajectories))
+        for name, values in self.parts.items():
+            others += weights[name] * values if name != ENVIRONMENT_REWARD else 0.0
+        rewards = []
+        for trajectory, episode, rest in zip(self.trajectories, self.episodes, others, strict=True):
+            turns = np.zeros(sum(turn.role == "policy" for turn in trajectory.turns))
+            turns[: len(episode.rewards)] = weights[ENVIRONMENT_REWARD] * np.array(episode.rewards)
+            turns[-1] += rest
+            rewards.append(turns)
+        return rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +117,22 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     row["count/generation_rounds"] = batch.rounds
     if episodes := [episode for group in batch.groups for episode in group.episodes]:
         row |= episode_metrics(episodes)
-    if batch.counts:
-        drafted, accepted, verified = (batch.counts[name] for name in ("drafted", "accepted", "verified"))
-        row["speculation/drafted_tokens"] = drafted
-        row["speculation/accepted_tokens"] = accepted
-        row["speculation/length_mean"] = batch.counts["asked"] / max(verified, 1)
-        row["speculation/accepted_per_step"] = accepted / max(verified, 1)
+    return row | (speculation_metrics(batch.counts) if batch.counts else {})
+
+
+def speculation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of `RolloutEngine.counts` of an engine with a draft."""
+    drafted, accepted, verified = (counts[name] for name in ("drafted", "accepted", "verified"))
+    row = {
+        "speculation/drafted_tokens": drafted,
+        "speculation/accepted_tokens": accepted,
+        "speculation/length_mean": counts["asked"] / max(verified, 1),
+        "speculation/tokens_per_step": 1 + accepted / max(verified, 1),
+    }
+    if drafted:
+        row["speculation/accepted_fraction"] = accepted / drafted
+    for name, count in counts.items():
+        kind, _, place = name.partition("_")
+        if kind == "drafted" and place and count:
+            row[f"speculation/accepted_{place}_fraction"] = counts[f"accepted_{place}"] / count
     return row

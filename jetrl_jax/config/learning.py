@@ -24,6 +24,7 @@ from jetrl_jax.config.types import (
 )
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Credit = Literal["episode", "turn"]
 AboveOne = Annotated[float, Field(gt=1)]
 OVERLONG_FRACTION = 5  # DAPO: 4,096 of 20,480 tokens
 
@@ -42,6 +43,11 @@ class _Algorithm(Section):
     max_generation_rounds: PositiveInt = option(10, "Most rounds of dynamic sampling in a step.")
     overlong_buffer_tokens: NonNegativeInt | None = option(
         0, "Soft penalty zone before max_completion_tokens, in tokens; 0 is off, null a fifth of it."
+    )
+    credit: Credit = option(
+        "episode",
+        "Advantage of an episode's tokens: episode: of the sum of its rewards; turn: the sum of the "
+        "normalised rewards of the token's turn and of those after it.",
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:

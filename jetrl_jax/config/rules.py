@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
 from jetrl_jax.config.precision import Fp8Section
-from jetrl_jax.config.rollout import VllmSection
+from jetrl_jax.config.rollout import JaxEngineSection, VllmSection
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGymSection, RowsSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
@@ -89,12 +89,13 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
     yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
     what = "a draft head is not trained beside adapters"
-    yield Rule(config.draft_head is None, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
+    holds = vllm or config.draft_head is None
+    yield Rule(holds, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
 
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
-    if config.draft_head is not None:
+    if config.draft_head is not None and isinstance(engine, JaxEngineSection):
         layers, field = getattr(config.model, "num_layers", FEWEST_LAYERS), "rollout.engine.speculation.kind"
         what = "a draft head reads three layers after the first"
         yield Rule(
@@ -192,7 +193,17 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
     if task is None:
         what, expected = "only an environment has turns", "null, or task.kind: environment"
         yield Rule(turn is None, "rollout.max_turn_tokens", what, expected)
+        yield from config.algorithm.idle("only an environment has turns", "credit", path="algorithm.")
+        yield from config.rollout.idle("only an environment has turns", "turns", path="rollout.")
         return
+    if config.rollout.turns == "stream":
+        yield from _stream(config)
+    if config.algorithm.credit == "turn":
+        what, expected = "rloo leaves out a sample, not a turn", "episode, or another algorithm.name"
+        yield Rule(config.algorithm.name != "rloo", "algorithm.credit", what, expected)
+        holds = any(reward.name == "task" and reward.weight for reward in config.rewards)
+        what, expected = "no turn has a reward of its own", "episode, or a reward named task with a weight"
+        yield Rule(holds, "algorithm.credit", what, expected)
     what, expected = "an environment's turns have no limit", "a whole number (task.kind: environment)"
     yield Rule(turn is not None, "rollout.max_turn_tokens", what, expected)
     what, expected = "environments answer one process only", "1, or another task.kind than environment"
@@ -200,6 +211,22 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
     if isinstance(config.tokenizer, HuggingFaceSection) and config.tokenizer.chat_template:
         because = "tokenizer.chat_template writes the observations"
         yield from task.idle(because, "observation_template", path="task.")
+
+
+def _stream(config: RunConfig) -> Iterator[Rule]:
+    """What a stream of turns needs, so that the time of environments changes nothing."""
+    engine, field = config.rollout.engine, "rollout.turns"
+    embedded = isinstance(engine, JaxEngineSection)
+    what = "only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache"
+    yield Rule(embedded, field, what, "lockstep, or rollout.engine: jax")
+    holds = not isinstance(engine, JaxEngineSection) or engine.speculation.kind == "none"
+    yield Rule(holds, field, "a stream drafts no tokens", "lockstep, or rollout.engine.speculation: none")
+    what = "bits would depend on the time that environments take"
+    expected = "lockstep, or numerics.exact: true with another precision.preset than fp32"
+    yield Rule(config.numerics.exact and config.precision.preset != "fp32", field, what, expected)
+    expected = "lockstep, or sharding.data: 1 and sharding.fsdp: 1"
+    holds = config.sharding.row_shards == 1
+    yield Rule(holds, field, "a stream runs on one copy of the policy only", expected)
 
 
 def _rewards(config: RunConfig) -> Iterator[Rule]:

@@ -102,6 +102,8 @@ class RunConfig(Section):
     @property
     def draft_head(self) -> HeadSection | None:
         """The section of the draft head that is trained beside the policy; None if there is none."""
+        if self.shared_vllm is not None:
+            return self.shared_vllm.trained_draft
         speculation = getattr(self.rollout.engine, "speculation", None)
         return speculation if isinstance(speculation, HeadSection) else None
 

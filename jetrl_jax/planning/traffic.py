@@ -107,6 +107,26 @@ def _decode_bytes(run: AbstractRun) -> float:
     return turns * rollout.max_completion_tokens * (weights + cache / 2)
 
 
+def verify_cost(run: AbstractRun) -> float:
+    """A forward of all positions of the longest draft against one of a single position, in predicted time.
+
+    Each takes the time of its reads (weights and half the cache of full slots) or of its products with the
+    weights, whichever is longer.
+    """
+    assert run.engine is not None
+    sizes, masters = run.sizes, dict(named_params(run.state.params))
+    products = dict.fromkeys(("fprop", "bf16"), 0.0)
+    for path in run.plan.linear:
+        rate = "fprop" if run.plan.flow(path).rollout.quantized else "bf16"
+        products[rate] += 2.0 * math.prod(masters[path].shape)
+    products["bf16"] += 2.0 * sizes.vocab_size * sizes.hidden_size
+    slots, wide = run.slots().shape[0], run.engine.shapes.drafted + 1
+    position = slots * sum(amount / RATES[rate][0] for rate, amount in products.items())
+    position /= run.config.sharding.tensor
+    reads = (on_one_device(run.engine_weights()) + on_one_device(run.slots()) / 2) / RATES["memory"][0]
+    return max(reads, wide * position) / max(reads, position)
+
+
 def _sent(run: AbstractRun, program: str) -> dict[str, float]:
     """Kind -> bytes that a device sends in one call of a program."""
     assert run.layout is not None

@@ -5,6 +5,11 @@
     RLOO      A_i = r_i − mean of the others                         (Back to Basics, REINFORCE leave-one-out)
     REINFORCE++  A_i = (r_i − batch mean) / (batch std + 1e-6),  std with n − 1   (REINFORCE++)
 
+Credit per turn (process supervision, DeepSeekMath 4.1.3) has a reward for each turn of a sample.  The rule
+normalises the rewards of all turns of a group, and a turn's advantage is the sum from it on (`of_turns`):
+
+    A_k = Σ_(j ≥ k) (r_j − mean) / (std + 1e-6)
+
 A sample outside ``mask`` (its reward failed or timed out) is left out of mean and std, and has advantage 0.
 A group with fewer than two samples left, or with equal rewards, has advantage exactly 0, as it does not show
 which of its completions is better.  G = 1 is an error rather than NaN or 0.
@@ -12,6 +17,7 @@ which of its completions is better.  G = 1 is an error rather than NaN or 0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,6 +112,31 @@ def of_groups(
     """
     given = in_rows(np.ones(np.shape(rewards), bool), sizes, False)
     return advantage(in_rows(rewards, sizes, 0.0), in_rows(np.asarray(counted, bool), sizes, False))[given]
+
+
+def of_turns(
+    advantage: AdvantageFunction, rewards: Sequence[ArrayLike], counted: ArrayLike, sizes: Sequence[int]
+) -> list[Float64[np.ndarray, " K"]]:
+    """Credit per turn: for each turn the sum of the advantages of its own reward and of those after it.
+
+    A turn without a reward has the value of a reward of 0, so that among turns of unequal number the longer
+    sample sums more of them, as published.
+
+    Args:
+        advantage: (rewards [P, turns of a group], mask) -> advantages; not `rloo`, whose baseline leaves out
+          a sample.
+        rewards: N arrays [K], of each sample one reward a turn, groups one after the other.
+        counted: bool [N]; a group with fewer than two of them has advantage 0.
+        sizes: samples of each group.
+    """
+    given = np.asarray(counted, bool)
+    compared = np.repeat([part.sum() >= 2 for part in np.split(given, np.cumsum(sizes)[:-1])], sizes)
+    turns = [np.size(values) for values in rewards]
+    first = np.cumsum([0, *sizes])
+    of_group = [sum(turns[start:stop]) for start, stop in itertools.pairwise(first)]
+    flat = np.concatenate([np.asarray(values, np.float64) for values in rewards])
+    normalised = of_groups(advantage, flat, np.repeat(given & compared, turns), of_group)
+    return [part[::-1].cumsum()[::-1] for part in np.split(normalised, np.cumsum(turns)[:-1])]
 
 
 def informative_groups(rewards: ArrayLike, mask: ArrayLike | None = None) -> Bool[np.ndarray, " P"]:

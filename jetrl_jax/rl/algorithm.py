@@ -30,6 +30,7 @@ from jetrl_jax.config.learning import (
     BypassSection,
     ClippedSection,
     CorrectionSection,
+    Credit,
     DecoupledSection,
 )
 from jetrl_jax.errors import UserError
@@ -57,6 +58,7 @@ class ResolvedAlgorithm:
         dynamic_sampling, max_generation_rounds: replacement of groups with equal rewards.
         overlong_buffer_tokens: the zone of the overlong penalty; 0 is off.
         max_completion_tokens: L of the overlong penalty and of the ``constant`` aggregation.
+        credit: whether the turns of an episode share its advantage, or have their own.
         notes: sentences about settings that a user may not want; for the run's log.
     """
 
@@ -77,6 +79,7 @@ class ResolvedAlgorithm:
     max_generation_rounds: int
     overlong_buffer_tokens: int
     max_completion_tokens: int
+    credit: Credit = "episode"
     notes: tuple[str, ...] = ()
 
     @property
@@ -151,6 +154,7 @@ def resolve_algorithm(
         max_generation_rounds=section.max_generation_rounds,
         overlong_buffer_tokens=buffer,
         max_completion_tokens=max_completion_tokens,
+        credit=section.credit,
         notes=_notes(section),
     )
 

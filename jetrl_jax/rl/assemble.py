@@ -1,8 +1,8 @@
 """Turns groups of scored trajectories into the minibatches of a training step.
 
-    rewards -> overlong penalty -> advantages within groups -> old and reference log-probabilities, if the
-    loss needs them -> rollout correction -> minibatches of whole groups, packed into microbatches of one
-    shape
+    rewards -> overlong penalty -> advantages within groups, of samples or of turns -> old and reference
+    log-probabilities, if the loss needs them -> rollout correction -> minibatches of whole groups, packed
+    into microbatches of one shape
 
 Pure functions, except for the caller's `score`, the trainer's log-probabilities of packed microbatches.
 """
@@ -52,16 +52,18 @@ class Assembly:
     """A batch that is ready for training.
 
     Attributes:
-        advantages: float64 [N].
+        advantages: float64 [N]; with credit per turn N arrays, one value per sampled token.
         trained: bool [N].
+        signal: whether a trained sample has an advantage that is not 0.
         scored: (microbatch, log-probabilities under the behaviour version) pairs, if the loss needs them;
           else empty.
         metrics: ``correction/``, ``advantage/`` and the number of samples that are not trained.
         minibatches: yields the minibatches of all epochs, in order, each packed on demand.
     """
 
-    advantages: NDArray[np.float64]
+    advantages: NDArray[np.float64] | list[NDArray[np.float64]]
     trained: NDArray[np.bool_]
+    signal: bool
     scored: list[tuple[TrainBatch, NDArray[Any]]]
     metrics: dict[str, float]
     minibatches: Callable[[], Iterator[Minibatch]]
@@ -78,6 +80,7 @@ def assemble(
     microbatch_tokens: int,
     seed: Sequence[int],
     segment_unit: int = 1,
+    turn_rewards: Sequence[NDArray[np.float64]] | None = None,
 ) -> Assembly:
     """Advantages, scores, correction and minibatches of one rollout batch of N trajectories.
 
@@ -90,6 +93,8 @@ def assemble(
           log-probabilities.
         row_tokens, microbatch_tokens, segment_unit: as `pack`.
         seed: seed of the order of groups; the epoch is appended.
+        turn_rewards: N arrays with the reward of each of the policy's turns, which add up to the sample's;
+          read with credit per turn only.
 
     Raises:
         ValueError: the rewards do not fit the groups; also as `pack` and the advantages.
@@ -105,12 +110,19 @@ def assemble(
     counted, trained = sample_masks(
         total, [t.finish_reason for t in trajectories], mask_truncated=algorithm.mask_truncated
     )
-    shaped = algorithm.shape_rewards(total, np.array([t.sampled_tokens for t in trajectories]))
-    values = advantages.of_groups(algorithm.advantage, shaped, counted, sizes)
+    lengths = np.array([t.sampled_tokens for t in trajectories])
+    values: Any
+    if algorithm.credit == "turn":
+        values = _of_turns(algorithm, trajectories, turn_rewards or (), lengths, counted, sizes)
+    else:
+        values = advantages.of_groups(
+            algorithm.advantage, algorithm.shape_rewards(total, lengths), counted, sizes
+        )
+    learned = np.concatenate([np.zeros(0), *(np.atleast_1d(values[i]) for i in np.flatnonzero(trained))])
     packed = trajectories, values, trained
     arrays: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": None}
     scored: list[tuple[TrainBatch, NDArray[Any]]] = []
-    metrics = {"advantage/abs_mean": float(np.abs(values[trained]).mean()) if trained.any() else 0.0}
+    metrics = {"advantage/abs_mean": float(np.abs(learned).mean()) if learned.size else 0.0}
     metrics["count/masked_samples"] = int((~trained).sum())
     if algorithm.needs_old or algorithm.needs_reference:
         micro = pack(*packed, row_tokens, microbatch_tokens, segment_unit=segment_unit)
@@ -145,4 +157,28 @@ def assemble(
                 )
                 yield Minibatch(micro, count_denominators(micro, algorithm.max_completion_tokens))
 
-    return Assembly(values, trained, scored, metrics, minibatches)
+    return Assembly(values, trained, bool(learned.any()), scored, metrics, minibatches)
+
+
+def _of_turns(
+    algorithm: ResolvedAlgorithm,
+    trajectories: Sequence[Trajectory],
+    turn_rewards: Sequence[NDArray[np.float64]],
+    lengths: NDArray[np.int64],
+    counted: NDArray[np.bool_],
+    sizes: Sequence[int],
+) -> Arrays:
+    """The advantage of each sampled token by its turn; the overlong penalty belongs to the last turn."""
+    turns = [[turn.stop - turn.start for turn in t.turns if turn.role == "policy"] for t in trajectories]
+    given = [len(rewards) for rewards in turn_rewards]
+    if given != list(map(len, turns)):
+        raise ValueError(
+            f"assemble: rewards do not fit the turns: got {given[:8]} rewards, expected "
+            f"{list(map(len, turns))[:8]}, one for each of the policy's turns."
+        )
+    shaped = [np.array(rewards, np.float64) for rewards in turn_rewards]
+    last = algorithm.shape_rewards(np.array([rewards[-1] for rewards in shaped]), lengths)
+    for rewards, value in zip(shaped, last, strict=True):
+        rewards[-1] = value
+    credits = advantages.of_turns(algorithm.advantage, shaped, counted, sizes)
+    return [np.repeat(values, tokens) for values, tokens in zip(credits, turns, strict=True)]

@@ -81,7 +81,7 @@ class Parts:
 
     def new_drafter(self) -> DraftTrainer | None:
         """The trainer of the draft head as the run begins; None without one."""
-        return build_drafter(self.config, self.policy, self.programs)
+        return build_drafter(self.policy, self.programs)
 
     def new_engine(
         self, directory: RunDirectory | None = None, drafter: DraftTrainer | None = None
@@ -153,7 +153,7 @@ class Parts:
         )
         engine.load(state.published, step.counters.policy_version)
         if step.drafter is not None:
-            engine.load_draft(step.drafter.state)
+            engine.load_draft(step.drafter.head)
         return step
 
     def record(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bridge.hf.draft import read_draft_head
 from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
 from bridge.hf.read import load_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
@@ -32,6 +33,7 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.models.lora import Adapters, start
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
@@ -55,6 +57,7 @@ class Policy:
     """A model with its tokenizer, precision plan and config.
 
     step, scales: of the checkpoint it was read from; the scales [L, n] of keys and values if they are in FP8.
+    head: the draft head that was trained beside it, if its config asks for one and there is one.
     """
 
     model: Decoder
@@ -63,6 +66,7 @@ class Policy:
     config: RunConfig
     step: int | None = None
     scales: jax.Array | None = None
+    head: DraftHead | None = None
 
     @property
     def params(self) -> nnx.State:
@@ -256,14 +260,22 @@ def load_policy(
     if is_run(path):
         settings = policy_config(path, overrides, config)
         policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
-        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml").precision
+        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
         template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
-        if scales is not None and kv_kinds(trained.kv_cache, trained.kv_query) == policy.plan.kinds:
+        kept = trained.precision.kv_cache, trained.precision.kv_query
+        if scales is not None and kv_kinds(*kept) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
+        head, asked, had = policy.head, policy.config.draft_head, trained.draft_head
+        if asked is not None and had is not None and asked.head_path == had.head_path:
+            head = head or first_head(policy)
+            template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
         nnx.update(policy.model, restored.state["params"])
+        if "draft" in template:
+            nnx.update(head, restored.state["draft"]["params"])
         kv = restored.state.get("kv")
-        return dataclasses.replace(policy, step=restored.step, scales=None if kv is None else kv.scales)
+        scales = None if kv is None else kv.scales
+        return dataclasses.replace(policy, step=restored.step, scales=scales, head=head)
     if step != "last":
         raise UserError(
             f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
@@ -304,13 +316,36 @@ def with_base(policy: Policy, directory: Path) -> nnx.State:
     return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
+def first_head(policy: Policy) -> DraftHead:
+    """The draft head that a policy's config asks for, before training: read from `head_path`, or new.
+
+    Raises:
+      UserError: a policy of too few layers, or a head of another policy.
+    """
+    section, model = policy.config.draft_head, policy.model
+    assert section is not None
+    try:
+        if section.head_path is not None:
+            return read_draft_head(section.head_path, model.config, model.numerics)
+        ids = np.arange(model.config.vocab_size)
+        return DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(policy.config.seed))
+    except ValueError as error:
+        raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
+
+
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
     """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
     # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
-    return build_policy(config, model=model)
+    policy = build_policy(config, model=model)
+    section = config.draft_head
+    return (
+        policy
+        if section is None or section.head_path is None
+        else dataclasses.replace(policy, head=first_head(policy))
+    )
 
 
 def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:

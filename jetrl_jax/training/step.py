@@ -115,7 +115,7 @@ class RLStep:
         with clock.phase("publish"):
             self.engine.load(self.state.published, self.counters.policy_version)
             if self.drafter is not None:
-                self.engine.load_draft(self.drafter.state)
+                self.engine.load_draft(self.drafter.head)
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
         row["count/skipped_prompts"] = self.collector.prompts.skipped - skipped_prompts
@@ -160,11 +160,10 @@ class RLStep:
             microbatch_tokens=self.config.microbatch_tokens,
             seed=(self.config.seed, step),
             segment_unit=self.programs.segment_unit,
+            turn_rewards=self._turn_rewards(batch),
         )
         if assembly.trained.any():
-            self.counters.without_signal = (
-                0 if assembly.advantages[assembly.trained].any() else self.counters.without_signal + 1
-            )
+            self.counters.without_signal = 0 if assembly.signal else self.counters.without_signal + 1
         drafted: dict[str, float] = {}
         if self.drafter is not None:  # before the update consumes the weights
             with clock.phase("draft"):
@@ -204,6 +203,12 @@ class RLStep:
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
+
+    def _turn_rewards(self, batch: RolloutBatch) -> list[np.ndarray] | None:
+        if self.algorithm.credit == "episode":
+            return None
+        weights = {reward.name: reward.weight for reward in self.config.rewards}
+        return [rewards for group in batch.groups for rewards in group.turn_rewards(weights)]
 
     def _score(
         self, clock: StepClock, micro: list[TrainBatch]

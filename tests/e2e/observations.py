@@ -180,6 +180,13 @@ def losses(config: RunConfig) -> Any:
     return step(config).losses
 
 
+def turn_losses(config: RunConfig) -> Any:
+    """As `losses`, of episodes of letters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jetrl_jax.runs.parts.build_engine", lambda policy, *_, **__: Speaker(policy.tokenizer))
+        return losses(config)
+
+
 def updated_weights(config: RunConfig) -> Any:
     """Two arrays after the updates of a step, by the run's optimiser."""
     return step(config).weights
@@ -336,7 +343,7 @@ def draft_head(config: RunConfig) -> Any:
     """A draft head after an update."""
     policy = build_policy(config)
     programs = build_programs(config, policy.model, policy.plan, None)
-    trainer = build_drafter(config, policy, programs)
+    trainer = build_drafter(policy, programs)
     assert trainer is not None
     ids = np.arange(8, dtype=np.int32)[None] % policy.model.config.vocab_size
     zeros, ones = np.zeros(ids.shape, np.float32), np.ones_like(ids)

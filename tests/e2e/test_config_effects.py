@@ -55,6 +55,7 @@ from observations import (
     speculation,
     templated_tokens,
     tokens,
+    turn_losses,
     updated_weights,
     vllm_engine,
     warm_start,
@@ -252,6 +253,15 @@ BLOCKS = {
 }
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
 QUANTISED_QUERIES = {**VLLM, "precision.kv_cache": "fp8", "numerics.exact": False}
+EAGLE = {
+    **NO_SLOTS,
+    "rollout.engine": {
+        "kind": "vllm",
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 2, "model": "FILES/head"},
+        "draft_learning_rate": 1e-4,
+    },
+    "model.num_layers": 4,
+}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
 PROCESSES = {
@@ -376,6 +386,7 @@ CHANGES = (
         vllm_engine,
         VLLM,
     ),
+    Change("rollout.engine.draft_learning_rate", 1e-3, draft_head, BF16 | EAGLE),
     Change("rollout.engine.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("rollout.engine.sleep", False, shared_gpu, VLLM),
     Change("rollout.engine.kv_cache_memory_mb", 7, vllm_engine, VLLM),
@@ -435,6 +446,7 @@ CHANGES = (
     Change("algorithm.dynamic_sampling", True, sampling, {"rollout.group_size": 2}),
     Change("algorithm.max_generation_rounds", 1, sampling, PAIRS),
     Change("algorithm.overlong_buffer_tokens", 4, losses),
+    Change("algorithm.credit", "turn", turn_losses, TALK),
     Change("optimizer.learning_rate", 1e-3, updated_weights, THREE),
     Change("optimizer.schedule", "linear", updated_weights, THREE),
     Change("optimizer.schedule", "cosine", updated_weights, THREE),

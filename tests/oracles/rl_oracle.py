@@ -42,6 +42,22 @@ def advantages(name, rewards, mask):
     return np.array(result)
 
 
+def turn_credit(name, rewards, mask):
+    """Process supervision (DeepSeekMath 4.1.3) of rewards [P][G][turns]: the rewards of all turns of a group are
+    normalised, and a turn's advantage is the sum over itself and the later ones.
+    """
+    result = []
+    for group, kept in zip(rewards, mask, strict=True):
+        enough = sum(kept) >= 2
+        flat = [reward for sample in group for reward in sample]
+        counts = [keep and enough for sample, keep in zip(group, kept, strict=True) for _ in sample]
+        normalised = iter(advantages(name, [flat], [counts])[0])
+        for sample in group:
+            values = [next(normalised) for _ in sample]
+            result.append([math.fsum(values[k:]) for k in range(len(values))])
+    return result
+
+
 def overlong(length, max_tokens, buffer):
     """DAPO's soft overlong punishment, in its three cases."""
     if length <= max_tokens - buffer:

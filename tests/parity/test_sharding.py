@@ -64,9 +64,8 @@ LONG = pytest.mark.long
 # The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
 # makes these two of different instructions, so that a published value in 10^5 is not its master's.
 pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
-FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
+NARROW = ["bf16", "fp16", "fp8_unified", "fp8_forward"]  # fp8_rollout_only trains as bf16
 MESHES = [(1, 2, 2)]
-LONG_MESHES = [(2, 1, 1), (1, 4, 1), (1, 1, 4), (4, 2, 1), (2, 1, 2)]
 QWEN2 = dataclasses.replace(
     WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False
 )
@@ -179,16 +178,18 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     [("fp8_unified", mesh, "qwen3") for mesh in MESHES]
     + [("fp32", (2, 2, 2), "qwen3")]
     + [pytest.param("fp32", (2, 2, 2), "odd", marks=LONG)]
-    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in FLOWS if flow != "fp32"]
-    + [pytest.param("fp8_unified", mesh, "qwen3", marks=LONG) for mesh in LONG_MESHES]
+    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in NARROW]
     + [
-        pytest.param("fp8_unified", (1, 1, 2), "qwen2", marks=LONG),
+        pytest.param("fp8_unified", (1, 4, 1), "qwen3", marks=LONG),
+        pytest.param("fp8_unified", (1, 1, 4), "qwen2", marks=LONG),
+        pytest.param("fp8_unified", (4, 2, 1), "partial", marks=LONG),
         pytest.param("fp32", (1, 2, 2), "qwen2", marks=LONG),
     ]
-    + [pytest.param("fp8_unified", (2, 2, 1), "partial", marks=LONG)]
-    + [pytest.param("fp32", (1, 2, 2), "lora", marks=LONG)]
-    + [pytest.param("fp8_unified", mesh, "lora", marks=LONG) for mesh in ((2, 2, 2), (2, 1, 1), (1, 4, 1))]
-    + [pytest.param("bf16", (1, 1, 4), "lora", marks=LONG)],
+    + [
+        pytest.param("fp32", (1, 2, 2), "lora", marks=LONG),
+        pytest.param("fp8_unified", (2, 2, 2), "lora", marks=LONG),
+        pytest.param("bf16", (1, 4, 1), "lora", marks=LONG),
+    ],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
     one = policy(flow, architecture)
@@ -285,11 +286,7 @@ def small_programs(mesh: tuple[int, ...]) -> PolicyPrograms:
 @LONG  # in `make test`: tests/unit/test_rl_splits.py, and the meshes above
 @pytest.mark.parametrize(
     ("name", "aggregation"),
-    [
-        ("grpo", "token_mean"),
-        ("gspo", "sequence_mean"),
-        *(("grpo", name) for name in ("sequence_mean", "constant")),
-    ],
+    [("grpo", "token_mean"), ("gspo", "sequence_mean")],
 )
 def test_loss_is_the_same_under_every_split_into_microbatches_and_devices(name, aggregation):
     one = policy("fp32", "small")
@@ -380,8 +377,7 @@ def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> 
     [
         ("bf16", (1, 1, 2), None),
         pytest.param("bf16", (3, 1, 1), None, marks=LONG),
-        pytest.param("fp8_unified", (2, 1, 2), None, marks=LONG),
-        pytest.param("fp8_unified", (2, 1, 2), Lookup((3,)), marks=LONG),
+        pytest.param("fp8_unified", (2, 1, 2), Lookup((0, 3)), marks=LONG),
     ],
 )
 def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, sampled_by_one):

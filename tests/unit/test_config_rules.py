@@ -95,6 +95,15 @@ rollout.engine.speculative_config: a rule of acceptance that does not keep the d
 rollout.engine.speculative_config: only a draft of eagle3 has weights
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1}}}
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.draft_learning_rate: has no effect here
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: suffix, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculation.kind: a draft head runs on one device only
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}, sharding: {data: 2}
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}
+rollout.engine.speculation.kind: a draft head reads three layers after the first
+    rollout: {engine: {speculation: head}}, model: {num_layers: 3}
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}
 rollout.top_k: training rollouts cannot be truncated
     rollout: {top_k: 1}
     rollout: {top_k: 0}

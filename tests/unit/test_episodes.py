@@ -298,4 +298,5 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
         "environment",
     } <= clock.seconds.keys()
     assert np.array_equal(batch.rewards, [0, 1, np.nan, 3], equal_nan=True)
+    assert [r.tolist() for r in batch.groups[0].turn_rewards({"task": 2.0})] == [[0.0], [2.0]]
     assert "environment: timeout: no answer within 1 s" in capsys.readouterr().out

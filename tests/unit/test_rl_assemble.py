@@ -10,7 +10,8 @@ import pytest
 from jetrl_jax.rl import advantages
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.assemble import assemble
-from jetrl_jax.rollout.types import Trajectory
+from jetrl_jax.rollout.types import Trajectory, Turn
+from tests.oracles import rl_oracle
 from tests.sections import algorithm_section, correction_section
 
 SIZES = [2, 3, 1, 4]
@@ -107,6 +108,66 @@ def test_the_reference_and_a_correction_are_scored_once():
         np.testing.assert_allclose(
             b.ref_logprobs[b.loss_mask], b.rollout_logprobs[b.loss_mask] - 1, rtol=1e-6
         )
+
+
+TURNS = [
+    [[0.5, 0.0], [1.0]],
+    [[0.1, 0.1], [0.0, 0.9, 0.0], [0.4]],
+    [[0.25, 0.75]],
+    [[0.5], [9.0], [0.5], [1, 0.5]],
+]
+
+
+def episode(index, tokens):
+    """Turns of so many tokens with an observation of two tokens between them."""
+    turns, sampled = [Turn(0, 3, "prompt")], [False] * 3
+    for count in tokens:
+        if sampled[-1]:
+            turns.append(Turn(len(sampled), len(sampled) + 2, "environment"))
+            sampled += [False] * 2
+        turns.append(Turn(len(sampled), len(sampled) + count, "policy", "stop"))
+        sampled += [True] * count
+    mask = np.array(sampled)
+    ids, logprobs = np.ones(len(mask), np.int32), np.where(mask, -1, 0).astype(np.float32)
+    return Trajectory(index, ids, mask, logprobs, tuple(turns), ((3, len(mask), 0),))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_credit_per_turn_is_that_of_process_supervision(name):
+    """By loops; each sampled token has its turn's value, and one sample alone has nothing to compare with."""
+    rng = np.random.default_rng(2)
+    resolved = resolve_algorithm(
+        algorithm_section(name=name, credit="turn", overlong_buffer_tokens=2), 8, correction_section()
+    )
+    tokens = [[rng.integers(1, 4, len(sample)) for sample in group] for group in TURNS]
+    given = [[episode(i, sample) for i, sample in enumerate(group)] for group in tokens]
+    flat = [np.array(sample, float) for group in TURNS for sample in group]
+    rewards = [np.array([sum(sample) for sample in group]) for group in TURNS]
+    rewards[3][1] = np.nan
+    got = assemble(
+        given, rewards, resolved, correction_section(), unwanted,
+        row_tokens=24, microbatch_tokens=48, seed=(3, 1), turn_rewards=flat,
+    )  # fmt: skip
+    shaped = [[list(sample) for sample in group] for group in TURNS]
+    for group, counts in zip(shaped, tokens, strict=True):
+        for sample, count in zip(group, counts, strict=True):
+            sample[-1] += rl_oracle.overlong(sum(count), 8, 2)
+    mask = [[not np.isnan(r) for r in group] for group in rewards]
+    expected = rl_oracle.turn_credit(name, shaped, mask)
+    counts = [count for group in tokens for count in group]
+    for ours, values, each in zip(got.advantages, expected, counts, strict=True):
+        np.testing.assert_allclose(ours, np.repeat(values, each), rtol=1e-12, atol=1e-12)
+    assert not got.advantages[5].any() and not got.advantages[7].any() and got.signal
+    (part,) = got.minibatches()
+    packed = np.concatenate([b.advantages[b.loss_mask] for b in part.microbatches])
+    trained = np.concatenate([ours for ours, one in zip(got.advantages, got.trained, strict=True) if one])
+    np.testing.assert_allclose(np.sort(packed), np.sort(trained), rtol=1e-6)
+    assert got.metrics["advantage/abs_mean"] == pytest.approx(np.abs(trained).mean())
+    with pytest.raises(ValueError, match="rewards do not fit the turns"):
+        assemble(
+            given, rewards, resolved, correction_section(), unwanted,
+            row_tokens=24, microbatch_tokens=48, seed=(3, 1), turn_rewards=flat[1:],
+        )  # fmt: skip
 
 
 def test_sizes_that_do_not_add_up_are_refused():
