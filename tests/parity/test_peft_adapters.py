@@ -85,10 +85,10 @@ def test_peft_and_we_read_each_others_adapters(tmp_path: Path) -> None:
     algorithm = resolve_algorithm(algorithm_section(), 44)
     state = programs.init(policy_params)
     grads, _, _ = programs.policy_gradient(state, batch, count_denominators([batch], 44), algorithm)
+    twin = peft.PeftModel.from_pretrained(
+        float64_twin(random_model("qwen3")), str(tmp_path / "ours"), is_trainable=True
+    ).double()
     with true_float64():
-        twin = peft.PeftModel.from_pretrained(
-            float64_twin(random_model("qwen3")), str(tmp_path / "ours"), is_trainable=True
-        ).double()
         count, loss = 0, torch.zeros((), dtype=torch.float64)
         for trajectory, advantage in zip(trajectories(LENGTHS), ADVANTAGES, strict=True):
             row = torch.tensor(trajectory.token_ids, dtype=torch.long)[None]
