@@ -5,6 +5,8 @@ version, with only the adapters sent; and a certificate that sees an adapter tha
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from vllm_policy import (
     SETTINGS,
     Gap,
     Scorer,
+    children,
     fp8_paths,
     requests,
     sampled_policy,
@@ -127,7 +130,8 @@ def test_server_serves_the_trainers_adapters(tmp_path: Path) -> None:
         assert len(manifest.entries) == 2 * len(LORA.targets) * QWEN3.num_layers
         assert len(list(engine._directory.glob("jetrl-*"))) == 1
         assert engine._process is not None
-        engine._process.kill()
+        for pid in (engine._process.pid, *children(engine._process.pid)):
+            os.kill(pid, signal.SIGKILL)
         trajectories = engine.generate(requests(12), SAMPLING)
         served = np.concatenate([t.sampled_logprobs for t in trajectories])
         assert Gap.of(scorer(published, trajectories), served).exact and engine.restarts_left == 0
