@@ -135,15 +135,15 @@ class InProcessEngine(VllmEngine):
         finish(**_known(finish, weight_version=str(version)))
 
     def _adapt(self, published: Any, base: Manifest) -> Manifest:
-        """Gives vLLM the adapters, in place of earlier ones; returns their manifest with that of the base."""
+        """Gives vLLM the adapters; returns their manifest with that of the base.
+
+        vLLM reads them, then drops those before, as it has room for one set.
+        """
         assert self.settings.lora is not None
-        engine = self.llm.llm_engine
         with tempfile.TemporaryDirectory(prefix="jetrl-adapter-", dir=MEMORY) as directory:
             name, number, path = self._next_adapter(published, Path(directory))
-            for old in engine.list_loras():
-                engine.remove_lora(old)
             self._adapter = LoRARequest(name, number, str(path))
-            engine.add_lora(self._adapter)
+            self.llm.llm_engine.add_lora(self._adapter)
         own = [(n, _as_torch(array)) for n, array in adapter_tensors(published, self.settings.lora.scale)]
         entries = {**base.entries, **transfer.manifest_of(own, base.policy_version).entries}
         return Manifest(base.policy_version, entries)

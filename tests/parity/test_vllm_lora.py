@@ -103,11 +103,9 @@ def test_vllm_serves_the_trainers_adapters(preset: str, config: ModelConfig) -> 
 
         # an adapter under the number of the one before: vLLM knows that number, and keeps the old one
         engine._adapters -= 1
-        engine.llm.llm_engine.remove_lora = lambda number: True
         with pytest.raises(RunStopped, match=f"{adapters} tensors differ.*probe: got") as stopped:
             engine.load(versions[2], 2)
         assert "lora_A.weight: other bytes" in str(stopped.value)
-        assert float(np.abs(scorer.whole(versions[2], trajectories[0])).max()) > 0
     finally:
         engine.close()
 
