@@ -66,7 +66,7 @@ def oracle(base: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_forward"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", pytest.param("fp8_forward", marks=pytest.mark.long)])
 def test_adapted_layer_is_the_float64_formula(form: str) -> None:
     """Values to the bit.  In gradients dt is a rounded FP32 sum, so that an ulp of it may be another."""
     x, w, a, b, dy = operands()

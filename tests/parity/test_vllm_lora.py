@@ -49,7 +49,6 @@ from bridge.vllm.in_process import InProcessEngine  # noqa: E402
 LORA = LoraSection(
     rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 )
-EVERYWHERE = (pytest.mark.long, pytest.mark.instruction_sets)
 
 
 def adapted_policy(preset: str, config: ModelConfig) -> SmallPolicy:
@@ -62,13 +61,12 @@ def next_version(policy: SmallPolicy, seed: int) -> Any:
     return merge(policy.published, jit(policy.plan.publish)(params))
 
 
+@pytest.mark.long
+@pytest.mark.instruction_sets
 @pytest.mark.parametrize(
     ("preset", "config"),
-    [
-        pytest.param("fp8_unified", QWEN3, id="fp8"),
-        pytest.param("bf16", QWEN3, id="bf16", marks=EVERYWHERE),
-        pytest.param("fp8_unified", QWEN2, id="fp8-qwen2", marks=EVERYWHERE),
-    ],
+    [("fp8_unified", QWEN3), ("bf16", QWEN3), ("fp8_unified", QWEN2)],
+    ids=["fp8", "bf16", "fp8-qwen2"],
 )
 def test_vllm_serves_the_trainers_adapters(preset: str, config: ModelConfig) -> None:
     policy = adapted_policy(preset, config)
