@@ -188,7 +188,6 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     + [
         pytest.param("fp32", (1, 2, 2), "lora", marks=LONG),
         pytest.param("fp8_unified", (2, 2, 2), "lora", marks=LONG),
-        pytest.param("bf16", (1, 4, 1), "lora", marks=LONG),
     ],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
