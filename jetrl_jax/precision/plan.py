@@ -134,6 +134,7 @@ class PrecisionPlan:
                 rows += [
                     PlanRow(path, site, fmt.name, _blocks(site, fmt, self.wgrad_operand))
                     for site, fmt in products
+                    if site != "wgrad" or not self.adapted  # a frozen base has none
                 ]
             else:
                 head = path in EMBEDDINGS

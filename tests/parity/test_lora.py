@@ -181,6 +181,7 @@ def test_policy_starts_as_its_base_which_training_leaves_alone(preset: str) -> N
 
     kinds = {type(value) for path, value in named_params(state.published) if path.endswith("_proj.weight")}
     assert kinds == ({ScaledArray} if preset == "fp8_unified" else {type(jnp.zeros(1))})
+    assert {row.site for row in programs.plan.rows} == {"rollout", "fprop", "dgrad", "value"}
     reference, before = programs.reference(state), bits(programs.plan.frozen_base(state.published))
     for _ in range(20):
         grads, _ = policy.gradient(state)
