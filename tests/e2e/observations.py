@@ -236,6 +236,11 @@ def parameters(config: RunConfig) -> Any:
     return {path: np.asarray(value).tobytes() for path, value in named_params(build_policy(config).params)}
 
 
+def adapters(config: RunConfig) -> Any:
+    """Rank, scale and targets of the policy's adapters."""
+    return nnx.eval_shape(lambda: build_policy(config).model).adapters
+
+
 def shapes(config: RunConfig) -> Any:
     """Paths and shapes of the policy's parameters; nothing is initialised."""
     model = nnx.eval_shape(lambda: build_policy(config).model)

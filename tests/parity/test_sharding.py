@@ -24,8 +24,9 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.anatomy import fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models.lora import Adapters
 from jetrl_jax.precision.formats import FP8_BLOCKS
-from jetrl_jax.precision.parameters import map_params, named_params
+from jetrl_jax.precision.parameters import map_params, merge, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
@@ -76,7 +77,10 @@ CONFIGS = {
     "partial": dataclasses.replace(WIDE, intermediate_size=672),
     "odd": dataclasses.replace(WIDE, vocab_size=VOCAB),
     "small": CONFIG,
+    "lora": WIDE,
 }
+# a rank that "fsdp" splits on the first axis
+ADAPTERS = Adapters(8, 2.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 # Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an
 # error.
 SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
@@ -84,7 +88,7 @@ SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
 
 @functools.cache
 def policy(flow: str, architecture: str = "qwen3") -> SmallPolicy:
-    return SmallPolicy(flow, CONFIGS[architecture])
+    return SmallPolicy(flow, CONFIGS[architecture], adapters=ADAPTERS if architecture == "lora" else None)
 
 
 def section(mesh: tuple[int, ...]) -> ShardingSection:
@@ -182,6 +186,10 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
         pytest.param("fp8_unified", (1, 1, 4), "qwen2", marks=LONG),
         pytest.param("fp8_unified", (4, 2, 1), "partial", marks=LONG),
         pytest.param("fp32", (1, 2, 2), "qwen2", marks=LONG),
+    ]
+    + [
+        pytest.param("fp32", (1, 2, 2), "lora", marks=LONG),
+        pytest.param("fp8_unified", (2, 2, 2), "lora", marks=LONG),
     ],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
@@ -198,13 +206,14 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
     grads, many_loss = gradient(many, state, ROWS_EACH * mesh[0] * mesh[1])
     assert abs(many_loss - loss) <= 1e-6
     check_gradients(arrays(grads), flow, architecture, mesh[2])
-    given = map_params(lambda path, _: gradients[path], one.params)
+    trained = select(one.params, one.plan.trained)
+    given = map_params(lambda path, _: gradients[path], trained)
     state, report = many.update(state, jax.device_put(given, many.layout.shardings(given)))
     assert not report.nonfinite
     whole = float(np.sqrt(sum(norm(value) ** 2 for value in gradients.values())))
     assert abs(report.grad_norm - whole) <= 1e-6 * whole
     after = arrays(state.params)
-    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(one.params)}
+    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(trained)}
     # softmax does not see a bias of keys
     assert min(value for path, value in moved.items() if "k_proj.bias" not in path) > 1e-4
     for path, value in after.items():  # the norm's sum has another order, and it scales the gradient
@@ -215,9 +224,11 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
 def check_codes(one: SmallPolicy, state: TrainState) -> None:
     """Each device's codes and scales are the slices of those that one device makes of the whole masters."""
     masters = jax.tree.map(lambda value: jax.numpy.asarray(np.asarray(value)), state.params)
-    for (path, value), (_, sharded) in zip(
-        named_params(one.plan.publish(masters)), named_params(state.published), strict=True
-    ):
+    expected = merge(one.published, one.plan.publish(masters))  # a frozen base is that of the start
+    held = dict(named_params(state.published))
+    assert held.keys() == dict(named_params(expected)).keys()
+    for path, value in named_params(expected):
+        sharded = held[path]
         pairs = (
             [(value, sharded)]
             if not isinstance(value, ScaledArray)

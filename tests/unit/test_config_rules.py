@@ -44,6 +44,30 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.temperature: vLLM samples at another temperature than the trainer scores at, or refuses it
     rollout: {temperature: 0.005, engine: vllm}
     rollout: {temperature: 0.01, engine: vllm}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 48}
+    lora: {rank: 32, alpha: 16}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 32, rslora: true}
+    lora: {rank: 64, alpha: 32, rslora: true}
+lora.targets: a layer stands twice
+    lora: {targets: [q_proj, v_proj, q_proj]}
+    lora: {targets: [q_proj, v_proj]}
+lora.rank: vLLM has no place for adapters of this rank
+    rollout: {engine: vllm}, lora: {rank: 1024, alpha: 1024}
+    rollout: {engine: vllm}, lora: {rank: 512, alpha: 512}
+precision.preset: the base is frozen in one format, and this flow trains in another one than it samples in
+    precision: {preset: fp8_rollout_only}, lora: {}
+    precision: {preset: fp8_forward}, lora: {}
+precision.kv_cache: vLLM gets adapters only, and no scales of keys and values beside them
+    precision: {kv_cache: fp8}, rollout: {engine: vllm}, lora: {}
+    precision: {kv_cache: fp8}, lora: {}
+rollout.engine.speculative_config: vLLM does not speculate beside adapters here
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 2}}}, lora: {}
+    rollout: {engine: vllm}, lora: {}
+rollout.engine.speculation.kind: a draft head is not trained beside adapters
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: head, lengths: [0, 3]}}}, lora: {}
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3]}}}, lora: {}
 rollout.top_p: training rollouts cannot be truncated
     rollout: {top_p: 0.999}
     rollout: {top_p: 1}
