@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, sampled_policy
 
-from bridge.hf.draft import read_draft_head, save_draft_head
+from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
@@ -63,6 +63,10 @@ def test_a_head_is_read_as_it_was_written(tmp_path: Path) -> None:
     for (name, value), (other, read) in pairs:
         assert name == other
         np.testing.assert_array_equal(value.astype(jnp.bfloat16), read.astype(jnp.bfloat16))
+    whole = DraftHead(DEEP, policy.numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(3))
+    assert not {"d2t", "t2d"} & set(draft_tensors(whole)), "vLLM has no such parameters then"
+    again = read_draft_head(save_draft_head(tmp_path / "whole", whole), DEEP, policy.numerics)
+    np.testing.assert_array_equal(again.d2t[...], whole.d2t[...])
     wide = dataclasses.replace(DEEP, hidden_size=256)
     with pytest.raises(UserError, match="another policy's: got hidden_size=128, expected 256"):
         read_draft_head(directory, wide, policy.numerics)

@@ -116,6 +116,7 @@ class Generation:
         self.length = length
         self.drafted = 0  # tokens in each step of the last chunk
         self.started = 0.0  # the last chunk, by the clock
+        self.timed = False
         self._plan_prefills(prompts)
         draft = programs.draft
         self.texts = None
@@ -289,6 +290,9 @@ class Generation:
             idle_limit = np.int32(min(slots, (self.occupant < 0).sum() + max(1, slots // 8)))
         self.drafted = self.length.choose(self.state.shape)
         texts = self.texts.of(self.occupant, self.state.shape[1]) if self.texts and self.drafted else ()
+        self.timed = self.length.measuring or not self.reports
+        if self.timed:  # without what was inserted
+            jax.block_until_ready(self.reports)
         self.started = time.perf_counter()
         self.state, report = self.programs.decode(
             self.weights, self.state, self.controls, idle_limit, self.drafted, *texts
@@ -340,7 +344,7 @@ class Generation:
             statistics.drafted += drafted
             statistics.accepted += accepted
             statistics.places.update({f"drafted_{place}": drafted, f"accepted_{place}": accepted})
-        if count and len(self.reports) == 1:  # nothing was inserted in this time
+        if count and self.timed:
             seconds = (time.perf_counter() - self.started) / count
             self.length.add(self.state.shape, self.drafted, seconds, active[:, 1:] >= 0)
 
