@@ -125,7 +125,7 @@ test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and
 # The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
 ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
-	tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
+	tests/parity/test_vllm_lora.py tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
 	tests/unit/test_check_engine.py tests/kernels/test_quantize.py tests/kernels/test_formats.py tests/kernels/test_rounding.py \
 	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch \
 	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates
@@ -221,8 +221,10 @@ study: $(VENV)/.installed-train  ## Train every precision flow with three seeds,
 # Rivals need other versions, so each has its own environment (Python 3.11).
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
-CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
-	trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16
+REAL := $(filter real,$(PEER_SETTING))
+CONTENDERS ?= $(if $(REAL),,jetrl:fp32-fast) jetrl:fp32 jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
+	trl:float32 trl:bfloat16 $(if $(REAL),torch:float32 torch:bfloat16,tunix:float32 tunix:bfloat16)
+PEER_ENVIRONMENTS := trl $(if $(REAL),,tunix)
 
 .venv-%/.installed: $(PEERS)/requirements-%.txt
 	$(call say,"making .venv-$* with the versions of $<")
@@ -231,9 +233,11 @@ CONTENDERS ?= jetrl:fp32 jetrl:fp32-fast jetrl:bf16 jetrl:bf16-fast jetrl:fp8_un
 	@touch $@
 
 .PHONY: bench-peers
-bench-peers: $(VENV)/.installed-test .venv-trl/.installed .venv-tunix/.installed  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small for a larger model)
+bench-peers: $(if $(REAL),real-model) $(VENV)/.installed-test $(PEER_ENVIRONMENTS:%=.venv-%/.installed)  ## Time our step against TRL's and Tunix's (on an idle machine; PEER_SETTING=small or real)
 	$(RUN_PYTHON) $(PEERS)/compare.py --setting $(PEER_SETTING) --contenders $(CONTENDERS) \
-		--python trl=.venv-trl/bin/python tunix=.venv-tunix/bin/python --out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
+		$(if $(REAL),--rounds 3 --burst 1 --rollouts 0 --warmup 1) \
+		--python trl=.venv-trl/bin/python torch=.venv-trl/bin/python tunix=.venv-tunix/bin/python \
+		--out runs/benchmarks/peers_$(PEER_SETTING).json $(ARGS)
 
 .PHONY: bench-profile
 bench-profile: $(VENV)/.installed-test  ## Processor time of each program of a step of PEER_SETTING, its floor and dearest operations (ARGS='--flavors bf16 fp8_unified')

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from bridge.hf.draft import draft_tensors
+from bridge.hf.peft import PeftAdapter, save_adapter
+from bridge.hf.tensors import hf_tensors, synced_tensors, to_host
 from bridge.vllm.settings import (
     EngineFailed,
     EngineSettings,
     check_requests,
     sampling_fields,
     scoring_fields,
+    speculation_counts,
     trajectory,
 )
 from jetrl_jax.models.config import ModelConfig
+from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.precision.formats import is_adapter
+from jetrl_jax.precision.parameters import named_params, select
 from jetrl_jax.rollout.engine import Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import Request, SamplingParams
@@ -49,6 +59,9 @@ class VllmEngine(RolloutEngine):
         self.settings = settings
         self.operations: dict[str, str] = {}  # operation -> implementation, once vLLM has started
         self._asleep = False
+        self._base: list[Any] | None = None  # the arrays of a frozen base that vLLM holds
+        self._adapters = 0  # number of adapters that it was given
+        self._counts: dict[str, int] = {}
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as vLLM holds them; errors as `score`."""
@@ -69,6 +82,20 @@ class VllmEngine(RolloutEngine):
             **({} if speculation is None else {"speculation": speculation}),
         }
 
+    def load_draft(self, head: DraftHead) -> None:
+        """Gives the draft of vLLM's speculation (eagle3) other weights.
+
+        Raises:
+          RuntimeError: as `score`.
+          EngineFailed: this vLLM has no draft with weights, or refuses these.
+        """
+        self._require("load_draft")
+        self._hand_over_draft(draft_tensors(head))
+
+    def counts(self) -> Mapping[str, int]:
+        """Of vLLM's own speculation: as `RolloutEngine.counts`; nothing without."""
+        return self._counts
+
     def _load(self, published: Any, version: int) -> Manifest:
         self._accepted = False
         manifest = self._hand_over(published, version)
@@ -77,9 +104,11 @@ class VllmEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         asked = [(request.prompt_ids, sampling_fields(sampling, request)) for request in requests]
+        before = self._speculated()
         with contextlib.closing(self._ask(asked)) as answers:
             for place, answer in answers:
                 yield trajectory(requests[place], *self._completion(answer), sampling, self._version)
+        self._counts = {name: count - before[name] for name, count in self._speculated().items()}
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         check_sequences(sequences, self.settings.longest, self.model.vocab_size)
@@ -99,6 +128,42 @@ class VllmEngine(RolloutEngine):
             self._drop()
             self._asleep = True
 
+    # Adapters beside a frozen base
+
+    def _to_send(self, published: Any) -> list[tuple[str, Any]]:
+        """The tensors to transfer: all; of a policy with adapters its base, and nothing if vLLM holds it."""
+        if self.settings.lora is None:
+            return list(synced_tensors(self.model, published))
+        base = jax.tree.leaves(select(published, lambda path: not is_adapter(path)))
+        held = self._base is not None and all(a is b for a, b in zip(self._base, base, strict=True))
+        return [] if held else list(hf_tensors(self.model, published))
+
+    def _now_held(self, published: Any) -> None:
+        """Notes that vLLM holds the base of these weights."""
+        if self.settings.lora is not None:
+            self._base = jax.tree.leaves(select(published, lambda path: not is_adapter(path)))
+
+    def _next_adapter(self, published: Any, directory: Path) -> tuple[str, int, Path]:
+        """Writes the adapters for vLLM; returns the name and number of the next one, and its directory.
+
+        Each version has a name and a number of its own: vLLM would go on with an adapter whose number it
+        knows.
+        """
+        lora = self.settings.lora
+        assert lora is not None
+        self._adapters += 1
+        arrays = {path: to_host(value) for path, value in named_params(published) if is_adapter(path)}
+        made = PeftAdapter(lora.rank, lora.alpha, lora.rslora, lora.targets, None, arrays)
+        name = f"jetrl-{os.getpid()}-{self._adapters}"
+        return name, self._adapters, save_adapter(directory / name, made)
+
+    def _speculated(self) -> dict[str, int]:
+        """Counts of vLLM's speculation since it began; none without."""
+        told = self.settings.described_speculation
+        if told is None:
+            return {}
+        return speculation_counts(self._metrics(), told["draft"]["num_speculative_tokens"])
+
     # How vLLM is run; each raises EngineFailed on failure
 
     @abc.abstractmethod
@@ -108,6 +173,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _hand_over(self, published: Any, version: int) -> Manifest:
         """Loads a policy version into vLLM, wakes it and empties its prefix cache; returns the manifest."""
+
+    @abc.abstractmethod
+    def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Loads the tensors of a draft's file into vLLM, behind the policy's weights."""
 
     @abc.abstractmethod
     def _held(self, names: list[str]) -> str:
@@ -124,6 +193,10 @@ class VllmEngine(RolloutEngine):
     @abc.abstractmethod
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         """The log-probabilities of all tokens of a prompt except the first."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> str:
+        """vLLM's metrics, in Prometheus's text."""
 
     @abc.abstractmethod
     def _drop(self) -> None:

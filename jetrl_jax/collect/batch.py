@@ -117,10 +117,22 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     row["count/generation_rounds"] = batch.rounds
     if episodes := [episode for group in batch.groups for episode in group.episodes]:
         row |= episode_metrics(episodes)
-    if batch.counts:
-        drafted, accepted, verified = (batch.counts[name] for name in ("drafted", "accepted", "verified"))
-        row["speculation/drafted_tokens"] = drafted
-        row["speculation/accepted_tokens"] = accepted
-        row["speculation/length_mean"] = batch.counts["asked"] / max(verified, 1)
-        row["speculation/accepted_per_step"] = accepted / max(verified, 1)
+    return row | (speculation_metrics(batch.counts) if batch.counts else {})
+
+
+def speculation_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of `RolloutEngine.counts` of an engine with a draft."""
+    drafted, accepted, verified = (counts[name] for name in ("drafted", "accepted", "verified"))
+    row = {
+        "speculation/drafted_tokens": drafted,
+        "speculation/accepted_tokens": accepted,
+        "speculation/length_mean": counts["asked"] / max(verified, 1),
+        "speculation/tokens_per_step": 1 + accepted / max(verified, 1),
+    }
+    if drafted:
+        row["speculation/accepted_fraction"] = accepted / drafted
+    for name, count in counts.items():
+        kind, _, place = name.partition("_")
+        if kind == "drafted" and place and count:
+            row[f"speculation/accepted_{place}_fraction"] = counts[f"accepted_{place}"] / count
     return row

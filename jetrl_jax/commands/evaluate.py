@@ -53,9 +53,9 @@ def main(argv: list[str]) -> int:
             "--config, expected --config FILE."
         )
 
-    from jetrl_jax.runs.engines import build_engine
+    from jetrl_jax.runs.engines import sampling_engine
     from jetrl_jax.runs.grpo import build_player
-    from jetrl_jax.runs.policy import load_policy, published_weights
+    from jetrl_jax.runs.policy import load_policy
     from jetrl_jax.tasks.registry import build_task
     from jetrl_jax.training.evaluation import Evaluator
 
@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
         verifier=config.eval_verifier,
         player=build_player(config, task, policy.tokenizer),
     )
-    with contextlib.closing(evaluator), contextlib.closing(build_engine(policy, rollout)) as engine:
-        engine.load(published_weights(policy), 0)
+    with contextlib.closing(evaluator), contextlib.closing(sampling_engine(policy)) as engine:
         evaluation = evaluator(engine)
     print(json.dumps(evaluation.metrics | {"prompts": len(evaluator.prompts), "step": policy.step}, indent=2))
     return 0

@@ -139,8 +139,7 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
     """`count` completions of held-out prompts under the policy's own flow, at its temperature."""
     from jetrl_jax.collect.prompts import derived_seeds, fitting_prompts
     from jetrl_jax.rollout.types import Request, SamplingParams
-    from jetrl_jax.runs.engines import build_engine
-    from jetrl_jax.runs.policy import published_weights
+    from jetrl_jax.runs.engines import sampling_engine
     from jetrl_jax.tasks.registry import build_task
 
     config = policy.config
@@ -155,8 +154,7 @@ def held_out_completions(policy: Policy, count: int) -> list[Trajectory]:
     sampling = SamplingParams(
         config.rollout.temperature, config.rollout.turn_tokens, tuple(policy.tokenizer.eos_ids), 0
     )
-    with contextlib.closing(build_engine(policy, config.rollout)) as engine:
-        engine.load(published_weights(policy), 0)
+    with contextlib.closing(sampling_engine(policy)) as engine:
         return engine.generate(requests, sampling)
 
 

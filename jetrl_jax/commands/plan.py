@@ -168,7 +168,7 @@ def _print_plan(
     console: Console, config: RunConfig, sizes: ModelConfig, devices: Devices, reserve: float, *, search: bool
 ) -> int:
     from jetrl_jax.planning.memory import MemoryPlan
-    from jetrl_jax.planning.traffic import traffic, work
+    from jetrl_jax.planning.traffic import traffic, verify_cost, work
 
     budget = int(devices.memory_bytes * (1 - reserve))
     plan = MemoryPlan(config, sizes, devices.memory_bytes)
@@ -190,6 +190,14 @@ def _print_plan(
         f"{budget / GIB:.2f} GiB"
     )
     console.print(f"attention: {plan.run.attention.name} ({plan.run.attention.reason})")
+    if plan.run.engine is not None and plan.run.engine.shapes.drafted:
+        cost, drafted = verify_cost(plan.run), plan.run.engine.shapes.drafted
+        slots = plan.run.slots().shape[0]
+        console.print(
+            f"speculation: up to {drafted} guesses of each of {slots} sequences; by the rates of one H100 a "
+            f"forward of {drafted + 1} positions takes {cost:.2f} times as long as one of a single "
+            f"position, and gains where more than {cost - 1:.2f} guesses of it are kept"
+        )
     if config.shared_vllm is not None:
         console.print(
             "JAX beside vLLM on one GPU: "

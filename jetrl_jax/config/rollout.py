@@ -168,9 +168,28 @@ class StartedVllmSection(VllmSection):
         "prompt_lookup_max: 3}. It keeps the distribution, but not the tokens that are sampled without it. "
         "null: none.",
     )
+    draft_learning_rate: PositiveFloat | None = option(
+        None,
+        "Of the AdamW that trains the draft of speculative_config's eagle3 beside the policy; vLLM gets its "
+        "weights after each update of the policy's. null: the draft stays as it was read.",
+    )
     enforce_eager: bool = option(
         True, "Whether vLLM runs without compilation, whose fusions round elsewhere; an exact run needs it."
     )
+
+    @property
+    def trained_draft(self) -> HeadSection | None:
+        """The draft that is trained beside the policy; None without one."""
+        given = self.speculative_config
+        if self.draft_learning_rate is None or given is None or "model" not in given:
+            return None
+        lengths, path = (0, given["num_speculative_tokens"]), given["model"]
+        return HeadSection(lengths=lengths, head_path=path, learning_rate=self.draft_learning_rate)
+
+    def _rules(self) -> Iterator[Rule]:
+        yield from super()._rules()
+        if self.speculative_config is None or "model" not in self.speculative_config:
+            yield from self.idle("speculative_config has no draft with weights", "draft_learning_rate")
 
 
 class ServedVllmSection(VllmSection):

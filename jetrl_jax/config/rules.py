@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
@@ -13,6 +14,7 @@ from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGym
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
 from jetrl_jax.models.anatomy import FEWEST_LAYERS, MATRICES, fitting_degrees, fitting_tensor_degrees
 
+VLLM_LORA_RANK = 512  # the largest `max_lora_rank`
 LONGEST = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 SIZES = (
     "the sizes follow from model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size and "
@@ -30,7 +32,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
 def all_rules(config: RunConfig) -> Iterator[Rule]:
     """Every rule, kept or broken, with dotted paths from the config's root."""
     yield from _own_rules(config)
-    for rules in (_policy, _engine, _batch, _devices, _rewards, _episodes):
+    for rules in (_policy, _lora, _engine, _batch, _devices, _rewards, _episodes):
         yield from rules(config)
 
 
@@ -66,9 +68,34 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
     yield Rule(holds, "numerics.head_gradient", what, expected)
 
 
+def _lora(config: RunConfig) -> Iterator[Rule]:
+    lora = config.lora
+    if lora is None:
+        return
+    divisor = "the root of lora.rank" if lora.rslora else "lora.rank"
+    what = "the factor of an adapter is no power of two, and vLLM then rounds elsewhere"
+    holds = not config.numerics.exact or math.frexp(lora.scale)[0] == 0.5
+    yield Rule(holds, "lora.alpha", what, f"a power of two times {divisor}, or numerics.exact: false")
+    holds = config.precision.preset != "fp8_rollout_only"
+    what = "the base is frozen in one format, and this flow trains in another one than it samples in"
+    yield Rule(holds, "precision.preset", what, "another preset, or lora: null")
+    vllm = isinstance(config.rollout.engine, VllmSection)
+    what = "vLLM gets adapters only, and no scales of keys and values beside them"
+    holds = not vllm or config.precision.kv_cache == "bf16"
+    yield Rule(holds, "precision.kv_cache", what, "bf16, rollout.engine: jax, or lora: null")
+    what = "vLLM does not speculate beside adapters here"
+    holds = getattr(config.rollout.engine, "speculative_config", None) is None
+    yield Rule(holds, "rollout.engine.speculative_config", what, "null, or lora: null")
+    what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
+    yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
+    what = "a draft head is not trained beside adapters"
+    holds = vllm or config.draft_head is None
+    yield Rule(holds, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
+
+
 def _engine(config: RunConfig) -> Iterator[Rule]:
     engine, vllm = config.rollout.engine, config.shared_vllm
-    if config.draft_head is not None:
+    if config.draft_head is not None and isinstance(engine, JaxEngineSection):
         layers, field = getattr(config.model, "num_layers", FEWEST_LAYERS), "rollout.engine.speculation.kind"
         what = "a draft head reads three layers after the first"
         yield Rule(

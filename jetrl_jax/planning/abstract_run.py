@@ -13,22 +13,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout, placed
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.models.flash_attention import KERNELS, PLANNED
+from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rl.losses import Denominators
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.sampling import Controls
+from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import build_programs
 from pallas_kernels.implementations import is_elsewhere
 
@@ -46,6 +50,7 @@ class AbstractRun:
       layout: the mesh; None for one device.
       attention: the implementation of attention, with the reason.
       programs, state: the trainer's; frozen: the weights of a forward without gradient.
+      drafter: the trainer of a draft head, or None.
       engine: the embedded engine of one copy of the policy, or None.
     """
 
@@ -68,7 +73,10 @@ class AbstractRun:
         if on_gpu and self.attention.name in counted:
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
         remat = config.batch.remat == "layer"
-        self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))
+        adapters = build_adapters(config.lora)
+        self.model = nnx.eval_shape(
+            lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat, adapters=adapters)
+        )
         params = nnx.state(self.model, nnx.Param)
         self.plan = build_plan([path for path, _ in named_params(params)], config.precision)
         sharded = config.sharding.devices > 1
@@ -80,6 +88,7 @@ class AbstractRun:
         self.algorithm = resolve_algorithm(
             config.algorithm, config.rollout.max_completion_tokens, config.correction
         )
+        self.drafter = self._drafter(numerics)
         self.engine = None if config.samples_by_vllm else self._engine()
 
     @property
@@ -110,8 +119,8 @@ class AbstractRun:
     def trace(self, program: str) -> Any:
         """A traced program (`jax.stages.Traced`).
 
-        program: gradient, next gradient (whose kernels add it to a sum), add, logprobs, check, step, prefill
-          or decode.
+        program: gradient, next gradient (whose kernels add it to a sum), add, logprobs, check, step, draft,
+          prefill or decode.
         """
         if program in ("gradient", "next gradient"):
             count: Any = jax.ShapeDtypeStruct((), jnp.float32)
@@ -126,9 +135,13 @@ class AbstractRun:
             return self.programs.trace_logprobs(self.frozen, self.batch())
         if program in ("check", "step"):
             return self.programs.trace_update(self.state)[program == "step"]
+        if program == "draft":
+            assert self.drafter is not None
+            return self.drafter.trace(self.frozen, self.batch())
         engine = self.engine
         assert engine is not None and program in ("prefill", "decode")
-        weights = self._placed(list(engine.programs.published_spec.values()))
+        head = [] if self.drafter is None else jax.tree.leaves(self.drafter.draft.abstract)
+        weights = self._placed([*engine.programs.published_spec.values(), *head])
         if program == "prefill":
             rows = engine.shapes.prefill_rows
             tokens = jax.ShapeDtypeStruct((rows, engine.shapes.prompt_buckets[-1]), jnp.int32)
@@ -174,7 +187,17 @@ class AbstractRun:
         layout = (
             self.layout.copies()[0] if self.layout is not None and self.config.sharding.tensor > 1 else None
         )
-        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout)
+        draft = None if self.drafter is None else self.drafter.draft
+        return JaxEngine.from_section(self.model, self.plan, self.config.rollout, 0, layout, draft)
+
+    def _drafter(self, numerics: Numerics) -> DraftTrainer | None:
+        section = self.config.draft_head
+        if section is None:
+            return None
+        ids = np.arange(self.sizes.vocab_size)
+        head = nnx.eval_shape(lambda: DraftHead(self.sizes, numerics, ids, rngs=nnx.Rngs(0)))
+        head.d2t = nnx.Variable(jnp.asarray(ids, jnp.int32))
+        return DraftTrainer(head, self.programs, section.learning_rate, section.lengths)
 
 
 def on_one_device(tree: Any) -> int:

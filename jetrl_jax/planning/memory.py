@@ -4,6 +4,7 @@
                decode
     scoring    weights without gradient, temporaries of the program of the log-probabilities (if the algorithm
                needs them)
+    draft      temporaries of the update of a draft head (if there is one)
     gradient   the gradient and, with several microbatches, their sum; activations, gathered weights, a chunk
                of logits
     update     gradient, old and new state in one place, the largest master once more
@@ -176,7 +177,10 @@ def phases(
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
     held |= {"published codes": on_one_device(state.published)}
-    if run.algorithm.needs_reference:
+    copied = not run.plan.adapted  # else the published weights themselves, and their base, are scored
+    if run.drafter is not None:
+        held["draft head"] = on_one_device((run.drafter.state, run.drafter.moments))
+    if run.algorithm.needs_reference and copied:
         held["reference"] = on_one_device(run.frozen)
     engine = _engine(run, device_bytes)
     awake = held | engine
@@ -189,8 +193,14 @@ def phases(
 
     found = [Phase("rollout", awake | dict(rollout))]
     if run.algorithm.needs_old or run.algorithm.needs_reference:
-        own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
+        own = (
+            {"weights without gradient": on_one_device(run.frozen)}
+            if run.algorithm.needs_old and copied
+            else {}
+        )
         found.append(Phase("scoring", held | own | used("logprobs")))
+    if run.drafter is not None:
+        found.append(Phase("draft", held | used("draft")))
     gradient = {"gradient": held["FP32 masters"]}
     several = {"gradients' sum": gradients_apart(run)} if run.microbatches > 1 else {}
     found.append(Phase("gradient", held | gradient | several | used("gradient")))

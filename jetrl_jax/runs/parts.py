@@ -81,7 +81,7 @@ class Parts:
 
     def new_drafter(self) -> DraftTrainer | None:
         """The trainer of the draft head as the run begins; None without one."""
-        return build_drafter(self.config, self.policy, self.programs)
+        return build_drafter(self.policy, self.programs)
 
     def new_engine(
         self, directory: RunDirectory | None = None, drafter: DraftTrainer | None = None
@@ -101,8 +101,8 @@ class Parts:
         )
 
     def reference(self, state: TrainState) -> nnx.State | None:
-        """The frozen start policy for the KL term; None if the algorithm has no such term."""
-        return self.programs.frozen(state) if self.algorithm.needs_reference else None
+        """The frozen start policy, or the base of adapters, for the KL term; None without such a term."""
+        return self.programs.reference(state) if self.algorithm.needs_reference else None
 
     def calibrated(self, state: TrainState, programs: PolicyPrograms | None = None) -> TrainState:
         """The state with scales of keys and values from a forward over the first step's prompts.
@@ -153,7 +153,7 @@ class Parts:
         )
         engine.load(state.published, step.counters.policy_version)
         if step.drafter is not None:
-            engine.load_draft(step.drafter.state)
+            engine.load_draft(step.drafter.head)
         return step
 
     def record(self) -> dict[str, Any]:

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.hf.read import read_config, read_into
+from bridge.hf.draft import read_draft_head
+from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
+from bridge.hf.read import load_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
-from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
@@ -31,18 +33,22 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.models.lora import Adapters, start
+from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
 from jetrl_jax.precision.numerics import kv_kinds
-from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.parameters import jit, map_params, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
-from jetrl_jax.runs.policy_config import is_run, policy_config
+from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
+BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
 PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
@@ -51,6 +57,7 @@ class Policy:
     """A model with its tokenizer, precision plan and config.
 
     step, scales: of the checkpoint it was read from; the scales [L, n] of keys and values if they are in FP8.
+    head: the draft head that was trained beside it, if its config asks for one and there is one.
     """
 
     model: Decoder
@@ -59,11 +66,53 @@ class Policy:
     config: RunConfig
     step: int | None = None
     scales: jax.Array | None = None
+    head: DraftHead | None = None
 
     @property
     def params(self) -> nnx.State:
         """The FP32 masters."""
         return nnx.state(self.model, nnx.Param)
+
+    def save_base(self, directory: str | Path, params: nnx.State | None = None) -> None:
+        """Writes the frozen base of adapters, rounded as it is published, as a Hugging Face directory.
+
+        Published again it has the same codes, since these are made of the rounded values.
+        """
+        chosen = self.params if params is None else params
+        arrays = {path: value for path, value in named_params(chosen) if not is_adapter(path)}
+        save_checkpoint(
+            directory,
+            self.model.config,
+            arrays,
+            dtype=self.plan.value.dtype,
+            tokenizer=self.tokenizer,
+            overwrite=True,
+        )
+
+    def merged(self) -> dict[str, np.ndarray]:
+        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
+        values = {
+            path: np.asarray(jnp.asarray(value, self.plan.value.dtype)).astype(np.float64)
+            for path, value in named_params(self.params)
+        }
+        scale = self.model.adapters.scale if self.model.adapters is not None else 0.0
+        made = {}
+        for path, value in values.items():
+            if not is_adapter(path):
+                a, b = (values.get(path.removesuffix("weight") + f"lora_{side}.weight") for side in "AB")
+                made[path] = (value if a is None or b is None else value + scale * b @ a).astype(np.float32)
+        return made
+
+    def save_adapter(
+        self, directory: str | Path, base: str, params: nnx.State | None = None, *, overwrite: bool = False
+    ) -> Path:
+        """Writes adapters as a PEFT directory, which names `base` as the directory of their base."""
+        section = self.config.lora
+        assert section is not None
+        chosen = self.params if params is None else params
+        arrays = {path: np.asarray(value) for path, value in named_params(chosen) if is_adapter(path)}
+        made = PeftAdapter(section.rank, section.alpha, section.rslora, section.targets, base, arrays)
+        return save_adapter(directory, made, overwrite=overwrite)
 
     def save(
         self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16"
@@ -124,12 +173,17 @@ def build_policy(
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)
+    adapters = build_adapters(config.lora)
     if isinstance(model, Decoder) or path is None:
-        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed), adapters=adapters)
         if isinstance(model, Decoder):
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
-        built = _read_model(path, sizes, numerics)
+        # a base that nothing trains stays on the host until it is published
+        kept = numerics.dtype if adapters is not None and config.warm_start is None else None
+        built = _read_model(path, sizes, numerics, adapters, kept)
+    if adapters is not None and getattr(model, "adapters", None) is None:
+        nnx.update(built, _start_adapters(built, config))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
@@ -175,10 +229,12 @@ def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | 
     return config.model_path if model is None or isinstance(model, Decoder) else str(model)
 
 
-def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
+def _read_model(
+    path: str | Path, sizes: ModelConfig, numerics: Any, adapters: Adapters | None, on_host: Any
+) -> Decoder:
     """A decoder with the weights of a Hugging Face directory, without a random initialisation first."""
-    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
-    read_into(model, path)
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), adapters=adapters))
+    read_into(model, path, on_host)
     return model
 
 
@@ -191,7 +247,7 @@ def load_policy(
     """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
-      directory: a run directory or a Hugging Face directory.
+      directory: a run directory, a Hugging Face directory, or one of PEFT, which names its base's.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
       step: the checkpoint of a run: a step number, "last" (the latest undamaged one), or "best" (the highest
@@ -202,15 +258,24 @@ def load_policy(
     """
     path = user_path(directory)
     if is_run(path):
-        policy = _build(policy_config(path, overrides, config))
-        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml").precision
-        template: dict[str, Any] = {"params": policy.params}
-        if scales is not None and kv_kinds(trained.kv_cache, trained.kv_query) == policy.plan.kinds:
+        settings = policy_config(path, overrides, config)
+        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
+        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
+        template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
+        kept = trained.precision.kv_cache, trained.precision.kv_query
+        if scales is not None and kv_kinds(*kept) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
+        head, asked, had = policy.head, policy.config.draft_head, trained.draft_head
+        if asked is not None and had is not None and asked.head_path == had.head_path:
+            head = head or first_head(policy)
+            template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
         nnx.update(policy.model, restored.state["params"])
+        if "draft" in template:
+            nnx.update(head, restored.state["draft"]["params"])
         kv = restored.state.get("kv")
-        return dataclasses.replace(policy, step=restored.step, scales=None if kv is None else kv.scales)
+        scales = None if kv is None else kv.scales
+        return dataclasses.replace(policy, step=restored.step, scales=scales, head=head)
     if step != "last":
         raise UserError(
             f"load_policy: only a run has steps: got step={step} of {path}, expected a run directory "
@@ -218,8 +283,54 @@ def load_policy(
         )
     if config is not None:
         return _build(policy_config(path, overrides, config), model=path)
-    lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
+    base = user_path(adapter_sections(path)["model"]["path"]) if is_adapter_directory(path) else path
+    lengths = _lengths(read_config(base)) if (base / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))
+
+
+def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
+    """New adapters, or those of `lora.path`."""
+    fresh, section = start(model, config.seed), config.lora
+    assert section is not None
+    if section.path is None:
+        return fresh
+    found = read_adapter(section.path, model.config)
+    problems = [
+        f"{name}={theirs!r}, expected lora.{name} = {ours!r}"
+        for name, theirs, ours in (
+            ("rank", found.rank, section.rank),
+            ("alpha", found.alpha, section.alpha),
+            ("rslora", found.rslora, section.rslora),
+            ("targets", sorted(found.targets), sorted(section.targets)),
+        )
+        if theirs != ours
+    ]
+    if problems:
+        raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
+    return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
+
+
+def with_base(policy: Policy, directory: Path) -> nnx.State:
+    """The parameters of a policy with the base in a directory, as `Policy.save_base` wrote it."""
+    arrays = load_checkpoint(directory)[1]
+    return map_params(lambda path, value: arrays.get(path, value), policy.params)
+
+
+def first_head(policy: Policy) -> DraftHead:
+    """The draft head that a policy's config asks for, before training: read from `head_path`, or new.
+
+    Raises:
+      UserError: a policy of too few layers, or a head of another policy.
+    """
+    section, model = policy.config.draft_head, policy.model
+    assert section is not None
+    try:
+        if section.head_path is not None:
+            return read_draft_head(section.head_path, model.config, model.numerics)
+        ids = np.arange(model.config.vocab_size)
+        return DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(policy.config.seed))
+    except ValueError as error:
+        raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
 
 
 def _build(config: RunConfig, model: Path | None = None) -> Policy:
@@ -228,7 +339,13 @@ def _build(config: RunConfig, model: Path | None = None) -> Policy:
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
-    return build_policy(config, model=model)
+    policy = build_policy(config, model=model)
+    section = config.draft_head
+    return (
+        policy
+        if section is None or section.head_path is None
+        else dataclasses.replace(policy, head=first_head(policy))
+    )
 
 
 def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> Restored:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jetrl_jax.collect.prompts import derived_seeds
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.types import Request, SamplingParams
-from jetrl_jax.runs.engines import build_engine
-from jetrl_jax.runs.policy import Policy, published_weights
+from jetrl_jax.runs.engines import sampling_engine
+from jetrl_jax.runs.policy import Policy
 
 
 class PolicySampler:
@@ -18,8 +18,7 @@ class PolicySampler:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.engine = build_engine(policy, policy.config.rollout)
-        self.engine.load(published_weights(policy), 0)
+        self.engine = sampling_engine(policy)
 
     def __call__(self, prompt: str, samples: int = 1, *, seed: int = 0, greedy: bool = False) -> list[str]:
         """`samples` completions of one prompt.

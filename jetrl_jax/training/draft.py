@@ -107,7 +107,7 @@ class DraftTrainer:
     """Trains a head beside a policy, by programs of its own: the policy's gradient does not know of it.
 
     Args:
-      head: to begin with; programs: of the policy.
+      head: to begin with, or abstract for a plan; programs: of the policy.
       learning_rate: of the head; lengths: of the drafts (`HeadDraft`), the longest is trained.
     """
 
@@ -119,7 +119,9 @@ class DraftTrainer:
         self.draft = HeadDraft.of(head, lengths)
         self.params, self._fixed = nnx.split_state(nnx.state(head), nnx.Param, ...)
         self._optimizer = draft_optimizer(learning_rate)
-        self.moments = self._optimizer.init(self.params)
+        abstract = isinstance(jax.tree.leaves(self.params)[0], jax.ShapeDtypeStruct)
+        begin = self._optimizer.init
+        self.moments = jax.eval_shape(begin, self.params) if abstract else begin(self.params)
         self._update = jit(self._program)
 
     @property
@@ -151,6 +153,11 @@ class DraftTrainer:
             found.append([float(value) for value in told])
         loss, overlap = np.mean(found, axis=0)
         return {"draft/loss": float(loss), "draft/overlap": float(overlap)}
+
+    def trace(self, weights: nnx.State, batch: TrainBatch) -> Any:
+        """The program of one update, traced (`jax.stages.Traced`)."""
+        arrays = batch.token_ids, batch.positions, batch.segment_ids, batch.loss_mask
+        return self._update.trace(self.params, self.moments, weights, arrays)
 
     def _program(self, params: nnx.State, moments: Any, weights: nnx.State, arrays: Any) -> Any:
         model = nnx.merge(self.programs.graphdef, weights)

@@ -115,7 +115,7 @@ class RLStep:
         with clock.phase("publish"):
             self.engine.load(self.state.published, self.counters.policy_version)
             if self.drafter is not None:
-                self.engine.load_draft(self.drafter.state)
+                self.engine.load_draft(self.drafter.head)
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/step_s": time.perf_counter() - start, "policy_version": version}
         row["count/skipped_prompts"] = self.collector.prompts.skipped - skipped_prompts

@@ -94,7 +94,7 @@ class Profile:
         config = worker_jetrl.build_config(sizes, flavor)
         run = GRPOTrainer(
             config,
-            tokenizer=worker_jetrl.JobTokenizer(),
+            tokenizer=worker_jetrl.JobTokenizer(sizes),
             dataset=records,
             reward_functions=[worker_jetrl.reward],
         )

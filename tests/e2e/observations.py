@@ -236,6 +236,11 @@ def parameters(config: RunConfig) -> Any:
     return {path: np.asarray(value).tobytes() for path, value in named_params(build_policy(config).params)}
 
 
+def adapters(config: RunConfig) -> Any:
+    """Rank, scale and targets of the policy's adapters."""
+    return nnx.eval_shape(lambda: build_policy(config).model).adapters
+
+
 def shapes(config: RunConfig) -> Any:
     """Paths and shapes of the policy's parameters; nothing is initialised."""
     model = nnx.eval_shape(lambda: build_policy(config).model)
@@ -343,7 +348,7 @@ def draft_head(config: RunConfig) -> Any:
     """A draft head after an update."""
     policy = build_policy(config)
     programs = build_programs(config, policy.model, policy.plan, None)
-    trainer = build_drafter(config, policy, programs)
+    trainer = build_drafter(policy, programs)
     assert trainer is not None
     ids = np.arange(8, dtype=np.int32)[None] % policy.model.config.vocab_size
     zeros, ones = np.zeros(ids.shape, np.float32), np.ones_like(ids)

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from observations import (
+    adapters,
     attention,
     batch_shapes,
     draft_head,
@@ -169,6 +170,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ]
             (root / folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_policy(build(seed=5)).save(root / "checkpoint")
+    build_policy(build(LORA, seed=5)).save_adapter(root / "adapter", "its base")
     model = build_policy(build({"model.num_layers": 4})).model
     ids = np.arange(model.config.vocab_size)
     save_draft_head(root / "head", DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(9)))
@@ -252,6 +254,15 @@ BLOCKS = {
 }
 VLLM = {**BLOCKS, **NO_SLOTS, "rollout.engine.kind": "vllm"}
 QUANTISED_QUERIES = {**VLLM, "precision.kv_cache": "fp8", "numerics.exact": False}
+EAGLE = {
+    **NO_SLOTS,
+    "rollout.engine": {
+        "kind": "vllm",
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 2, "model": "FILES/head"},
+        "draft_learning_rate": 1e-4,
+    },
+    "model.num_layers": 4,
+}
 SERVER = {**VLLM, "rollout.engine.kind": "vllm_server"}
 EXTERNAL = {**VLLM, "rollout.engine": {"kind": "vllm_external", "url": "http://127.0.0.1:1"}}
 PROCESSES = {
@@ -271,6 +282,7 @@ TALK = {
     "rollout.max_turn_tokens": 7,
     "batch.microbatch_tokens": 96,
 }
+LORA = {"lora": {"rank": 4, "alpha": 4.0}}
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
 CHANGES = (
@@ -375,6 +387,7 @@ CHANGES = (
         vllm_engine,
         VLLM,
     ),
+    Change("rollout.engine.draft_learning_rate", 1e-3, draft_head, BF16 | EAGLE),
     Change("rollout.engine.gpu_memory_utilization", 0.7, vllm_engine, VLLM),
     Change("rollout.engine.sleep", False, shared_gpu, VLLM),
     Change("rollout.engine.kv_cache_memory_mb", 7, vllm_engine, VLLM),
@@ -418,6 +431,11 @@ CHANGES = (
     Change("correction.reject.low", 0.5, losses, {"correction.reject": {"kind": "k1", "level": "token"}}),
     Change("correction.reject.high", 2.0, losses, {"correction.reject": {"kind": "k2", "level": "token"}}),
     Change("correction.veto", 0.9, losses, {"correction.weight.kind": "token_truncate"}),
+    Change("lora.rank", 2, shapes, LORA),
+    Change("lora.alpha", 8.0, adapters, LORA),
+    Change("lora.rslora", True, adapters, LORA),
+    Change("lora.targets", ["q_proj"], shapes, LORA),
+    Change("lora.path", "FILES/adapter", parameters, LORA),
     Change("algorithm.loss_aggregation", "sequence_mean", losses),
     Change("algorithm.clip_low", 0.5, losses, OFF_POLICY),
     Change("algorithm.clip_high", 0.5, losses, OFF_POLICY),

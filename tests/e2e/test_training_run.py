@@ -9,11 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny import (
     ROOT,
-    TINY,
     command_environment,
     rows,
     run_here,
@@ -25,6 +25,9 @@ from tiny import (
 
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.rollout.embedded.draft_length import DraftLength
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+
+SPEC, METRICS = ROOT / "configs/tiny_spec_cpu.yaml", "metrics.jsonl"
 
 
 def exported_weights(directory: Path) -> bytes:
@@ -135,19 +138,8 @@ def test_mismatch_names_the_first_operator_that_differs(finished, tmp_path):
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "'fp9'" in wrong.stderr
 
 
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        pytest.param({"kind": "none"}, id="plain"),
-        pytest.param({"kind": "lookup", "lengths": [0, 2]}, id="lookup", marks=pytest.mark.long),
-    ],
-)
-def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
-    speculation, finished, tmp_path, compilation_cache
-):
-    """The one that is stopped may speculate, the other does not."""
-    engine = TINY["rollout"]["engine"] | {"speculation": speculation}
-    config = write_config(tiny_config(tmp_path / "run", rollout={"engine": engine}), tmp_path / "config.yaml")
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, compilation_cache):
+    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
     process = subprocess.Popen(
         train_command(config),
         env=command_environment(compilation_cache),
@@ -167,66 +159,88 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "run") == rows(finished[0])
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
-    told = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"][-1]["rollout_engine"]
-    promise = told.get("speculation", {}).get("promise", "")
-    assert ("bit for bit those without" in promise) == (speculation["kind"] == "lookup")
+
+
+@pytest.fixture
+def few_optimizations():
+    """Programs of this process take less time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+
+
+SPOKEN = {
+    "run.steps": 2,
+    "run.tensorboard": "false",
+    "checkpoint.every_steps": 1,
+    "eval": "{prompts: 8, samples: 2, every_steps: 20}",
+    "warm_start": "{steps: 6, batch_size: 32, noise: 0.1}",
+    "rewards": "[{name: 'tiny:shorter'}]",
+    "rollout.prompts_per_step": 4,
+    "rollout.engine.slots": 12,
+    "batch.microbatch_tokens": 960,
+}
+DRAFTS = {
+    "none": "none",
+    "lookup": "{kind: lookup, lengths: [0, 3]}",
+    "head": "{kind: head, lengths: [0, 2], learning_rate: 0.01}",
+}
 
 
 @pytest.mark.long
-def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch):
-    """Its policy is hardly trained here, so drafts are asked for by chance, and any completion has a reward."""
-    rng, found = np.random.default_rng(0), []
+def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch, few_optimizations):
+    """Guesses from the text and of a head that is trained, each also resumed before the last step; smaller than
+    the shipped run.  Its policy is hardly trained here, so drafts are asked for by chance, and any completion
+    has a reward.  The commands that read the head's run sample with it.  Of programs that are compiled as the
+    product's: tests/parity/test_speculation.py.
+    """
+    rng, loaded, load = np.random.default_rng(0), [], JaxEngine.load_draft
     monkeypatch.setattr(DraftLength, "choose", lambda self, shape: int(rng.choice(self.lengths)))
-    for name in ("lookup", "none"):
-        sets = {
-            "run.directory": tmp_path / name,
-            "run.steps": 4,
-            "eval.every_steps": 2,
-            "eval.prompts": 16,
-            "warm_start.steps": 20,
-            "rewards": "[{name: 'tiny:shorter'}]",
-            "rollout.engine.speculation": name,
-        }
+    monkeypatch.setattr(JaxEngine, "load_draft", lambda self, head: loaded.append(head) or load(self, head))
+
+    def train(directory, draft, *more):
+        sets = SPOKEN | {"run.directory": directory, "rollout.engine.speculation": DRAFTS[draft]}
         said = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-        process = run_here("jetrl_jax.train", "--config", str(ROOT / "configs/tiny_spec_cpu.yaml"), *said)
+        process = run_here("jetrl_jax.train", "--config", str(SPEC), *said, *more)
         assert process.returncode == 0, process.stderr
-        table = read_metrics(tmp_path / name / "metrics.jsonl")
-        assert name == "none" or any(row.get("speculation/accepted_tokens", 0) > 0 for row in table)
-        samples = (tmp_path / name / "samples.jsonl").read_bytes()
-        found.append((rows(tmp_path / name), samples, exported_weights(tmp_path / name)))
-    assert found[0] == found[1] and len(found[0][0]) == 5
-    assert any(row.get("optimizer/grad_norm", 0) > 0 for row in found[0][0])
+        told = json.loads((directory / "environment.json").read_text())["starts"][-1]["rollout_engine"]
+        promise = told.get("speculation", {}).get("promise", "")
+        assert ("bit for bit those without" in promise) == (draft != "none")
+        return rows(directory), (directory / "samples.jsonl").read_bytes(), exported_weights(directory)
 
+    expected = train(tmp_path / "none", "none")
+    assert len(expected[0]) == 3 and any(row.get("optimizer/grad_norm", 0) > 0 for row in expected[0])
+    for draft in ("lookup", "head"):
+        directory, again = tmp_path / draft, tmp_path / f"{draft} again"
+        table, *others = train(directory, draft)
+        plain = [{k: v for k, v in row.items() if not k.startswith("draft/")} for row in table]
+        assert (plain, *others) == expected
+        accepted = [row.get("speculation/accepted_tokens", 0) for row in read_metrics(directory / METRICS)]
+        assert sum(accepted) > 0
+        shutil.copytree(directory, again)
+        shutil.rmtree(again / "checkpoints" / "2")
+        assert train(again, draft, "--resume") == (table, *others)
+    assert 0 < table[1]["draft/overlap"] <= 1 and table[1]["draft/loss"] != table[2]["draft/loss"]
+    weights = [
+        (tmp_path / name / "draft_head/model.safetensors").read_bytes() for name in ("head", "head again")
+    ]
+    assert weights[0] == weights[1]
 
-@pytest.mark.long
-def test_a_draft_head_is_trained_and_changes_no_metric_of_the_policy(tmp_path):
-    found = []
-    for speculation in ({"kind": "head", "lengths": [0, 2], "learning_rate": 1e-2}, {"kind": "none"}):
-        config = tiny_config(
-            tmp_path / speculation["kind"],
-            model=TINY["model"] | {"num_layers": 4},
-            rollout={"engine": TINY["rollout"]["engine"] | {"speculation": speculation}},
-        )
-        file = write_config(config, tmp_path / f"{speculation['kind']}.yaml")
-        process = run_here("jetrl_jax.train", "--config", str(file))
-        assert process.returncode == 0, process.stderr
-        table = rows(tmp_path / speculation["kind"])
-        found.append([{k: v for k, v in row.items() if not k.startswith("draft/")} for row in table])
-        if speculation["kind"] == "head":
-            losses = [row["draft/loss"] for row in table[1:]]
-            assert losses[-1] < losses[0] and 0 < table[1]["draft/overlap"] <= 1
-    assert found[0] == found[1]
-    assert exported_weights(tmp_path / "head") == exported_weights(tmp_path / "none")
+    def evaluated(directory, *more):
+        count, words = len(loaded), ("--checkpoint", str(directory), *more)
+        scored = run_here("jetrl_jax.commands.evaluate", *words)
+        assert scored.returncode == 0, scored.stderr
+        found = json.loads(scored.stdout)
+        assert found["eval/accuracy"] == expected[0][-1]["eval/accuracy"]
+        return len(loaded) > count, "no trained draft head is there" in scored.stderr
 
-
-@pytest.mark.long
-def test_a_run_with_a_draft_head_resumes_to_the_same_arrays(tmp_path, compilation_cache):
-    engine = TINY["rollout"]["engine"] | {"speculation": {"kind": "head", "lengths": [0, 2]}}
-    model = TINY["model"] | {"num_layers": 4}
-    config = tiny_config(tmp_path / "run", model=model, rollout={"engine": engine})
-    file = str(write_config(config, tmp_path / "config.yaml"))
-    found = run_module("jetrl_jax.train", "--config", file, "--verify-resume", "1", cache=compilation_cache)
-    assert found.returncode == 0 and "arrays of the checkpoint" in found.stdout, found.stderr
+    head, export = tmp_path / "head", tmp_path / "head" / "export"
+    assert evaluated(head) == (True, False)
+    given = "--config", str(head / "config.yaml")
+    assert evaluated(export, *given) == (False, True)
+    at = f"rollout.engine.speculation.head_path={head / 'draft_head'}"
+    assert evaluated(export, *given, "--set", at) == (True, False)
 
 
 def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):
@@ -306,7 +320,7 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
 @pytest.mark.long
 def test_killed_run_resumes_to_the_same_end(tmp_path, compilation_cache):
     """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
-    steps, kills = 40, 5
+    steps, kills = 24, 3
     sections = {"run": {"steps": steps, "tensorboard": False}, "checkpoint": {"every_steps": 1}}
     straight = write_config(tiny_config(tmp_path / "straight", **sections), tmp_path / "straight.yaml")
     process = run_module("jetrl_jax.train", "--config", str(straight), cache=compilation_cache)

@@ -1,4 +1,4 @@
-"""The draft head against vLLM's `llama_eagle3`, which loads an exported one; its errors; that it learns."""
+"""The draft head against vLLM's `llama_eagle3`, which loads an exported one; its errors; its training's steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, sampled_policy
 
-from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
+from bridge.hf.draft import read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.rollout.types import Request
-from jetrl_jax.training.draft import draft_gradient, draft_loss, draft_optimizer
+from jetrl_jax.training.draft import draft_loss
 from tests.parity.small_policy import SmallPolicy
 from tests.sections import changed
 
@@ -115,10 +114,10 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
     seen.clear()
     other = read_draft_head(tmp_path / "head", DEEP, policy.numerics)
     nnx.update(other, map_params(lambda _, value: -value, nnx.state(other, nnx.Param)))
-    engine.load_draft(draft_tensors(other))
+    engine.load_draft(other)
     engine.generate(asked, short)
     updated = dict(reversed(seen))
-    longer = engine.generate([Request(i, ids, i) for i in range(8)], SAMPLING)
+    longer = engine.generate([Request(i, ids, i) for i in range(4)], SAMPLING)
     engine.close()
     gap = Gap.of(
         Scorer(policy)(policy.published, longer), np.concatenate([t.sampled_logprobs for t in longer])
@@ -158,14 +157,15 @@ def test_a_trained_step_is_the_step_of_a_rollout() -> None:
     """
     policy = sampled_policy("bf16", DEEP)
     head, model, steps = spread_head(policy), policy.rollout_model(), 3
-    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, 9)), jnp.int32)
-    places, ones = jnp.arange(9, dtype=jnp.int32)[None], jnp.ones_like(ids)
+    count = 6
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, count)), jnp.int32)
+    places, ones = jnp.arange(count, dtype=jnp.int32)[None], jnp.ones_like(ids)
     hidden, features = model.with_features(ids, places, ones, feature_layers(DEEP.num_layers))
     embedded = model.embed_tokens.whole()[ids].astype(hidden.dtype)
     p = np.asarray(jax.nn.softmax(model.logits(hidden)[0][:, VOCAB], axis=-1))
     expected = np.zeros((steps, 2))
     for step in range(steps):
-        counted = [t for t in range(9) if t + step + 2 < 9]
+        counted = [t for t in range(count) if t + step + 2 < count]
         for t in counted:
             states, earlier = head.combine(features[:, : t + 1]), []
             causal = jnp.tril(jnp.ones((1, t + 1, t + 1), bool))
@@ -190,34 +190,3 @@ def test_a_trained_step_is_the_step_of_a_rollout() -> None:
 
     grads = jax.grad(of_policy)(params)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-@pytest.mark.long
-def test_a_head_learns_what_the_policy_goes_on_with() -> None:
-    """On rollouts of a policy, the overlap with its distributions rises in every step of the head."""
-    policy = sampled_policy("bf16", DEEP, exact=False)
-    head, model = (
-        DraftHead(DEEP, policy.numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(1)),
-        policy.rollout_model(),
-    )
-    graphdef, state = nnx.split(head)
-    optimizer = draft_optimizer(2e-3)
-    params, fixed = nnx.split_state(state, nnx.Param, ...)
-    moments, found = optimizer.init(params), []
-    rng = np.random.default_rng(0)
-    place = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32)[None], (16, 24))
-
-    @jax.jit
-    def update(params: Any, moments: Any, ids: jax.Array) -> Any:
-        arrays = (ids, place, jnp.ones_like(ids), ids >= 0)
-        grads, _, overlaps = draft_gradient(nnx.merge_state(params, fixed), graphdef, model, arrays, 2)
-        with jax.numpy_dtype_promotion("standard"):
-            changes, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, changes), moments, overlaps
-
-    for _ in range(150):
-        ids = jnp.asarray(rng.integers(0, DEEP.vocab_size, (16, 24)), jnp.int32)
-        params, moments, overlaps = update(params, moments, ids)
-        found.append(np.asarray(overlaps))
-    first, last = np.mean(found[:5], axis=0), np.mean(found[-5:], axis=0)
-    assert (last > first + 0.03).all(), (first, last)

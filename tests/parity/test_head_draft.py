@@ -43,10 +43,10 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(DraftLength, "choose", choose)
     engine = JaxEngine(policy.model, policy.plan, draft=HeadDraft.of(head, (0, 1, 3)), **SIZES)
     engine.load(policy.published, 0)
-    state = nnx.state(head)
+    graphdef, state = nnx.split(head)
     broken = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     for weights in (state, broken):
-        engine.load_draft(weights)
+        engine.load_draft(nnx.merge(graphdef, weights))
         engine._completions = Completions()
         assert unequal(engine.generate(requests(), SAMPLING), expected) == []
         assert engine.statistics.drafted > 0
@@ -65,6 +65,7 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
     sizes = SIZES | {"slots": 32, "prefill_rows": 8}
     engine = JaxEngine(policy.model, policy.plan, draft=trainer.draft, **sizes)
     engine.load(policy.published, 0)
+    overlaps: list[float] = []
     rng, kept, sampling = (
         np.random.default_rng(0),
         [],
@@ -72,7 +73,7 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
     )
     for round_index in range(4):
         asked = [Request(i, rng.integers(0, VOCAB, 6).tolist(), i) for i in range(64)]
-        engine.load_draft(trainer.state)
+        engine.load_draft(trainer.head)
         done = engine.generate(asked, dataclasses.replace(sampling, seed=round_index))
         kept.append(engine.statistics.accepted / engine.statistics.active_slot_steps)
         ids = np.stack([one.token_ids for one in done])
@@ -80,5 +81,7 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
         sampled, zeros = np.stack([one.sampled for one in done]), np.zeros(ids.shape, np.float32)
         rows = np.broadcast_to(np.arange(len(ids), dtype=np.int32)[:, None], ids.shape)
         batch = TrainBatch(ids, places, np.ones_like(ids), sampled, zeros, zeros, rows, zeros)
-        trainer(policy.published, [batch] * 40)
+        told = [trainer(policy.published, [batch] * 10)["draft/overlap"] for _ in range(4)]
+        overlaps += told
     assert kept[-1] > kept[0] + 0.05, kept
+    assert overlaps[-1] > overlaps[0] + 0.03, overlaps

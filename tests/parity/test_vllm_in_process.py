@@ -571,7 +571,7 @@ def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(mo
     """With vLLM's own stand-in for a kernel, which fills a copy, it does not."""
     policy = sampled_policy("bf16", QWEN3)
     asked = [
-        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(200)
+        dataclasses.replace(request, prompt_ids=(request.prompt_ids * 12)[:24]) for request in requests(64)
     ]
     engine = make_engine(policy, speculative_config=NGRAM)
     assert engine.describe()["speculation"]["acceptance"] == "rejection sampling, by vLLM"
@@ -587,5 +587,5 @@ def test_speculation_keeps_the_distribution_and_the_bits_of_log_probabilities(mo
 
     assert rejection_sampler.expand_kernel._impl is speculation.expand
     monkeypatch.setattr(rejection_sampler.expand_kernel, "_impl", filling_a_copy)
-    assert not max(surprise(policy, engine.generate(asked, SAMPLING))) < 20
+    assert not max(surprise(policy, engine.generate(asked[:32], SAMPLING))) < 10
     engine.close()

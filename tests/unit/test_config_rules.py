@@ -44,6 +44,30 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.temperature: vLLM samples at another temperature than the trainer scores at, or refuses it
     rollout: {temperature: 0.005, engine: vllm}
     rollout: {temperature: 0.01, engine: vllm}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 48}
+    lora: {rank: 32, alpha: 16}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 32, rslora: true}
+    lora: {rank: 64, alpha: 32, rslora: true}
+lora.targets: a layer stands twice
+    lora: {targets: [q_proj, v_proj, q_proj]}
+    lora: {targets: [q_proj, v_proj]}
+lora.rank: vLLM has no place for adapters of this rank
+    rollout: {engine: vllm}, lora: {rank: 1024, alpha: 1024}
+    rollout: {engine: vllm}, lora: {rank: 512, alpha: 512}
+precision.preset: the base is frozen in one format, and this flow trains in another one than it samples in
+    precision: {preset: fp8_rollout_only}, lora: {}
+    precision: {preset: fp8_forward}, lora: {}
+precision.kv_cache: vLLM gets adapters only, and no scales of keys and values beside them
+    precision: {kv_cache: fp8}, rollout: {engine: vllm}, lora: {}
+    precision: {kv_cache: fp8}, lora: {}
+rollout.engine.speculative_config: vLLM does not speculate beside adapters here
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 2}}}, lora: {}
+    rollout: {engine: vllm}, lora: {}
+rollout.engine.speculation.kind: a draft head is not trained beside adapters
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: head, lengths: [0, 3]}}}, lora: {}
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3]}}}, lora: {}
 rollout.top_p: training rollouts cannot be truncated
     rollout: {top_p: 0.999}
     rollout: {top_p: 1}
@@ -71,6 +95,15 @@ rollout.engine.speculative_config: a rule of acceptance that does not keep the d
 rollout.engine.speculative_config: only a draft of eagle3 has weights
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1}}}
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.draft_learning_rate: has no effect here
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: suffix, num_speculative_tokens: 1}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculation.kind: a draft head runs on one device only
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}, sharding: {data: 2}
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}
+rollout.engine.speculation.kind: a draft head reads three layers after the first
+    rollout: {engine: {speculation: head}}, model: {num_layers: 3}
+    rollout: {engine: {speculation: head}}, model: {num_layers: 4}
 rollout.top_k: training rollouts cannot be truncated
     rollout: {top_k: 1}
     rollout: {top_k: 0}

@@ -16,7 +16,7 @@ import pytest
 
 from bridge.vllm.client import Call, Client, Limit
 from bridge.vllm.server import ServerEngine
-from bridge.vllm.settings import EngineFailed, require_exact
+from bridge.vllm.settings import EngineFailed, require_exact, speculation_counts
 from jetrl_jax.config.load import load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.types import Request, SamplingParams
@@ -355,3 +355,20 @@ def test_a_missing_client_library_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="spoken to by httpx, which is not installed"):
         engine_with(url="http://127.0.0.1:9")
+
+
+def test_counts_of_speculation_are_read_from_vllms_metrics() -> None:
+    labels = 'engine="0",model_name="m"'
+    text = "# TYPE vllm:spec_decode_num_drafts_total counter\n" + "".join(
+        f"vllm:spec_decode_num_{name}_total{{{labels}{place}}} {value}\n"
+        for name, place, value in (
+            ("drafts", "", "5.0"),
+            ("draft_tokens", "", "9.0"),
+            ("accepted_tokens", "", "6.0"),
+            ("accepted_tokens_per_pos", ',position="0"', "4.0"),
+            ("accepted_tokens_per_pos", ',position="1"', "2.0"),
+        )
+    )
+    expected = {"drafted": 9, "accepted": 6, "verified": 5, "asked": 10, "accepted_1": 4, "accepted_2": 2}
+    assert speculation_counts(text, 2) == expected | {"drafted_1": 5, "drafted_2": 5}
+    assert set(speculation_counts("", 1).values()) == {0}

@@ -60,17 +60,35 @@ def test_tables_say_how_much_longer_the_others_took() -> None:
     text = compare.tables([ours, theirs])
     assert "| jetrl:bf16 | 100 (100 to 100) | 300 (300 to 300) |" in text
     assert "| jetrl:bf16 | 2.00 [2.00, 2.00] |" in text
-    assert "| jetrl:bf16 | 3.00 [3.00, 3.00] |" in text
+    assert "| jetrl:bf16 | 3.00 [3.00, 3.00] |" in text and "train" not in text
+    ours.train_tokens_per_s = [50.0] * 3
+    torch = compare.Contender("torch:float32", None, step_s=[0.2] * 3, train_tokens_per_s=[25.0] * 3)
+    text = compare.tables([ours, theirs, torch])
+    assert (
+        "| train tokens/s, ours / theirs | torch:float32 |\n|---|---|\n| jetrl:bf16 | 2.00 [2.00, 2.00] |"
+        in text
+    )
 
 
 def test_prompts_fill_their_length_and_hold_no_stop() -> None:
-    tokenizer = job.build_tokenizer()
-    for setting in job.SETTINGS.values():
+    for name in ("tiny", "small"):
+        setting = job.SETTINGS[name]
+        tokenizer = job.build_tokenizer(setting)
         word = next(job.words(setting))
         ids = tokenizer.encode(job.prompt_of(word)).ids
         assert len(ids) == setting.prompt_tokens and max(ids) < job.VOCAB
         assert tokenizer.decode(ids, skip_special_tokens=True) == job.prompt_of(word)
-    assert [tokenizer.token_to_id(name) for name in (job.PAD, job.EOS)] == [job.VOCAB, job.VOCAB + 1]
+        assert [tokenizer.token_to_id(name) for name in (job.PAD, job.EOS)] == [job.VOCAB, job.VOCAB + 1]
+
+
+def test_prompts_of_the_real_model_fill_their_length_and_its_stop_is_no_token() -> None:
+    setting = job.SETTINGS["real"]
+    if not Path(setting.model, "tokenizer.json").is_file():
+        pytest.skip("needs `make real-model`")
+    tokenizer = job.build_tokenizer(setting)
+    ids = tokenizer.encode(job.prompt_of(next(job.words(setting)))).ids
+    assert len(ids) == setting.prompt_tokens
+    assert [tokenizer.token_to_id(name) for name in (job.PAD, job.EOS)] == [49_152, 49_153]
 
 
 def test_reward_counts_places() -> None:

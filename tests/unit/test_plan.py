@@ -21,8 +21,8 @@ from jetrl_jax.planning.abstract_run import AbstractRun, on_one_device
 from jetrl_jax.planning.check import check
 from jetrl_jax.planning.devices import parse_devices
 from jetrl_jax.planning.liveness import peak
-from jetrl_jax.planning.memory import MemoryPlan, gradients_apart, shallow_runs, temporaries
-from jetrl_jax.planning.traffic import traffic, work
+from jetrl_jax.planning.memory import MemoryPlan, _engine, gradients_apart, shallow_runs, temporaries
+from jetrl_jax.planning.traffic import traffic, verify_cost, work
 from pallas_kernels.implementations import kernel_jax_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +160,22 @@ def test_phases_match_formulas_by_hand() -> None:
     assert phases["gradient"]["gradient"] == phases["gradient"]["gradients' sum"] == masters
     assert phases["sync"]["engine's next weights"] == whole
     assert phases["update"]["temporaries"] == 4 * max(F * D, V * D) // 2
+
+
+def test_adapters_alone_are_held_in_fp32_and_their_base_is_the_reference() -> None:
+    """The base is held once, as it is published; no program multiplies a gradient of it."""
+    changes = ["sharding.fsdp=1", "lora={rank: 8, alpha: 8}", "algorithm.kl_coef=0.1"]
+    plan = MemoryPlan(small(*changes), SIZES, 0)
+    adapters = LAYERS * sum(8 * (rows + columns) for rows, columns in MATRICES)
+    codes = sum(rows * columns + 4 * (rows // 128) * (columns // 128) for rows, columns in MATRICES)
+    base = LAYERS * (codes + 2 * VECTORS) + 2 * (2 * V * D + D)
+    for phase in plan.phases:
+        assert phase.bytes["FP32 masters"] == 4 * adapters and phase.bytes["moments"] == 8 * adapters + 2 * 4
+        assert phase.bytes["published codes"] == base + 2 * adapters and "reference" not in phase.bytes
+    (gradient,) = (phase for phase in plan.phases if phase.name == "gradient")
+    assert gradient.bytes["gradient"] == 4 * adapters
+    names = {row.name for row in work(plan.run)}
+    assert "FP8 FProp and DGrad" in names and "FP8 WGrad" not in names
 
 
 def test_one_microbatch_needs_no_sum_and_one_device_no_copy() -> None:
@@ -305,6 +321,24 @@ def test_work_and_traffic_match_formulas_by_hand() -> None:
     assert sent["gradient: reduce_scatter"] == microbatches * 4 * matrices / 2
 
 
+def test_a_draft_head_and_the_cost_of_several_positions_match_formulas_by_hand() -> None:
+    lengths = ["rollout.max_prompt_tokens=8", "rollout.max_completion_tokens=8", "rollout.engine.slots=4096"]
+    changes = [*lengths, "sharding.fsdp=1", "rollout.engine.speculation={kind: head, lengths: [0, 3]}"]
+    run = AbstractRun(small(*changes), dataclasses.replace(SIZES, num_layers=4))
+    assert run.drafter is not None
+    layer = 2 * D * (HEADS + 2 * KV_HEADS) * H + HEADS * H * D + 3 * F * D
+    parameters = layer + 3 * D * D + V * D + 4 * D
+    held = on_one_device((run.drafter.params, run.drafter.moments))
+    assert held == 3 * 4 * parameters + 4  # master, two moments, Adam's count of steps
+    matrices = 4 * sum(rows * columns for rows, columns in MATRICES)
+    position = 2 * 4096 * (matrices / 1164e12 + V * D / 688e12)
+    reads = (on_one_device(run.engine_weights()) + on_one_device(run.slots()) / 2) / 2.5e12
+    assert verify_cost(run) == pytest.approx(4 * position / max(reads, position)) and 4 * position > reads
+    held, cache = on_one_device(run.slots().draft), _engine(run, 0)["KV cache"]
+    assert held == 4096 * (2 * 24 * HEADS * H * 2 + (1 + 3) * 4)  # keys, values; where they begin, guesses
+    assert cache > held + 4096 * 4 * 2 * 24 * KV_HEADS * H * 2
+
+
 def test_devices_are_read_and_others_refused() -> None:
     assert parse_devices("8xH100").memory_bytes == 84_942_979_072
     assert parse_devices("2x0.5GiB").memory_bytes == 2**29
@@ -335,11 +369,11 @@ def test_command_prints_a_plan_and_stops_where_it_does_not_fit(capsys: pytest.Ca
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_programs_of_the_large_configs_compile_ahead_of_time(name: str) -> None:
-    """The real widths, vocabulary and mesh at two layers: arguments and outputs are XLA's, the fields of a
+    """The real widths, vocabulary and mesh at one layer: arguments and outputs are XLA's, the fields of a
     batch apart that the algorithm does not read and XLA does not take.
     """
     config = load_config(ROOT / f"configs/qwen3_{name}_8xh100.yaml", [])
-    sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=2)
+    sizes = dataclasses.replace(planned_model(config, ROOT / f"configs/models/qwen3_{name}"), num_layers=1)
     fields = 12 * 4 * config.batch.microbatch_tokens
     for program, plan, xla in check(config, sizes, None):
         for what in ("arguments", "outputs", "alias"):

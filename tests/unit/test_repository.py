@@ -366,7 +366,7 @@ def test_test_files_have_unique_names() -> None:
     ("python", "without"),
     [
         ("311", {"jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"}),
-        ("312", {"torch", "gguf", "accelerate"}),
+        ("312", {"torch", "gguf", "accelerate", "peft"}),
     ],
 )
 def test_constraints_pin_everything_that_is_installed(python: str, without: set[str]) -> None:

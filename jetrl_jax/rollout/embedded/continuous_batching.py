@@ -16,8 +16,9 @@ chunk and distributes them by index arrays.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ class EngineStatistics:
     active_slot_steps: those that sampled.
     drafted, accepted: tokens that a draft guessed, and those of them that became part of a completion.
     asked: tokens that a draft was asked for, of which it may not have guessed all.
+    places: drafted_j and accepted_j, those of the j-th guess of a step.
     """
 
     prefills: int = 0
@@ -54,6 +56,7 @@ class EngineStatistics:
     drafted: int = 0
     accepted: int = 0
     asked: int = 0
+    places: Counter[str] = field(default_factory=Counter)
 
 
 class Generation:
@@ -329,10 +332,14 @@ class Generation:
         statistics.decode_steps += count
         statistics.slot_steps += count * len(self.occupant)
         statistics.active_slot_steps += int((steps[:, 0] >= 0).sum())
-        statistics.drafted += int((steps[:, 1:] != NOTHING).sum())
-        statistics.accepted += int((steps[:, 1:] >= 0).sum())
         active = steps.transpose(0, 2, 1)[steps[:, 0] >= 0]  # [steps of a sequence, k + 1]
         statistics.asked += len(active) * self.drafted
+        for place in range(1, self.drafted + 1):
+            guesses = steps[:, place]
+            drafted, accepted = int((guesses != NOTHING).sum()), int((guesses >= 0).sum())
+            statistics.drafted += drafted
+            statistics.accepted += accepted
+            statistics.places.update({f"drafted_{place}": drafted, f"accepted_{place}": accepted})
         if count and len(self.reports) == 1:  # nothing was inserted in this time
             seconds = (time.perf_counter() - self.started) / count
             self.length.add(self.state.shape, self.drafted, seconds, active[:, 1:] >= 0)

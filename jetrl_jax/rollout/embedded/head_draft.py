@@ -65,7 +65,8 @@ class HeadDraft:
     def of(cls, head: DraftHead, lengths: tuple[int, ...]) -> HeadDraft:
         """For heads of this one's sizes."""
         graphdef, state = nnx.split(head)
-        return cls(lengths, graphdef, jax.eval_shape(lambda: state))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        return cls(lengths, graphdef, shapes)
 
     def __call__(
         self, text: Int32[Array, "B W"], last: Int32[Array, " B"], tokens: int

@@ -24,6 +24,7 @@ from flax import nnx
 from jetrl_jax.config.rollout import JaxEngineSection, LookupSection, RolloutSection
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
@@ -220,8 +221,8 @@ class JaxEngine(RolloutEngine):
         if self.programs.draft is None:
             return {}
         done = self.statistics
-        verified, asked = done.active_slot_steps, done.asked
-        return {"drafted": done.drafted, "accepted": done.accepted, "verified": verified, "asked": asked}
+        counts = {"drafted": done.drafted, "accepted": done.accepted, "asked": done.asked}
+        return counts | {"verified": done.active_slot_steps} | done.places
 
     def _load(self, published: Any, version: int) -> None:
         """Takes published weights by reference; they must stay alive until the next `load`.
@@ -244,9 +245,11 @@ class JaxEngine(RolloutEngine):
         self._published = published
         self._weights = [given[path] for path in expected]
 
-    def load_draft(self, head: nnx.State) -> None:
-        """Takes the weights of the draft head by reference: the state of a `DraftHead` of its sizes."""
-        self._head = jax.tree.leaves(head)
+    def load_draft(self, head: DraftHead) -> None:
+        """Takes the weights of the draft head by reference; its sizes are those of the engine's draft."""
+        if not isinstance(self.programs.draft, HeadDraft):
+            super().load_draft(head)
+        self._head = jax.tree.leaves(nnx.state(head))
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """Samples; if there are more requests than slots, a slot takes the next when it is free."""

@@ -5,6 +5,9 @@ another one runs.  A round gives every contender one burst of steps and one of r
 order, so that all see the same states of the machine.  Reported are the medians over the rounds with the
 quartiles, and for each ratio to our trainer the 95 % bootstrap interval of the ratio of medians, rounds
 resampled in pairs.  A ratio counts only where that interval excludes 1.
+
+Of the setting `real` (a pretrained model) the rates of rollout and training are those of the steps' own
+parts (`--rollouts 0`), and `torch` is transformers' generate with a plain training step.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Contender:
     about: dict[str, Any] = field(default_factory=dict)
     step_s: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
+    train_tokens_per_s: list[float] = field(default_factory=list)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
@@ -77,18 +81,26 @@ def start(
 def measure(
     contenders: list[Contender], rounds: int, burst: int, rollouts: int, warmup: int, seed: int = 0
 ) -> None:
-    """Warm every contender up, then give each one burst of steps and one of rollouts per round."""
+    """Warm every contender up, then give each one burst of steps and one of rollouts per round.
+
+    rollouts: 0 takes the rate of the steps' own rollouts.
+    """
     for contender in contenders:
         contender.ask(command="steps", count=warmup)
-        contender.ask(command="decode", count=2)
+        if rollouts:
+            contender.ask(command="decode", count=2)
     shuffle = random.Random(seed)
     for index in range(rounds):
         for contender in shuffle.sample(contenders, len(contenders)):
             time.sleep(PAUSE_S)
             steps = contender.ask(command="steps", count=burst)
             contender.step_s.append(steps["seconds"] / steps["steps"])
-            decode = contender.ask(command="decode", count=rollouts)
-            contender.tokens_per_s.append(decode["tokens"] / decode["seconds"])
+            if rollouts:
+                decode = contender.ask(command="decode", count=rollouts)
+                contender.tokens_per_s.append(decode["tokens"] / decode["seconds"])
+            elif "rollout_tokens_per_s" in steps:
+                contender.tokens_per_s.append(steps["rollout_tokens_per_s"])
+                contender.train_tokens_per_s.append(steps["train_tokens_per_s"])
         line = "  ".join(f"{contender.name} {1e3 * contender.step_s[-1]:.0f}" for contender in contenders)
         print(f"round {index + 1}/{rounds}, ms a step: {line}", flush=True)
 
@@ -126,20 +138,28 @@ def markdown(rows: list[list[str]]) -> str:
 
 def tables(contenders: list[Contender]) -> str:
     """What each contender took, and how much longer the others took than each flavor of ours."""
-    times = [["", "ms a step: median (quartiles)", "rollout tokens/s: median (quartiles)"]]
-    times += [[c.name, quartiles(c.step_s, 1e3, 0), quartiles(c.tokens_per_s, 1, 0)] for c in contenders]
+    kinds = {
+        "ms a step": ("step_s", 1e3, 0),
+        "rollout tokens/s": ("tokens_per_s", 1, 0),
+        "train tokens/s": ("train_tokens_per_s", 1, 0),
+    }
+    kinds = {title: kind for title, kind in kinds.items() if any(getattr(c, kind[0]) for c in contenders)}
+    times = [["", *(f"{title}: median (quartiles)" for title in kinds)]]
+    for contender in contenders:
+        measured = [(getattr(contender, name), scale, digits) for name, scale, digits in kinds.values()]
+        times.append([contender.name, *(quartiles(*one) if one[0] else "" for one in measured)])
     ours = [contender for contender in contenders if contender.name.startswith("jetrl")]
-    peers = [contender for contender in contenders if contender not in ours]
-    steps = [["time of a step, theirs / ours", *(peer.name for peer in peers)]]
-    steps += [
-        [base.name, *(verdict(ratio_interval(peer.step_s, base.step_s)) for peer in peers)] for base in ours
-    ]
-    rates = [["rollout tokens/s, ours / theirs", *(peer.name for peer in peers)]]
-    rates += [
-        [base.name, *(verdict(ratio_interval(base.tokens_per_s, peer.tokens_per_s)) for peer in peers)]
-        for base in ours
-    ]
-    return "\n\n".join(markdown(rows) for rows in (times, steps, rates) if len(rows) > 1 and len(rows[0]) > 1)
+    found = [times]
+    for title, (name, *_) in kinds.items():
+        peers = [peer for peer in contenders if peer not in ours and getattr(peer, name)]
+        head = "time of a step, theirs / ours" if name == "step_s" else f"{title}, ours / theirs"
+        rows = [[head, *(peer.name for peer in peers)]]
+        for base in ours:
+            pairs = [(getattr(base, name), getattr(peer, name)) for peer in peers]
+            turned = [pair[::-1] if name == "step_s" else pair for pair in pairs]
+            rows.append([base.name, *(verdict(ratio_interval(*pair)) for pair in turned)])
+        found.append(rows)
+    return "\n\n".join(markdown(rows) for rows in found if len(rows) > 1 and len(rows[0]) > 1)
 
 
 def machine() -> dict[str, Any]:
@@ -160,7 +180,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Run the comparison of the command line and write it beside its raw numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--setting", default="tiny", help="tiny or small (see job.py)")
+    parser.add_argument("--setting", default="tiny", help="tiny, small or real (see job.py)")
     parser.add_argument("--contenders", nargs="+", required=True, help="library:flavor, such as trl:float32")
     parser.add_argument(
         "--python", nargs="*", default=[], help="library=path of the Python of its environment"
@@ -173,7 +193,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--burst", type=int, default=5, help="steps of a burst")
-    parser.add_argument("--rollouts", type=int, default=3, help="rollouts of a burst")
+    parser.add_argument(
+        "--rollouts", type=int, default=3, help="rollouts of a burst; 0: only those of its steps"
+    )
     parser.add_argument("--warmup", type=int, default=10, help="steps before the first round")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of all numbers")
     parser.add_argument("--verbose", action="store_true", help="show what the workers print")
@@ -200,7 +222,8 @@ def main() -> None:
             contender.process.wait(timeout=60)
     text = tables(contenders)
     numbers = {
-        c.name: {"about": c.about, "step_s": c.step_s, "tokens_per_s": c.tokens_per_s} for c in contenders
+        c.name: {name: value for name, value in vars(c).items() if name not in ("name", "process")}
+        for c in contenders
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}

@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import sys
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -32,12 +33,12 @@ class JobTokenizer:
     length.
     """
 
-    vocab_size = job.VOCAB
     eos_ids: tuple[int, ...] = ()
     pad_id = 0
 
-    def __init__(self) -> None:
-        self._tokenizer = job.build_tokenizer()
+    def __init__(self, setting: job.Setting) -> None:
+        self._tokenizer = job.build_tokenizer(setting)
+        self.vocab_size = self._tokenizer.get_vocab_size() - 2  # padding and stop are not the model's
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
@@ -69,16 +70,17 @@ def build_config(setting: job.Setting, flavor: str) -> RunConfig:
     """The common job as a config."""
     preset, _, fast = flavor.partition("-")
     tokens = setting.prompt_tokens + setting.completion_tokens
+    sizes = {
+        "hidden_size": setting.hidden_size,
+        "intermediate_size": setting.intermediate_size,
+        "num_layers": setting.num_layers,
+        "num_heads": setting.num_heads,
+        "num_kv_heads": setting.num_heads,
+        "head_dim": setting.head_dim,
+    }
     return config_from_dict(
         {
-            "model": {
-                "hidden_size": setting.hidden_size,
-                "intermediate_size": setting.intermediate_size,
-                "num_layers": setting.num_layers,
-                "num_heads": setting.num_heads,
-                "num_kv_heads": setting.num_heads,
-                "head_dim": setting.head_dim,
-            },
+            "model": {"path": setting.model} if setting.model else sizes,
             "precision": {"preset": preset},
             "numerics": {"exact": not fast},
             "rollout": {
@@ -106,7 +108,7 @@ def main() -> None:
     drawn = list(islice(job.words(setting), WORDS))
     records = [{"prompt": job.prompt_of(word), "answer": word[::-1]} for word in drawn]
     config = build_config(setting, options.flavor)
-    run = GRPOTrainer(config, tokenizer=JobTokenizer(), dataset=records, reward_functions=[reward])
+    run = GRPOTrainer(config, tokenizer=JobTokenizer(setting), dataset=records, reward_functions=[reward])
     engine, rewards = run.parts.new_engine(), run.parts.new_rewards()
     take = run.parts.new_step(engine, rewards, run.parts.programs.init(run.policy.params), None)
     prompts = [
@@ -129,9 +131,17 @@ def main() -> None:
     gate = job.StepGate(channel, setting, lambda: jax.block_until_ready(take.state), decode)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.policy.params))
     job.introduce(channel, parameters, {"jax": jax.__version__}, setting)
+    rates: dict[str, float] = {}
     for step in range(1, 10**6):
-        gate.between_steps()
-        take(step)
+        gate.between_steps(**rates)
+        start = time.perf_counter()
+        row, _ = take(step)
+        jax.block_until_ready(take.state)  # the update of the masters ends after the step
+        trained_s = time.perf_counter() - start - row["time/rollout_s"]
+        rates = {
+            "rollout_tokens_per_s": row["rate/rollout_tokens_per_s"],
+            "train_tokens_per_s": row["count/train_tokens"] / trained_s,
+        }
 
 
 if __name__ == "__main__":

@@ -45,21 +45,6 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 def build(setting: job.Setting, flavor: str) -> tuple[trl.GRPOTrainer, Gate]:
     """The trainer and the callback that its gate is still to be hung on."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=job.VOCAB,
-        hidden_size=setting.hidden_size,
-        intermediate_size=setting.intermediate_size,
-        num_hidden_layers=setting.num_layers,
-        num_attention_heads=setting.num_heads,
-        num_key_value_heads=setting.num_heads,
-        head_dim=setting.head_dim,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     drawn = list(islice(job.words(setting), WORDS))
     data = Dataset.from_dict(
         {"prompt": [job.prompt_of(word) for word in drawn], "answer": [word[::-1] for word in drawn]}
@@ -85,14 +70,36 @@ def build(setting: job.Setting, flavor: str) -> tuple[trl.GRPOTrainer, Gate]:
     )
     gate = Gate()
     trainer = trl.GRPOTrainer(
-        model=transformers.Qwen3ForCausalLM(config),
-        processing_class=job.hf_tokenizer(),
+        model=build_model(setting),
+        processing_class=job.hf_tokenizer(setting),
         reward_funcs=reward,
         args=options,
         train_dataset=data,
         callbacks=[gate],
     )
     return trainer, gate
+
+
+def build_model(setting: job.Setting) -> Any:
+    """A random policy, or the real model, in FP32."""
+    if setting.model:
+        return transformers.AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32)
+    config = transformers.Qwen3Config(
+        vocab_size=job.VOCAB,
+        hidden_size=setting.hidden_size,
+        intermediate_size=setting.intermediate_size,
+        num_hidden_layers=setting.num_layers,
+        num_attention_heads=setting.num_heads,
+        num_key_value_heads=setting.num_heads,
+        head_dim=setting.head_dim,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def main() -> None:

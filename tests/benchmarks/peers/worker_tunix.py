@@ -79,7 +79,7 @@ def build_cluster(setting: job.Setting, actor: qwen3.Qwen3, mesh: jax.sharding.M
         ),
     )
     return rl_cluster.RLCluster(
-        actor=actor, reference=None, tokenizer=job.hf_tokenizer(), cluster_config=config
+        actor=actor, reference=None, tokenizer=job.hf_tokenizer(setting), cluster_config=config
     )
 
 
