@@ -22,9 +22,11 @@ class Game:
     """Answers by a function of the actions; an episode ends after one to four of them.
 
     timing: of a conversation, which jobs are answered when, in any order.
+    letters: how many of A to Z it writes.
     """
 
-    def __init__(self, timing: int = 0) -> None:
+    def __init__(self, timing: int = 0, letters: int = 26) -> None:
+        self.letters = letters
         self.timing = np.random.default_rng(timing)
         self.asked: list[Job] = []
         self.live: set[int] = set()
@@ -59,7 +61,7 @@ class Game:
 
     def _answer(self, job: Job) -> Answer:
         said = "".join(job.actions)
-        text = "".join(chr(65 + (ord(c) + job.seed) % 26) for c in said[-1 - job.seed % 3 :])
+        text = "".join(chr(65 + (ord(c) + job.seed) % self.letters) for c in said[-1 - job.seed % 3 :])
         done = len(job.actions) > job.seed % 4
         return Answer(observation=text, reward=float(len(said)), terminated=done, digest="same")
 
@@ -79,9 +81,8 @@ def episodes_of(
         name="guess_number", max_turns=4, stop_texts=tuple(letters[: vocab_size // 2])
     )
     rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12, turns=turns)
-    player = EpisodePlayer(
-        section, rollout, CharacterTokenizer(letters), Game(timing), Answer(observation="A")
-    )
+    game = Game(timing, min(26, len(letters) - (ord("A") - 33)))
+    player = EpisodePlayer(section, rollout, CharacterTokenizer(letters), game, Answer(observation="A"))
     rng = np.random.default_rng(3)
     prompts = [
         Prompt(
@@ -97,4 +98,5 @@ def episodes_of(
         player.sampling(5, temperature),
         StepClock(),
     )
+    assert not any(episode.failed for episode in played)
     return [episode.trajectory for episode in played]
