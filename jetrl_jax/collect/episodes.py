@@ -140,7 +140,6 @@ class EpisodePlayer:
     Attributes:
       stop_ids: the tokens that end a turn.
       notes: for the record of a run.
-      rendered: number of observations encoded so far.
 
     Raises:
       UserError: a stop text is not one token, or observations cannot be appended.
@@ -160,7 +159,6 @@ class EpisodePlayer:
         self.pool = pool
         self.stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *map(self._stop_id, section.stop_texts)]))
         self.notes = tuple(tokenizer.check_observations())
-        self.rendered = 0
         self.encode(probe.observation, tokenizer.end_of_turn)
 
     def sampling(self, seed: int, temperature: float, *, greedy: bool = False) -> SamplingParams:
@@ -169,7 +167,6 @@ class EpisodePlayer:
 
     def encode(self, observation: Observation, after: int) -> list[int]:
         """The ids of an observation after the token `after`; the middle of a long one is left out."""
-        self.rendered += 1
         if isinstance(observation, str):
             text = self.section.observation_template.replace("{observation}", self._cut(observation))
             return self.tokenizer.encode_observation([{"role": "user", "content": text}], after)
@@ -330,7 +327,11 @@ class EpisodePlayer:
         if answer.terminated or answer.truncated or len(one.actions) == self.section.max_turns:
             one.ended = "stop" if answer.terminated else "turns"
             return
-        ids = self.encode(answer.observation, one.token_ids[-1])
+        try:
+            ids = self.encode(answer.observation, one.token_ids[-1])
+        except UserError as error:  # a character that the tokenizer does not have
+            one.fail(Answer("exception", f"its observation cannot be encoded: {error}"))
+            return
         if one.length + len(ids) >= self.rollout.max_completion_tokens:
             one.ended = "length"
             return

@@ -334,6 +334,11 @@ def engine(config: RunConfig) -> Any:
     return made.statistics, made.shapes
 
 
+def streams(config: RunConfig) -> Any:
+    """Whether the embedded engine takes replies."""
+    return build_engine(build_policy(config), config.rollout).streams
+
+
 def speculation(config: RunConfig) -> Any:
     """The draft of the embedded engine, and the rule and promise that it records."""
     return build_engine(build_policy(config), config.rollout).describe()

@@ -70,7 +70,7 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(
             stderr=subprocess.STDOUT,
         )
         metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 420
         while (
             process.poll() is None
             and time.monotonic() < deadline

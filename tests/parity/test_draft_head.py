@@ -157,14 +157,15 @@ def test_a_trained_step_is_the_step_of_a_rollout() -> None:
     """
     policy = sampled_policy("bf16", DEEP)
     head, model, steps = spread_head(policy), policy.rollout_model(), 3
-    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, 9)), jnp.int32)
-    places, ones = jnp.arange(9, dtype=jnp.int32)[None], jnp.ones_like(ids)
+    count = 6
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, count)), jnp.int32)
+    places, ones = jnp.arange(count, dtype=jnp.int32)[None], jnp.ones_like(ids)
     hidden, features = model.with_features(ids, places, ones, feature_layers(DEEP.num_layers))
     embedded = model.embed_tokens.whole()[ids].astype(hidden.dtype)
     p = np.asarray(jax.nn.softmax(model.logits(hidden)[0][:, VOCAB], axis=-1))
     expected = np.zeros((steps, 2))
     for step in range(steps):
-        counted = [t for t in range(9) if t + step + 2 < 9]
+        counted = [t for t in range(count) if t + step + 2 < count]
         for t in counted:
             states, earlier = head.combine(features[:, : t + 1]), []
             causal = jnp.tril(jnp.ones((1, t + 1, t + 1), bool))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,6 +38,7 @@ from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
+from tests.parity.small_episodes import episodes_of
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 from tests.sections import algorithm_section
 
@@ -361,11 +363,13 @@ def sampled_by_one(flow: str) -> list[Trajectory]:
     return single.generate(REQUESTS, SAMPLING)
 
 
-def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> DataParallelEngine:
+def engine_on(
+    flow: str, mesh: tuple[int, ...], draft: Lookup | None = None, **changes: Any
+) -> DataParallelEngine:
     """An engine on the devices of a mesh, which holds the policy of a flow as version 5."""
     one = policy(flow)
     many = Layout(section(mesh), one.plan, one.model)
-    build = functools.partial(JaxEngine, one.model, one.plan, draft=draft, **SIZES)
+    build = functools.partial(JaxEngine, one.model, one.plan, draft=draft, **{**SIZES, **changes})
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
     engines.load(jax.device_put(one.published, many.shardings(one.params)), 5)
     return engines
@@ -392,6 +396,23 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, samp
         assert 0 < counts["accepted"] < counts["drafted"]
         assert counts["accepted"] + counts["verified"] == later  # each first token is a prefill's
     assert engines.generate([], SAMPLING) == []
+    engines.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flow", ["bf16", "fp8_unified"])
+def test_episodes_stream_over_split_layers(flow):
+    """The tokens and bits of one device in lockstep; several copies of the policy take no replies."""
+    one, lengths = policy(flow), {"max_prompt_tokens": 15, "max_completion_tokens": 4}
+    single = JaxEngine(one.model, one.plan, **{**SIZES, **lengths})
+    single.load(one.published, 5)
+    engines = engine_on(flow, (1, 1, 2), streams=True, **lengths)
+    assert engines.streams and not engine_on(flow, (2, 1, 1), streams=True).streams
+    expected = episodes_of(single, one.model.config.vocab_size, 1.0, 16)
+    stream = episodes_of(engines, one.model.config.vocab_size, 1.0, 16, turns="stream")
+    for a, b in zip(expected, stream, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
     engines.close()
 
 

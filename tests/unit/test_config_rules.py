@@ -344,6 +344,30 @@ rollout.max_turn_tokens: a turn is longer than an episode
 distributed.processes: environments answer one process only
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, distributed: {processes: 2}, sharding: {data: 2}
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
+algorithm.credit: has no effect here
+    algorithm: {credit: turn}
+    algorithm: {credit: turn}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+algorithm.credit: rloo leaves out a sample, not a turn
+    algorithm: {credit: turn, name: rloo}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+    algorithm: {credit: turn, name: dapo}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+algorithm.credit: no turn has a reward of its own
+    algorithm: {credit: turn}, rewards: [{name: 'a:b'}], rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+    algorithm: {credit: turn}, rewards: [{name: 'a:b'}, {name: task}], rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+rollout.turns: has no effect here
+    rollout: {turns: stream}
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}
+rollout.turns: only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache
+    rollout: {max_turn_tokens: 4, turns: stream, engine: vllm}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 4, turns: stream, engine: jax}, task: {kind: environment, name: guess_number}
+rollout.turns: a stream drafts no tokens
+    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: lookup}}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: none}}, task: {kind: environment, name: guess_number}
+rollout.turns: bits would depend on the time that environments take
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: false}
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: true}
+rollout.turns: a stream runs on one copy of the policy only
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
 task.observation_template: has no effect here
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a, chat_template: true}
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a}
