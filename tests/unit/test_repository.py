@@ -121,7 +121,7 @@ def allowed_imports(path: str) -> tuple[set[str], set[str]]:
         return base | {"jetrl_jax", "pallas_kernels"} | (
             {"bridge"} if path.startswith(KNOWS_BRIDGE) else set()
         ), lazy
-    own = {"torch", "vllm"} if path.startswith(INSIDE_VLLM) else set()
+    own = {"torch", "vllm", "prometheus_client"} if path.startswith(INSIDE_VLLM) else set()  # vLLM's own
     return base | set(PACKAGES) | own, {"httpx"} if path == SERVER_CLIENT else set()
 
 
