@@ -397,7 +397,10 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, samp
         assert counts["accepted"] + counts["verified"] == later  # each first token is a prefill's
         for engine in engines.engines:  # also in chunks before which slots were refilled
             measured = engine._length._chunks
-            assert {k: sum(n for (_, j), n in measured.items() if j == k) >= 2 for k in (0, 3)} == {0: True, 3: True}
+            assert {k: sum(n for (_, j), n in measured.items() if j == k) >= 2 for k in (0, 3)} == {
+                0: True,
+                3: True,
+            }
     assert engines.generate([], SAMPLING) == []
     engines.close()
 
