@@ -125,7 +125,7 @@ test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and
 # The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
 ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
-	tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
+	tests/parity/test_vllm_lora.py tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
 	tests/unit/test_check_engine.py tests/kernels/test_quantize.py tests/kernels/test_formats.py tests/kernels/test_rounding.py \
 	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch \
 	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates

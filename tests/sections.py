@@ -49,9 +49,9 @@ def engine_settings(kind: str = "vllm", *, url: str | None = None, **fields: Any
 
 def changed(settings: EngineSettings, **fields: Any) -> EngineSettings:
     """Settings with other fields of `rollout`, `rollout.engine`, `precision` and `numerics`, or another
-    `sleep` of their own.
+    `sleep` or `lora` of their own.
     """
-    sleep = fields.pop("sleep", settings.sleep)
+    sleep, lora = (fields.pop(name, getattr(settings, name)) for name in ("sleep", "lora"))
     sections = settings.rollout.engine, settings.rollout, settings.fp8, settings.numerics
     parts = [
         {name: fields.pop(name) for name in type(section).model_fields if name in fields}
@@ -61,4 +61,4 @@ def changed(settings: EngineSettings, **fields: Any) -> EngineSettings:
     engine, rollout, fp8, numerics = (
         section.model_copy(update=part) for section, part in zip(sections, parts, strict=True)
     )
-    return EngineSettings(rollout.model_copy(update={"engine": engine}), fp8, numerics, sleep)
+    return EngineSettings(rollout.model_copy(update={"engine": engine}), fp8, numerics, sleep, lora)

@@ -1,7 +1,8 @@
 """A draft head (`jetrl_jax.models.draft_head`) as a directory that vLLM's `llama_eagle3` loads.
 
     config.json        a Llama of one layer, with the size of the draft's vocabulary and the feature layers
-    model.safetensors  the head's parameters in BF16, d2t as offsets (id - index), and t2d
+    model.safetensors  the head's parameters in BF16; for a part of the vocabulary d2t, offsets (id - index),
+                       and t2d, which vLLM refuses with the whole
 
 The embedding is the policy's, and is not in the directory.  An architecture `LlamaForCausalLMEagle3` and the
 method `eagle3` select the model in vLLM.
@@ -63,11 +64,8 @@ def draft_tensors(head: DraftHead) -> dict[str, np.ndarray]:
     kept = np.zeros(head.config.vocab_size, bool)
     kept[ids] = True
     parameters = named_params(nnx.state(head, nnx.Param))
-    return {
-        **{name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in parameters},
-        "d2t": ids - np.arange(len(ids)),
-        "t2d": kept,
-    }
+    tensors = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in parameters}
+    return tensors if kept.all() else tensors | {"d2t": ids - np.arange(len(ids)), "t2d": kept}
 
 
 def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
@@ -75,7 +73,7 @@ def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
     target = user_path(directory)
     target.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(head)
-    config = draft_config(head.config, len(tensors["d2t"]))
+    config = draft_config(head.config, len(head.d2t[...]))
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
     return target
@@ -92,7 +90,8 @@ def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numeri
     if missing:
         raise UserError(f"read_draft_head: no draft head: got {root} without {missing}, expected both.")
     found = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    expected = draft_config(policy, found.get("draft_vocab_size") or policy.vocab_size)
+    size = found.get("draft_vocab_size") or policy.vocab_size
+    expected = draft_config(policy, size)
     told = ("rope_parameters", "torch_dtype")  # in other words in files of other origin
     wrong = [
         f"{name}={found.get(name)!r}, expected {value!r}"
@@ -102,8 +101,12 @@ def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numeri
     if wrong:
         raise UserError(f"read_draft_head: {root} is another policy's: got {'; '.join(wrong)}.")
     tensors = load_file(root / WEIGHTS)
-    ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
-    head = DraftHead(policy, numerics, ids, rngs=nnx.Rngs(0))
+    offsets = tensors.get("d2t", np.zeros(policy.vocab_size, np.int64))  # of the whole vocabulary none
+    if offsets.shape != (size,):
+        raise UserError(
+            f"read_draft_head: {root / WEIGHTS} does not fit: got d2t {offsets.shape}, expected ({size},)."
+        )
+    head = DraftHead(policy, numerics, np.arange(size) + offsets, rngs=nnx.Rngs(0))
     state = nnx.state(head, nnx.Param)
     different = [
         f"{name} {tensors[name].shape if name in tensors else 'missing'}, expected {value.shape}"

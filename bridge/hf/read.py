@@ -230,8 +230,10 @@ def load_checkpoint(directory: str | Path) -> tuple[ModelConfig, dict[str, np.nd
     return checkpoint.config, dict(checkpoint.arrays())
 
 
-def read_into(decoder: nnx.Module, directory: str | Path) -> ModelConfig:
+def read_into(decoder: nnx.Module, directory: str | Path, on_host: Any = None) -> ModelConfig:
     """Fills a decoder's float32 parameters in place from a checkpoint directory, each on its own devices.
+
+    on_host: a dtype in which they stay on the host, as numpy arrays, for a base that is published once.
 
     Only one tensor is in host memory at a time.  Returns the checkpoint's configuration.  Raises UserError if
     the directory is damaged or describes another model than ``decoder.config`` (no parameter has changed
@@ -255,6 +257,9 @@ def read_into(decoder: nnx.Module, directory: str | Path) -> ModelConfig:
     parameters = parameters_by_path(decoder)
     for path, array in checkpoint.arrays():
         value = parameters[path].get_value()
+        if on_host is not None:
+            parameters[path].set_value(array.astype(on_host))
+            continue
         placed = isinstance(value, jax.Array) and value.committed
         parameters[path].set_value(jax.device_put(array, value.sharding if placed else None))
     return checkpoint.config

@@ -21,7 +21,8 @@ from bridge.hf.names import parameter_shapes, to_hf_name
 from jetrl_jax.errors import UserError
 from jetrl_jax.models import anatomy
 from jetrl_jax.models.config import ModelConfig
-from jetrl_jax.precision.formats import FP8_BLOCKS, is_kv_scale
+from jetrl_jax.models.ops import round_to
+from jetrl_jax.precision.formats import ADAPTER, FP8_BLOCKS, is_adapter, is_kv_scale
 from jetrl_jax.precision.parameters import named_params
 from pallas_kernels import ScaledArray
 
@@ -49,6 +50,17 @@ def synced_tensors(config: ModelConfig, published: nnx.State) -> Iterator[tuple[
     for path, value in named_params(published):
         if is_kv_scale(path):
             yield to_hf_name(path), jnp.reshape(value, 1)
+
+
+def adapter_tensors(published: nnx.State, scale: float) -> Iterator[tuple[str, Any]]:
+    """The adapters of published weights as an engine multiplies them: B is multiplied by `scale`, rounded."""
+    for path, value in named_params(published):
+        if is_adapter(path):
+            scaled = path.endswith(ADAPTER[1]) and scale != 1
+            yield (
+                to_hf_name(path),
+                round_to(value.astype(jnp.float32) * scale, value.dtype) if scaled else value,
+            )
 
 
 def to_host(array: Any) -> np.ndarray:

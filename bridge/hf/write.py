@@ -11,7 +11,6 @@ vLLM can read the result.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from bridge.hf.config import to_hf
+from bridge.hf.directory import write_json, written_directory
 from bridge.hf.names import mismatches, name_map
 from bridge.hf.read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
 from bridge.hf.tensors import hf_tensors, quantization_config
@@ -148,25 +148,14 @@ def _save(
         raise ValueError(
             f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number"
         )
-    target = Path(os.path.abspath(user_path(directory)))
-    _check_place(target, overwrite)
-    partial = _sibling(target, "partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", _generation_config(model_config))
+    with written_directory(directory, _OWN_FILES, "config.json", overwrite) as partial:
+        write_json(partial / "config.json", config)
+        write_json(partial / "generation_config.json", _generation_config(model_config))
         _write_weights(partial, tensors, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(partial)
         _verify(partial, model_config, tensors)
-        _flush(partial)
-        _move_into_place(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return target
+    return Path(os.path.abspath(user_path(directory)))
 
 
 def _cast(array: Any, dtype: np.dtype) -> np.ndarray:
@@ -207,7 +196,7 @@ def _write_weights(directory: Path, tensors: Sequence[Tensor], max_shard_bytes: 
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        _write_json(directory / INDEX_FILE, index)
+        write_json(directory / INDEX_FILE, index)
 
 
 def _plan_shards(sizes_bytes: Mapping[str, int], limit_bytes: float) -> list[list[str]]:
@@ -243,68 +232,3 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if values[key] is not None
     }
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _sibling(target: Path, kind: str) -> Path:
-    return target.with_name(f".{target.name}.{kind}")
-
-
-def _check_place(target: Path, overwrite: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not target.is_dir() or not overwrite:
-        raise UserError(
-            f"save_checkpoint: the place is taken: got directory={str(target)!r}, expected an empty "
-            "directory, or overwrite"
-        )
-    foreign = sorted(
-        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in _OWN_FILES)
-    )
-    if foreign or not (target / "config.json").is_file():
-        why = f"it also holds {foreign}" if foreign else "it has no config.json"
-        raise UserError(
-            f"save_checkpoint: will not replace {str(target)!r}: {why}, expected only a checkpoint's files"
-        )
-
-
-def _flush(directory: Path) -> None:
-    """Flushes files and directory entries to disk before the rename makes them visible."""
-    for path in [*(p for p in directory.rglob("*")), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _move_into_place(partial: Path, target: Path) -> None:
-    """Renames the new directory to its place.
-
-    An earlier checkpoint is moved aside first.  It is deleted afterwards, or moved back if the rename fails.
-    """
-    old = _sibling(target, "old")
-    if target.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        target.rename(old)
-    try:
-        partial.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    _flush_directory(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

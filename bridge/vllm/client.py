@@ -49,12 +49,16 @@ class Limit:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to a server, and the limit within which it must be answered."""
+    """A request to a server, and the limit within which it must be answered.
+
+    words: whether the answer to a success is text for people, which is dropped.
+    """
 
     method: str
     url: str
     body: dict[str, Any] | None
     limit: Limit
+    words: bool = False
 
 
 class Client:
@@ -133,6 +137,8 @@ class Client:
             raise CallFailed(f": {type(error).__name__}: {error}.") from error
         if not response.is_success:
             raise CallFailed(f" failed with status {response.status_code}: {response.text[:600]}")
+        if call.words:
+            return {}
         if response.headers.get("content-type", "").startswith("text/plain"):
             return response.text
         try:

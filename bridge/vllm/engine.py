@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from bridge.hf.draft import draft_tensors
+from bridge.hf.peft import PeftAdapter, save_adapter
+from bridge.hf.tensors import hf_tensors, synced_tensors, to_host
 from bridge.vllm.settings import (
     EngineFailed,
     EngineSettings,
@@ -26,6 +31,8 @@ from bridge.vllm.settings import (
 )
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.precision.formats import is_adapter
+from jetrl_jax.precision.parameters import named_params, select
 from jetrl_jax.rollout.engine import Results, RolloutEngine, check_sequences
 from jetrl_jax.rollout.manifest import Manifest
 from jetrl_jax.rollout.types import Request, SamplingParams
@@ -52,6 +59,8 @@ class VllmEngine(RolloutEngine):
         self.settings = settings
         self.operations: dict[str, str] = {}  # operation -> implementation, once vLLM has started
         self._asleep = False
+        self._base: list[Any] | None = None  # the arrays of a frozen base that vLLM holds
+        self._adapters = 0  # number of adapters that it was given
         self._counts: dict[str, int] = {}
 
     def held(self, names: Sequence[str]) -> Manifest:
@@ -118,6 +127,35 @@ class VllmEngine(RolloutEngine):
         if self.settings.sleep and not self._asleep:
             self._drop()
             self._asleep = True
+
+    # Adapters beside a frozen base
+
+    def _to_send(self, published: Any) -> list[tuple[str, Any]]:
+        """The tensors to transfer: all; of a policy with adapters its base, and nothing if vLLM holds it."""
+        if self.settings.lora is None:
+            return list(synced_tensors(self.model, published))
+        base = jax.tree.leaves(select(published, lambda path: not is_adapter(path)))
+        held = self._base is not None and all(a is b for a, b in zip(self._base, base, strict=True))
+        return [] if held else list(hf_tensors(self.model, published))
+
+    def _now_held(self, published: Any) -> None:
+        """Notes that vLLM holds the base of these weights."""
+        if self.settings.lora is not None:
+            self._base = jax.tree.leaves(select(published, lambda path: not is_adapter(path)))
+
+    def _next_adapter(self, published: Any, directory: Path) -> tuple[str, int, Path]:
+        """Writes the adapters for vLLM; returns the name and number of the next one, and its directory.
+
+        Each version has a name and a number of its own: vLLM would go on with an adapter whose number it
+        knows.
+        """
+        lora = self.settings.lora
+        assert lora is not None
+        self._adapters += 1
+        arrays = {path: to_host(value) for path, value in named_params(published) if is_adapter(path)}
+        made = PeftAdapter(lora.rank, lora.alpha, lora.rslora, lora.targets, None, arrays)
+        name = f"jetrl-{os.getpid()}-{self._adapters}"
+        return name, self._adapters, save_adapter(directory / name, made)
 
     def _speculated(self) -> dict[str, int]:
         """Counts of vLLM's speculation since it began; none without."""

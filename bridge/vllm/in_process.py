@@ -25,12 +25,12 @@ import vllm
 from vllm import LLM
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-from bridge.hf.tensors import synced_tensors
+from bridge.hf.tensors import adapter_tensors
 from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
-    SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
     check_version,
@@ -79,6 +79,7 @@ class InProcessEngine(VllmEngine):
                 self.llm = LLM(**arguments)
             except Exception as error:  # vLLM raises many types; the cause is chained
                 raise EngineFailed(f"vLLM: it does not start: {type(error).__name__}: {error}") from error
+        self._adapter: LoRARequest | None = None
         self.llm.init_weight_transfer_engine({"init_info": {}})
         (self.operations,) = self.llm.collective_rpc("jetrl_operations")
         try:
@@ -94,14 +95,18 @@ class InProcessEngine(VllmEngine):
         }
 
     def _hand_over(self, published: Any, version: int) -> Manifest:
-        tensors = [(name, _as_torch(array)) for name, array in synced_tensors(self.model, published)]
+        tensors = [(name, _as_torch(array)) for name, array in self._to_send(published)]
         manifest = transfer.manifest_of(tensors, version)
-        ticket = transfer.hand_over(manifest, tensors)
         try:
             if self._asleep:
                 # the cache wakes after the new weights are loaded, so that less memory is held at once
                 self.llm.wake_up(tags=["weights"])
-            self._update(self.llm.start_weight_update, ticket, version)
+            if tensors:
+                ticket = transfer.hand_over(manifest, tensors)
+                self._update(self.llm.start_weight_update, ticket, version)
+                self._now_held(published)
+            if self.settings.lora is not None:
+                manifest = self._adapt(published, manifest)
             if self._asleep:
                 self.llm.wake_up(tags=["kv_cache"])
             reset = self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
@@ -129,9 +134,23 @@ class InProcessEngine(VllmEngine):
         self.llm.update_weights({"update_info": {"ticket": ticket}})
         finish(**_known(finish, weight_version=str(version)))
 
+    def _adapt(self, published: Any, base: Manifest) -> Manifest:
+        """Gives vLLM the adapters; returns their manifest with that of the base.
+
+        vLLM reads them, then drops those before, as it has room for one set.
+        """
+        assert self.settings.lora is not None
+        with tempfile.TemporaryDirectory(prefix="jetrl-adapter-", dir=MEMORY) as directory:
+            name, number, path = self._next_adapter(published, Path(directory))
+            self._adapter = LoRARequest(name, number, str(path))
+            self.llm.llm_engine.add_lora(self._adapter)
+        own = [(n, _as_torch(array)) for n, array in adapter_tensors(published, self.settings.lora.scale)]
+        entries = {**base.entries, **transfer.manifest_of(own, base.policy_version).entries}
+        return Manifest(base.policy_version, entries)
+
     def _drop(self) -> None:
         try:
-            self.llm.sleep(level=SLEEP_LEVEL)
+            self.llm.sleep(level=self.settings.sleep_level)
         except Exception as error:
             raise EngineFailed(f"vLLM: it cannot sleep: {type(error).__name__}: {error}") from error
 
@@ -146,7 +165,10 @@ class InProcessEngine(VllmEngine):
             prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
             names = (
                 self.llm.enqueue(
-                    prompts, [VllmSamplingParams(**fields) for _, fields in asked], use_tqdm=False
+                    prompts,
+                    [VllmSamplingParams(**fields) for _, fields in asked],
+                    lora_request=self._adapter,
+                    use_tqdm=False,
                 )
                 if asked
                 else []
@@ -198,6 +220,9 @@ class InProcessEngine(VllmEngine):
     def _close(self) -> None:
         """Ends vLLM and frees its memory."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # files that are read once
 
 
 def _is_cpu_build() -> bool:

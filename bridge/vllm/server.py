@@ -2,6 +2,7 @@
 
     start     loopback only, a free port, its output in vllm.log of the run; ready when /health answers
     sync      safetensors on tmpfs with a manifest beside it; staged and verified by the worker, then applied
+    adapters  beside a base that is synced once; each version is a PEFT directory on tmpfs with its own name
     sleep     weights and cache are dropped until the next sync, which wakes the weights, then the cache
     generate  token ids in, token ids and logprobs out, one request per completion; every answer names the
               version of its weights
@@ -32,12 +33,11 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from bridge.hf.tensors import synced_tensors, to_host
+from bridge.hf.tensors import adapter_tensors, to_host
 from bridge.vllm import server_process
 from bridge.vllm.client import Call, CallFailed, Client, Limit
 from bridge.vllm.engine import Answers, Asked, VllmEngine
 from bridge.vllm.settings import (
-    SLEEP_LEVEL,
     EngineFailed,
     EngineSettings,
     as_flags,
@@ -91,6 +91,8 @@ class ServerEngine(VllmEngine):
         self._client = Client()
         self._process: subprocess.Popen | None = None
         self._weights: tuple[Path, int] | None = None
+        self._pushed = False  # whether the server has them
+        self._adapter: tuple[str, Path] | None = None  # its name and directory
         self._draft: Path | None = None  # the weights of a draft that was handed over
         self._ready = False
         # tmpfs, so that weights are not written to disk
@@ -110,18 +112,31 @@ class ServerEngine(VllmEngine):
         return {"mode": "server" if self.owned else "external", "vllm": self._vllm, "url": self.url}
 
     def _hand_over(self, published: Any, version: int) -> Manifest:
-        tensors = {name: to_host(array) for name, array in synced_tensors(self.model, published)}
+        tensors = {name: to_host(array) for name, array in self._to_send(published)}
         manifest = Manifest.of(tensors.items(), version)
         path = self._directory / f"{version}.safetensors"
-        save_file(tensors, path)
-        Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
-        before = self._weights
-        self._weights = (path, version)
+        before, old = self._weights, self._adapter
+        if tensors:
+            save_file(tensors, path)
+            Path(f"{path}.json").write_text(manifest.to_json(), encoding="utf-8")
+            self._weights = (path, version)
+            self._pushed = False
+        if self.settings.lora is not None:
+            name, _, directory = self._next_adapter(published, self._directory)
+            self._adapter = name, directory
+            own = Manifest.of(adapter_tensors(published, self.settings.lora.scale), version)
+            manifest = Manifest(version, {**manifest.entries, **own.entries})
         self._draft = None
         self._with_restarts(self._push)
-        if before is not None and before[0] != path:
+        if tensors:
+            self._now_held(published)
+        if tensors and before is not None and before[0] != path:
             for file in (before[0], Path(f"{before[0]}.json")):
                 file.unlink(missing_ok=True)
+        if old is not None:
+            shutil.rmtree(old[1], ignore_errors=True)
+            with contextlib.suppress(EngineFailed):  # only the server's list of names would grow
+                self._post("/v1/unload_lora_adapter", {"lora_name": old[0]}, self._sync_limit())
         return manifest
 
     def _hand_over_draft(self, tensors: Mapping[str, np.ndarray]) -> None:
@@ -137,7 +152,9 @@ class ServerEngine(VllmEngine):
         self._with_restarts(push)
 
     def _drop(self) -> None:
-        self._with_restarts(lambda: self._post(f"/sleep?level={SLEEP_LEVEL}", {}, self._sync_limit()))
+        self._with_restarts(
+            lambda: self._post(f"/sleep?level={self.settings.sleep_level}", {}, self._sync_limit())
+        )
 
     def _held(self, names: list[str]) -> str:
         method = "jetrl_held_manifest"
@@ -153,9 +170,14 @@ class ServerEngine(VllmEngine):
             content = (choice.get("logprobs") or {}).get("content") or []
             logprobs = [entry["logprob"] for entry in content]
             completion = choice["token_ids"], logprobs, choice.get("finish_reason")
-        if versions - {str(self._version)}:
+        version = self._version if self._weights is None or self._adapter is None else self._weights[1]
+        if versions - {str(version)}:
             raise EngineFailed(
-                f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {self._version} only."
+                f"vLLM: an answer has tokens of weights {sorted(versions)}, expected {version} only."
+            )
+        if self._adapter is not None and answer.get("model", self._adapter[0]) != self._adapter[0]:
+            raise EngineFailed(
+                f"vLLM: an answer is of the adapter {answer['model']}, expected {self._adapter[0]}."
             )
         return completion
 
@@ -197,6 +219,8 @@ class ServerEngine(VllmEngine):
         calls = {}
         for place, (ids, fields) in asked.items():
             body = {"token_ids": list(ids), "sampling_params": fields, "return_token_ids": True}
+            if self._adapter is not None:
+                body["model"] = self._adapter[0]
             calls[place] = Call("POST", f"{self.url}{GENERATE}", body, limit)
         most = self.settings.started.max_num_seqs if self.owned else AT_ONCE
         with self._failing(GENERATE), contextlib.closing(self._client.at_once(calls, most)) as answers:
@@ -210,18 +234,17 @@ class ServerEngine(VllmEngine):
         limit = self._sync_limit()
         if self._asleep:
             self._post("/wake_up?tags=weights", {}, limit)
-        start = {"is_checkpoint_format": False}  # read only by vLLM 0.24, see `worker.transfer`
-        try:
-            self._post("/start_weight_update", start, limit)
-        # a killed trainer may have left an update open, which this empty update ends
-        except EngineFailed:
-            with contextlib.suppress(EngineFailed):
-                self._post("/update_weights", {"update_info": {}}, limit)
-            self._post("/start_weight_update", start, limit)
-        self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
+        if not self._pushed:
+            self._stage(path, limit)
         self._post("/pause?mode=abort&clear_cache=true", {}, limit)  # no request may see both versions
         try:
-            self._post("/finish_weight_update", {"weight_version": str(version)}, limit)
+            if not self._pushed:
+                self._post("/finish_weight_update", {"weight_version": str(version)}, limit)
+                self._pushed = self.settings.lora is not None  # else the next version is others
+            if self._adapter is not None:
+                name, directory = self._adapter
+                named = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+                self._post("/v1/load_lora_adapter", named, limit)
             if self._asleep:
                 self._post("/wake_up?tags=kv_cache", {}, limit)
             self._post("/reset_prefix_cache", {}, limit)
@@ -239,6 +262,18 @@ class ServerEngine(VllmEngine):
         self._post("/start_draft_weight_update", {}, limit)
         self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
         self._post("/finish_weight_update", {"weight_version": str(self._version)}, limit)
+
+    def _stage(self, path: Path, limit: Limit) -> None:
+        """Makes the server read and verify a file of weights."""
+        start = {"is_checkpoint_format": False}  # read only by vLLM 0.24, see `worker.transfer`
+        try:
+            self._post("/start_weight_update", start, limit)
+        # a killed trainer may have left an update open, which this empty update ends
+        except EngineFailed:
+            with contextlib.suppress(EngineFailed):
+                self._post("/update_weights", {"update_info": {}}, limit)
+            self._post("/start_weight_update", start, limit)
+        self._post("/update_weights", {"update_info": {"path": str(path)}}, limit)
 
     def _resume(self, limit: Limit) -> None:
         """Lets the server continue, with enough time even if the limit has passed."""
@@ -282,9 +317,10 @@ class ServerEngine(VllmEngine):
         return self._post("/collective_rpc", body, limit)["results"][0]
 
     def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer of a route; {} if it is empty."""
+        """The JSON answer of a route; {} if it is empty, or words."""
         with self._failing(route):
-            return self._client.call(Call(method, f"{self.url}{route}", body, limit))
+            words = route.startswith("/v1/")
+            return self._client.call(Call(method, f"{self.url}{route}", body, limit, words))
 
     @contextlib.contextmanager
     def _failing(self, route: str) -> Iterator[None]:
@@ -327,6 +363,8 @@ class ServerEngine(VllmEngine):
         command = [*self.command, *flags, "--host", "127.0.0.1", "--port", str(port), "--tokens-only"]
         variables = os.environ | environment(on_cpu, self.settings.started.enforce_eager)
         variables["VLLM_SERVER_DEV_MODE"] = "1"
+        if self.settings.lora is not None:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -360,6 +398,7 @@ class ServerEngine(VllmEngine):
         """Ends an own server, by force if necessary."""
         self._ready = not self.owned and self._ready
         self._asleep = False  # a new server is awake
+        self._pushed = False  # and empty
         process = self._process
         self._process = None
         if process is None:

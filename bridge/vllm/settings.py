@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 from bridge.hf.config import to_hf
 from bridge.hf.tensors import quantization_config
+from jetrl_jax.config.learning import LoraSection
 from jetrl_jax.config.precision import Fp8UnifiedSection, NumericsSection
 from jetrl_jax.config.rollout import RolloutSection, StartedVllmSection
 from jetrl_jax.config.types import VLLM_TEMPERATURES
 from jetrl_jax.errors import RunStopped, UserError
+from jetrl_jax.models.anatomy import MATRICES
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.rollout.engine import too_long
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
@@ -36,7 +38,9 @@ FP8_PRODUCTS = {
     "triton": ("ReferenceFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"),
 }
 # Operations of an exact engine that this project implements; "linear" only if the model has BF16 layers.
-EXACT = ("attention", "norm", "rope", "silu", "linear", "logits", "logprobs")
+# and "adapters" only if it has some.
+EXACT = ("attention", "norm", "rope", "silu", "linear", "logits", "logprobs", "adapters")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of `max_lora_rank`
 # Promotion order (`precision.promotion_order`) -> vLLM's CUDA kernel for FP8 products in that order.
 LINEAR_BACKENDS = {"deepgemm": "cutlass", "triton": "triton"}
 SUPPORTED = ((0, 24), (0, 32))  # first and last minor release whose numerics and interfaces are known
@@ -76,12 +80,19 @@ class EngineSettings:
     numerics: `exact` (reductions in float64, `bridge.vllm.worker.exact`, for eager engines) and the rounding
       points.
     sleep: whether the engine's `sleep` frees its memory; vLLM refuses it on a CPU.
+    lora: the adapters beside a frozen base; None: there are none.
     """
 
     rollout: RolloutSection
     fp8: Fp8UnifiedSection
     numerics: NumericsSection
     sleep: bool
+    lora: LoraSection | None = None
+
+    @property
+    def sleep_level(self) -> int:
+        """Of vLLM's sleep.  Beside adapters the base is kept on the host, since only they come again."""
+        return SLEEP_LEVEL if self.lora is None else 1
 
     @property
     def started(self) -> StartedVllmSection:
@@ -152,6 +163,17 @@ class EngineSettings:
             arguments["speculative_config"] = (
                 drafts | section.speculative_config
             )  # a draft's weights are read
+        if self.lora is not None:
+            names = {
+                matrix.fused_as.rsplit(".", 1)[-1] for matrix in MATRICES if matrix.name in self.lora.targets
+            }
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= self.lora.rank),
+                "lora_dtype": "bfloat16",
+                "lora_target_modules": sorted(names),  # or it would replace embedding and head too
+            }
         if self.sleep:
             arguments["enable_sleep_mode"] = True
         if section.kv_cache_memory_mb is not None:
@@ -192,8 +214,9 @@ def require_exact(operations: Mapping[str, str], settings: EngineSettings, fp8: 
     """
     if not settings.numerics.exact:
         return
+    optional = {"linear"} | ({"adapters"} if settings.lora is None else set())
     served = {
-        name: operations.get(name, "nothing") for name in EXACT if name in operations or name != "linear"
+        name: operations.get(name, "nothing") for name in EXACT if name in operations or name not in optional
     }
     wrong = [
         f"{name} by {by}"
@@ -344,7 +367,8 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+            values = value if isinstance(value, list) else [value]
+            flags += [flag, *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return flags
 
 

@@ -1,4 +1,4 @@
-"""Plays episodes: the policy and an environment take turns, all episodes of a batch in lockstep.
+"""Plays episodes: the policy and an environment take turns.
 
     p prompt (the first observation), c sampled by the policy, e written by the environment
 
@@ -16,11 +16,15 @@ Engine and trainer therefore see the same tokens, and only those that the policy
                                   no room for an observation and one more token
 
 A last observation, or one without room, is not appended.  A token's noise depends on the seed of (episode,
-turn) and its position, never on other episodes or on the time that an environment takes.
+turn) and its position, never on other episodes or on the time that an environment takes.  So an episode is
+the same whether all take their turns in lockstep, or each goes on as soon as its environment has answered
+(``rollout.turns: stream``, on engines that stream).
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +37,13 @@ from jetrl_jax.collect.prompts import Prompt
 from jetrl_jax.config.rollout import RolloutSection
 from jetrl_jax.config.task import EnvironmentSection
 from jetrl_jax.errors import UserError
-from jetrl_jax.rollout.engine import RolloutEngine
+from jetrl_jax.rollout.engine import Replies, Reply, RolloutEngine
 from jetrl_jax.rollout.types import FinishReason, Request, SamplingParams, Trajectory, Turn
 from jetrl_jax.tasks.base import Example
 from jetrl_jax.text.tokenizer import Message, Tokenizer
-from jetrl_jax.workers.environments import Answer, EnvironmentPool, Job, Observation
+from jetrl_jax.workers.environments import Answer, Conversation, EnvironmentPool, Job, Observation
+
+Seeds = Callable[[int], Sequence[int]]  # turn -> a seed for each prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +140,6 @@ class EpisodePlayer:
     Attributes:
       stop_ids: the tokens that end a turn.
       notes: for the record of a run.
-      rendered: number of observations encoded so far.
 
     Raises:
       UserError: a stop text is not one token, or observations cannot be appended.
@@ -154,7 +159,6 @@ class EpisodePlayer:
         self.pool = pool
         self.stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *map(self._stop_id, section.stop_texts)]))
         self.notes = tuple(tokenizer.check_observations())
-        self.rendered = 0
         self.encode(probe.observation, tokenizer.end_of_turn)
 
     def sampling(self, seed: int, temperature: float, *, greedy: bool = False) -> SamplingParams:
@@ -163,7 +167,6 @@ class EpisodePlayer:
 
     def encode(self, observation: Observation, after: int) -> list[int]:
         """The ids of an observation after the token `after`; the middle of a long one is left out."""
-        self.rendered += 1
         if isinstance(observation, str):
             text = self.section.observation_template.replace("{observation}", self._cut(observation))
             return self.tokenizer.encode_observation([{"role": "user", "content": text}], after)
@@ -176,7 +179,7 @@ class EpisodePlayer:
         self,
         engine: RolloutEngine,
         prompts: Sequence[Prompt],
-        seeds: Callable[[int], Sequence[int]],
+        seeds: Seeds,
         sampling: SamplingParams,
         clock: StepClock,
     ) -> tuple[list[Episode], dict[str, int]]:
@@ -184,7 +187,8 @@ class EpisodePlayer:
 
         Args:
           seeds: turn -> a seed for each prompt.
-          clock: takes the seconds of ``rollout`` and ``environment``.
+          clock: takes the seconds of ``rollout`` and ``environment``; of a stream those in which the engine
+            has nothing to do but wait for environments.
         """
         played = [_Played.begin(prompt) for prompt in prompts]
         counts: Counter[str] = Counter()
@@ -193,15 +197,27 @@ class EpisodePlayer:
             first = self.pool.play([self._job(index, one) for index, one in enumerate(played)])
         for one, answer in zip(played, first, strict=True):
             self._reset(one, answer)
+        play = self._stream if self.rollout.turns == "stream" else self._lockstep
+        play(engine, played, seeds, sampling, clock, counts)
+        version = engine.policy_version
+        return [one.episode(index, version) for index, one in enumerate(played)], dict(counts)
+
+    def _lockstep(
+        self,
+        engine: RolloutEngine,
+        played: Sequence[_Played],
+        seeds: Seeds,
+        sampling: SamplingParams,
+        clock: StepClock,
+        counts: Counter[str],
+    ) -> None:
+        """A turn of all, then an answer to all."""
         for turn in range(self.section.max_turns):
             live = [index for index, one in enumerate(played) if one.ended is None]
             if not live:
                 break
             of_turn = seeds(turn)
-            requests = [
-                Request(index, played[index].token_ids, of_turn[index], self._room(played[index]))
-                for index in live
-            ]
+            requests = [self._request(index, played[index], of_turn) for index in live]
             with clock.phase("rollout"):
                 sampled = engine.generate(requests, sampling)
                 counts.update(engine.counts())
@@ -211,9 +227,31 @@ class EpisodePlayer:
             with clock.phase("environment"):
                 answers = self.pool.play([self._job(index, played[index]) for index in live])
                 for index, answer in zip(live, answers, strict=True):
-                    self._answer(played[index], answer, last=turn + 1 == self.section.max_turns)
-        version = engine.policy_version
-        return [one.episode(index, version) for index, one in enumerate(played)], dict(counts)
+                    self._answer(played[index], answer)
+
+    def _stream(
+        self,
+        engine: RolloutEngine,
+        played: Sequence[_Played],
+        seeds: Seeds,
+        sampling: SamplingParams,
+        clock: StepClock,
+        counts: Counter[str],
+    ) -> None:
+        """Each episode goes on as soon as its environment has answered."""
+        live, first = [index for index, one in enumerate(played) if one.ended is None], seeds(0)
+        requests = [self._request(index, played[index], first) for index in live]
+        start = time.perf_counter()
+        with contextlib.closing(self.pool.conversation()) as conversation:
+            conversation.begin(live)
+            turns = _Turns(self, played, seeds, conversation)
+            engine.submit(requests, sampling, turns)
+            with contextlib.closing(engine.results()) as results:
+                for trajectory in results:
+                    turns.took(trajectory)
+        counts.update(engine.counts())
+        clock.seconds["environment"] += turns.waited_s
+        clock.seconds["rollout"] += time.perf_counter() - start - turns.waited_s
 
     def demonstration(self, example: Example) -> tuple[list[int], list[bool]] | None:
         """The ids after the prompt of a recommended episode, and which of them are the policy's.
@@ -258,6 +296,9 @@ class EpisodePlayer:
     def _room(self, one: _Played) -> int:
         return min(self.rollout.turn_tokens, self.rollout.max_completion_tokens - one.length)
 
+    def _request(self, index: int, one: _Played, seeds: Sequence[int]) -> Request:
+        return Request(index, list(one.token_ids), seeds[index], self._room(one))
+
     def _job(self, key: int, one: _Played) -> Job:
         return Job(key, one.prompt.example.metadata["seed"], tuple(one.actions), one.digest)
 
@@ -276,21 +317,71 @@ class EpisodePlayer:
         else:
             one.actions.append(self.tokenizer.decode(ids))
 
-    def _answer(self, one: _Played, answer: Answer, *, last: bool) -> None:
+    def _answer(self, one: _Played, answer: Answer) -> None:
         if answer.failed:
             one.fail(answer)
             return
         one.digest = answer.digest
         one.rewards.append(answer.reward)
         one.counts.update(answer.counts or {})
-        if answer.terminated or answer.truncated or last:
+        if answer.terminated or answer.truncated or len(one.actions) == self.section.max_turns:
             one.ended = "stop" if answer.terminated else "turns"
             return
-        ids = self.encode(answer.observation, one.token_ids[-1])
+        try:
+            ids = self.encode(answer.observation, one.token_ids[-1])
+        except UserError as error:  # a character that the tokenizer does not have
+            one.fail(Answer("exception", f"its observation cannot be encoded: {error}"))
+            return
         if one.length + len(ids) >= self.rollout.max_completion_tokens:
             one.ended = "length"
             return
         one.append(ids)
+
+
+class _Turns(Replies):
+    """The replies of a stream of episodes, from their environments.
+
+    waited_s: seconds in which the engine waited for one.
+    """
+
+    def __init__(
+        self, player: EpisodePlayer, played: Sequence[_Played], seeds: Seeds, conversation: Conversation
+    ) -> None:
+        self.waited_s = 0.0
+        self._player = player
+        self._played = played
+        self._seeds = [seeds(turn) for turn in range(player.section.max_turns)]
+        self._conversation = conversation
+        self._over: list[Reply] = []
+
+    def took(self, trajectory: Trajectory) -> None:
+        """A turn of the policy, after which its environment is asked or the episode is over."""
+        index = trajectory.request_id
+        one = self._played[index]
+        self._player._take(one, trajectory)
+        if one.ended is None:
+            self._conversation.ask(self._player._job(index, one))
+        else:
+            self._over.append(self._end(index))
+
+    def take(self, *, wait: bool) -> list[Reply]:
+        replies, self._over = self._over, []
+        start = time.perf_counter()
+        answers = self._conversation.answers(wait=wait and not replies)
+        self.waited_s += time.perf_counter() - start if wait else 0.0
+        for index, answer in answers:
+            one = self._played[index]
+            self._player._answer(one, answer)
+            if one.ended is None:
+                request = self._player._request(index, one, self._seeds[len(one.actions)])
+                replies.append(Reply(index, request))
+            else:
+                replies.append(self._end(index))
+        return replies
+
+    def _end(self, index: int) -> Reply:
+        self._conversation.end(index)
+        return Reply(index)
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -3,6 +3,10 @@
 `bf16` (and fp16, fp32) writes the rounded masters.  `fp8` writes the codes and scales that the run's rollout
 and forward multiply, as `weight` and `weight_scale_inv`.  vLLM, SGLang and transformers load both.  `--step`
 chooses a checkpoint of the run: a number, best or last.
+
+Of a policy with adapters the base is written so, into `OUT/base`, and the adapters as a PEFT directory,
+`OUT/adapter`.  `--merge` writes one checkpoint of both instead.  It is refused for fp8: what adapters add is
+often less than half a step between two codes, and would vanish.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--format", choices=[*FORMATS, "fp8"], default="bf16", help="format of the stored weights"
     )
+    parser.add_argument("--merge", action="store_true", help="add the adapters to the weights; not in fp8")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint in --out")
     parser.add_argument(
@@ -55,12 +60,21 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number."
         )
-    policy_config(arguments.run, arguments.overrides)
+    adapted = policy_config(arguments.run, arguments.overrides).lora is not None
+    if arguments.merge and (not adapted or arguments.format == "fp8"):
+        got = "a policy without adapters" if not adapted else "--format fp8, whose codes would hide adapters"
+        raise UserError(
+            f"export: cannot merge: got --merge with {got}, expected another format or no --merge."
+        )
 
-    from bridge.hf.write import decoder_parameters, save_checkpoint, save_published
+    from bridge.hf.write import save_checkpoint, save_published
+    from jetrl_jax.precision.formats import is_adapter
+    from jetrl_jax.precision.parameters import named_params, select
     from jetrl_jax.runs.policy import load_policy, published_weights
 
     policy = load_policy(arguments.run, arguments.overrides, step=arguments.step)
+    apart = adapted and not arguments.merge
+    out = arguments.out / "base" if apart else arguments.out
     options = {
         "tokenizer": policy.tokenizer,
         "max_shard_bytes": arguments.max_shard_gb * 1e9,
@@ -68,17 +82,17 @@ def main(argv: list[str]) -> int:
     }
     config = policy.model.config
     if arguments.format == "fp8":
-        path = save_published(arguments.out, config, published_weights(policy), **options)
+        weights = select(published_weights(policy), lambda path: not is_adapter(path))
+        path = save_published(out, config, weights, **options)
     else:
-        path = save_checkpoint(
-            arguments.out,
-            config,
-            decoder_parameters(policy.model),
-            dtype=FORMATS[arguments.format],
-            **options,
-        )
+        own = {path: value for path, value in named_params(policy.params) if not is_adapter(path)}
+        parameters = policy.merged() if arguments.merge else own
+        path = save_checkpoint(out, config, parameters, dtype=FORMATS[arguments.format], **options)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     source = "" if policy.step is None else f" of step {policy.step}"
+    if apart:
+        adapter = policy.save_adapter(arguments.out / "adapter", str(path), overwrite=arguments.overwrite)
+        print(f"adapters{source} in {adapter}, beside their base:")
     print(
         f"{arguments.format} checkpoint{source} in {path}: {size:,} bytes of weights, verified after writing"
     )

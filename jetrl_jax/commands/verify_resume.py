@@ -130,7 +130,12 @@ def _compare(whole: Path, parts: Path) -> tuple[list[str], list[str]]:
         pairs[f"array {name}"] = tuple(document["manifest"].get(name) for document in documents)
     pairs["counters and data position"] = (documents[0]["metadata"], documents[1]["metadata"])
     exports = [
-        {file.name: file.read_bytes() for file in sorted((path / "export").iterdir())}
+        # an adapter's config names the place of its base
+        {
+            str(file.relative_to(path)): file.read_bytes()
+            for name in WRITTEN
+            for file in sorted(path.glob(name))
+        }
         for path in (whole, parts)
     ]
     pairs["exported files"] = (exports[0], exports[1])
@@ -153,6 +158,9 @@ def _shown(name: str, one: Any, other: Any) -> str:
                 )
         return f"{name}: {len(one)} and {len(other)} rows"
     return name
+
+
+WRITTEN = ("export/*", "base/*", "adapter/*.safetensors")
 
 
 def main(argv: list[str]) -> int:

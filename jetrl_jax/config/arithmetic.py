@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jetrl_jax.config.learning import LoraSection
 from jetrl_jax.config.precision import NumericsSection, PrecisionSection, fp8_choices
+from jetrl_jax.models.lora import Adapters
 from jetrl_jax.precision.formats import PRESETS
 from jetrl_jax.precision.numerics import Numerics, kv_kinds
 from jetrl_jax.precision.plan import PrecisionPlan
@@ -42,3 +44,8 @@ def build_numerics(precision: PrecisionSection, numerics: NumericsSection, vllm:
         kv_cache=precision.kv_cache,
         kv_query=precision.kv_query,
     )
+
+
+def build_adapters(section: LoraSection | None) -> Adapters | None:
+    """The adapters of a config's section; None if all weights are trained."""
+    return None if section is None else Adapters(section.rank, section.scale, section.targets)

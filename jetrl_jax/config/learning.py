@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ from jetrl_jax.config.types import (
     PositiveInt,
     Rule,
     Section,
+    UserPath,
+    must,
     option,
     show,
 )
@@ -44,8 +46,8 @@ class _Algorithm(Section):
     )
     credit: Credit = option(
         "episode",
-        "Advantage of an episode's tokens: episode: of the sum of its rewards; turn: the sum of the normalised "
-        "rewards of the token's turn and of those after it.",
+        "Advantage of an episode's tokens: episode: of the sum of its rewards; turn: the sum of the "
+        "normalised rewards of the token's turn and of those after it.",
     )
 
     def overlong_tokens(self, max_completion_tokens: int) -> int:
@@ -238,6 +240,31 @@ class OptimizerSection(Section):
     eps: PositiveFloat = option(1e-8, "Epsilon added to the root of the second moment.")
     weight_decay: NonNegativeFloat = option(0.1, "Decoupled weight decay, times the learning rate.")
     grad_clip: PositiveFloat = option(1.0, "Largest global norm of the gradient, which is scaled down to it.")
+
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Targets = Annotated[
+    tuple[Target, ...],
+    Field(min_length=1),
+    must(lambda names: len(names) == len({*names}), "a layer stands twice", "each once"),
+]
+
+
+class LoraSection(Section):
+    """Low-rank adapters, the only parameters that are then trained (`jetrl_jax.models.lora`)."""
+
+    rank: PositiveInt = option(32, "Rank r of the adapters.")
+    alpha: PositiveFloat = option(
+        32.0, "An adapter's product is multiplied by alpha / r; an exact run needs a power of two."
+    )
+    rslora: bool = option(False, "Whether alpha is divided by the root of r instead.")
+    targets: Targets = option(get_args(Target), "Last names of the linear layers that have an adapter.")
+    path: UserPath | None = option(None, "PEFT directory of adapters to start from; null: new ones.")
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class BatchSection(Section):

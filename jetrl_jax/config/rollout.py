@@ -239,6 +239,11 @@ class RolloutSection(Section):
     max_turn_tokens: PositiveInt | None = option(
         None, "Longest turn of an episode, in tokens; null: there are no episodes."
     )
+    turns: Literal["lockstep", "stream"] = option(
+        "lockstep",
+        "When an episode goes on: lockstep: a turn of all, then an answer to all, each history prefilled "
+        "anew; stream: as soon as its environment has answered, from the tokens that its slot holds.",
+    )
     temperature: Temperature = option(1.0, "Sampling temperature, of logprobs too; with vLLM 0.01 to 2.")
     top_p: One = option(1.0, "Nucleus; 1, since a truncated distribution is not the policy that is trained.")
     top_k: Zero = option(0, "Candidates of the sampling; 0 (off), as top_p is 1.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jetrl_jax.config.model import HuggingFaceSection, NewModelSection
@@ -13,6 +14,7 @@ from jetrl_jax.config.task import UNTIMED_REWARDS, FunctionSection, ReasoningGym
 from jetrl_jax.config.types import VLLM_TEMPERATURES, Problem, Rule, Section, show, value_at
 from jetrl_jax.models.anatomy import FEWEST_LAYERS, MATRICES, fitting_degrees, fitting_tensor_degrees
 
+VLLM_LORA_RANK = 512  # the largest `max_lora_rank`
 LONGEST = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 SIZES = (
     "the sizes follow from model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size and "
@@ -30,7 +32,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
 def all_rules(config: RunConfig) -> Iterator[Rule]:
     """Every rule, kept or broken, with dotted paths from the config's root."""
     yield from _own_rules(config)
-    for rules in (_policy, _engine, _batch, _devices, _rewards, _episodes):
+    for rules in (_policy, _lora, _engine, _batch, _devices, _rewards, _episodes):
         yield from rules(config)
 
 
@@ -64,6 +66,31 @@ def _policy(config: RunConfig) -> Iterator[Rule]:
         "auto, fp32, or another precision.preset",
     )
     yield Rule(holds, "numerics.head_gradient", what, expected)
+
+
+def _lora(config: RunConfig) -> Iterator[Rule]:
+    lora = config.lora
+    if lora is None:
+        return
+    divisor = "the root of lora.rank" if lora.rslora else "lora.rank"
+    what = "the factor of an adapter is no power of two, and vLLM then rounds elsewhere"
+    holds = not config.numerics.exact or math.frexp(lora.scale)[0] == 0.5
+    yield Rule(holds, "lora.alpha", what, f"a power of two times {divisor}, or numerics.exact: false")
+    holds = config.precision.preset != "fp8_rollout_only"
+    what = "the base is frozen in one format, and this flow trains in another one than it samples in"
+    yield Rule(holds, "precision.preset", what, "another preset, or lora: null")
+    vllm = isinstance(config.rollout.engine, VllmSection)
+    what = "vLLM gets adapters only, and no scales of keys and values beside them"
+    holds = not vllm or config.precision.kv_cache == "bf16"
+    yield Rule(holds, "precision.kv_cache", what, "bf16, rollout.engine: jax, or lora: null")
+    what = "vLLM does not speculate beside adapters here"
+    holds = getattr(config.rollout.engine, "speculative_config", None) is None
+    yield Rule(holds, "rollout.engine.speculative_config", what, "null, or lora: null")
+    what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
+    yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
+    what = "a draft head is not trained beside adapters"
+    holds = vllm or config.draft_head is None
+    yield Rule(holds, "rollout.engine.speculation.kind", what, "lookup, or lora: null")
 
 
 def _engine(config: RunConfig) -> Iterator[Rule]:
@@ -167,7 +194,10 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
         what, expected = "only an environment has turns", "null, or task.kind: environment"
         yield Rule(turn is None, "rollout.max_turn_tokens", what, expected)
         yield from config.algorithm.idle("only an environment has turns", "credit", path="algorithm.")
+        yield from config.rollout.idle("only an environment has turns", "turns", path="rollout.")
         return
+    if config.rollout.turns == "stream":
+        yield from _stream(config)
     if config.algorithm.credit == "turn":
         what, expected = "rloo leaves out a sample, not a turn", "episode, or another algorithm.name"
         yield Rule(config.algorithm.name != "rloo", "algorithm.credit", what, expected)
@@ -181,6 +211,22 @@ def _episodes(config: RunConfig) -> Iterator[Rule]:
     if isinstance(config.tokenizer, HuggingFaceSection) and config.tokenizer.chat_template:
         because = "tokenizer.chat_template writes the observations"
         yield from task.idle(because, "observation_template", path="task.")
+
+
+def _stream(config: RunConfig) -> Iterator[Rule]:
+    """What a stream of turns needs, so that the time of environments changes nothing."""
+    engine, field = config.rollout.engine, "rollout.turns"
+    embedded = isinstance(engine, JaxEngineSection)
+    what = "only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache"
+    yield Rule(embedded, field, what, "lockstep, or rollout.engine: jax")
+    holds = not isinstance(engine, JaxEngineSection) or engine.speculation.kind == "none"
+    yield Rule(holds, field, "a stream drafts no tokens", "lockstep, or rollout.engine.speculation: none")
+    what = "bits would depend on the time that environments take"
+    expected = "lockstep, or numerics.exact: true with another precision.preset than fp32"
+    yield Rule(config.numerics.exact and config.precision.preset != "fp32", field, what, expected)
+    expected = "lockstep, or sharding.data: 1 and sharding.fsdp: 1"
+    holds = config.sharding.row_shards == 1
+    yield Rule(holds, field, "a stream runs on one copy of the policy only", expected)
 
 
 def _rewards(config: RunConfig) -> Iterator[Rule]:

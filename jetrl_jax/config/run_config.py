@@ -5,7 +5,7 @@
       sharding  distributed                     the devices and the processes that hold them
       task  rewards  rollout                    what is generated, by which engine
       algorithm  correction                     what is learned from it
-      optimizer  batch  warm_start              how the weights move
+      optimizer  lora  batch  warm_start        how the weights move
       eval  checkpoint  run                     what is measured, kept and written
 
 A section of several kinds has a class for each kind, with its own fields and defaults; its field `kind` (or
@@ -27,6 +27,7 @@ from jetrl_jax.config.learning import (
     CorrectionSection,
     DecoupledSection,
     GrpoSection,
+    LoraSection,
     OptimizerSection,
     WarmStartSection,
 )
@@ -70,6 +71,7 @@ class RunConfig(Section):
         DecoupledSection(), "What is done about tokens whose rollout and trainer logprobs differ."
     )
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection | None = option(None, "Adapters, beside which all weights are frozen; null: none.")
     batch: BatchSection = BatchSection()
     warm_start: WarmStartSection | None = option(None, "Supervised steps on solutions before RL; null: none.")
     eval: EvalSection = EvalSection()

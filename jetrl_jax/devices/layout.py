@@ -7,7 +7,8 @@ Embedding and head are whole on every device of "tensor" if its degree does not 
 (for a matrix that is not multiplied in FP8: the first axis whose size is divisible).  So each device
 quantises its own masters and gets exactly its slice of the whole codes.
 
-Norm weights are on every device.
+Norm weights are on every device.  An adapter's B is split like the outputs of its layer, and its A only over
+"fsdp" (`jetrl_jax.models.lora`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from jetrl_jax.models.anatomy import (
 )
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.sharded import FSDP, MESH_AXES, ROW_AXES, TENSOR, ShardedParameter
-from jetrl_jax.precision.formats import is_kv_scale
+from jetrl_jax.precision.formats import is_adapter, is_kv_scale
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 
@@ -96,11 +97,12 @@ class Layout:
         self._unsplit |= {
             path for path in matrices if path in VOCABULARY and shapes[path][0] % section.tensor
         }
+        self._unsplit |= {path for path in matrices if path.endswith(".lora_A.weight")}
         blocks = {path for path in matrices if path in fp8 or not fp8.isdisjoint(read_by(path))}
         units = {
             path: _tensor_unit(path, path in blocks, model.config.head_dim)
             for path in matrices
-            if path not in self._unsplit
+            if path not in self._unsplit and not is_adapter(path)  # B follows its layer
         }
         _refuse(
             "tensor: shards would cut a head, a 128x128 block or a row",
@@ -120,7 +122,11 @@ class Layout:
         _refuse(
             "fsdp: shards would cut a 128x128 block or a row",
             section.fsdp,
-            {path: (shapes[path], fitting_degrees(parts[path], path in fp8)) for path in matrices},
+            {
+                path: (shapes[path], fitting_degrees(parts[path], path in fp8))
+                for path in matrices
+                if not is_adapter(path)  # whole where it does not fit
+            },
         )
 
     @property

@@ -34,7 +34,8 @@ from jetrl_jax.models.cache import KeysValues, KVCache
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.dense import dense, trainable_dense
-from jetrl_jax.models.linear import Activation, activation, linear
+from jetrl_jax.models.linear import Activation, Adapter, activation, linear
+from jetrl_jax.models.lora import AdapterMatrix, Adapters
 from jetrl_jax.models.sharded import gathered, local
 from jetrl_jax.precision.kv_cache import KVScale, KVUse, stored
 from jetrl_jax.precision.numerics import Numerics
@@ -62,14 +63,26 @@ class Embedding(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b; weight [out, in], optional bias [out]."""
+    """y = x W^T + b; weight [out, in], optional bias [out], optional adapter (`jetrl_jax.models.lora`)."""
 
-    def __init__(self, matrix: Matrix, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        config: ModelConfig,
+        numerics: Numerics,
+        adapters: Adapters | None,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.numerics = numerics
         self.split_input = matrix.split_input
         outputs, inputs = matrix.shape(config)
         self.weight = _normal(rngs, outputs, inputs)
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if matrix.has_bias(config) else None
+        self.adapters = adapters if adapters is not None and matrix.name in adapters.targets else None
+        if self.adapters is not None:
+            self.lora_A = AdapterMatrix(self.adapters.rank, inputs)
+            self.lora_B = AdapterMatrix(outputs, self.adapters.rank)
 
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., in] -> [..., out] in `numerics.dtype`.
@@ -79,8 +92,15 @@ class Linear(nnx.Module):
         """
         dtype = self.numerics.dtype
         bias, weight = None if self.bias is None else gathered(self.bias, dtype), gathered(self.weight, dtype)
-        y = linear(read(x, (self,)), weight, bias, self.numerics, split_input=self.split_input)
+        x, adapter = read(x, (self,)), self._adapter()
+        y = linear(x, weight, bias, self.numerics, split_input=self.split_input, adapter=adapter)
         return tensor_parallel.gather(y) if self.split_input else y
+
+    def _adapter(self) -> Adapter | None:
+        if self.adapters is None:
+            return None
+        a, b = (gathered(matrix.weight, self.numerics.dtype) for matrix in (self.lora_A, self.lora_B))
+        return a, b, self.adapters.scale
 
 
 def read(x: Activation | jax.Array, readers: Sequence[Linear]) -> Activation:
@@ -164,10 +184,12 @@ def _check_cache(
         raise ValueError(f"Decoder.extend: tokens and cache do not fit: got {'; '.join(problems)}.")
 
 
-def _linears(module: str, config: ModelConfig, numerics: Numerics, rngs: nnx.Rngs) -> list[Linear]:
+def _linears(
+    module: str, config: ModelConfig, numerics: Numerics, adapters: Adapters | None, rngs: nnx.Rngs
+) -> list[Linear]:
     """The linear layers of a module, in the order of `anatomy`."""
     return [
-        Linear(matrix, config, numerics, rngs=rngs)
+        Linear(matrix, config, numerics, adapters, rngs=rngs)
         for matrix in MATRICES
         if matrix.path.startswith(f"{module}.")
     ]
@@ -176,10 +198,13 @@ def _linears(module: str, config: ModelConfig, numerics: Numerics, rngs: nnx.Rng
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE and, in Qwen3, RMSNorm of each query and key head."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, adapters: Adapters | None = None, *, rngs: nnx.Rngs
+    ) -> None:
         self.config = config
         self.numerics = numerics
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = _linears("self_attn", config, numerics, rngs)
+        linears = _linears("self_attn", config, numerics, adapters, rngs)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, numerics)
@@ -235,9 +260,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, adapters: Adapters | None = None, *, rngs: nnx.Rngs
+    ) -> None:
         self.numerics = numerics
-        self.gate_proj, self.up_proj, self.down_proj = _linears("mlp", config, numerics, rngs)
+        self.gate_proj, self.up_proj, self.down_proj = _linears("mlp", config, numerics, adapters, rngs)
 
     def __call__(self, x: Activation | jax.Array) -> jax.Array:
         """[..., D] -> [..., D]."""
@@ -257,12 +284,14 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, MLP, with the residual added inside the norms."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, adapters: Adapters | None = None, *, rngs: nnx.Rngs
+    ) -> None:
         numerics = resolve(numerics, config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
-        self.self_attn = Attention(config, numerics, rngs=rngs)
+        self.self_attn = Attention(config, numerics, adapters, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
-        self.mlp = MLP(config, numerics, rngs=rngs)
+        self.mlp = MLP(config, numerics, adapters, rngs=rngs)
 
     def __call__(
         self,
@@ -289,20 +318,30 @@ class Decoder(nnx.Module):
         (`choices.resolve`).
       rngs: its `params` stream initialises normal(0, 0.02) matrices; norms are one, biases zero.
       remat: keep only each layer's input for the backward, which computes (and gathers) the rest again.
+      adapters: of which linear layers; None: of none.
 
     Accuracy: with `compute_dtype="float32"` the logits' error against Hugging Face transformers in float64 is
     at most twice that of transformers in FP32 (tests/parity/test_hf_logits.py).
     """
 
     def __init__(
-        self, config: ModelConfig, numerics: Numerics, *, rngs: nnx.Rngs, remat: bool = False
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        *,
+        rngs: nnx.Rngs,
+        remat: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         numerics = resolve(numerics, config)
         self.config = config
+        self.adapters = adapters
         self.numerics = numerics
         self.remat = remat
         self.embed_tokens = Embedding(config, numerics, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, numerics, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, numerics, adapters, rngs=rngs) for _ in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(config, numerics, rngs=rngs)
@@ -432,3 +471,8 @@ class Decoder(nnx.Module):
         else:
             flat = dense(flat, head, jnp.float32, self.numerics)
         return flat.reshape(*hidden.shape[:-1], -1)
+
+
+def without_adapters(model: Decoder) -> Decoder:
+    """The structure of a model without its adapters; its parameters are abstract."""
+    return nnx.eval_shape(lambda: Decoder(model.config, model.numerics, rngs=nnx.Rngs(0), remat=model.remat))

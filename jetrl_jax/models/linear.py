@@ -4,6 +4,7 @@ The type of the weight decides which products run; layers do not look at the pre
 
     ScaledArray          FProp on FP8 codes, no gradient                (rollout, generation)
     TrainableFp8Weight   FProp on the same codes; DGrad and WGrad in FP8, or in BF16 on dequantised operands
+    FrozenFp8Weight      FProp and DGrad likewise, no WGrad             (the base of adapters, in training)
     array                BF16 or FP32 matrix multiplication, ordinary gradients
 
 In the FP8 flow (Jet-RL), X is quantised in 1x128 groups, once for all layers that read it, and only these
@@ -32,12 +33,12 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.errors import UserError
-from jetrl_jax.models import tensor_parallel
+from jetrl_jax.models import lora, tensor_parallel
 from jetrl_jax.models.dense import dense
 from jetrl_jax.models.ops import round_parameter, round_to, silu_multiply
 from jetrl_jax.precision.formats import FP8_BLOCKS
 from jetrl_jax.precision.numerics import Numerics
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight
+from jetrl_jax.precision.trainable_weight import FrozenFp8Weight, TrainableFp8Weight
 from pallas_kernels import (
     ScaledArray,
     dgrad,
@@ -50,7 +51,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.implementations import IMPLEMENTATIONS, Choice, gpu_problem, resolve
 
-Weight = jax.Array | ScaledArray | TrainableFp8Weight
+Weight = jax.Array | ScaledArray | TrainableFp8Weight | FrozenFp8Weight
+Adapter = tuple[jax.Array, jax.Array, float]  # A [r, K], B [N, r] and the scale s, see `models.lora`
 
 
 @jax.tree_util.register_dataclass
@@ -85,16 +87,22 @@ class Activation:
 
 def is_fp8(weight: Weight) -> bool:
     """Whether FProp multiplies codes of this weight."""
-    return isinstance(weight, ScaledArray | TrainableFp8Weight)
+    return isinstance(weight, ScaledArray | TrainableFp8Weight | FrozenFp8Weight)
 
 
 def linear(
-    x: Activation, weight: Weight, bias: jax.Array | None, numerics: Numerics, *, split_input: bool = False
+    x: Activation,
+    weight: Weight,
+    bias: jax.Array | None,
+    numerics: Numerics,
+    *,
+    split_input: bool = False,
+    adapter: Adapter | None = None,
 ) -> jax.Array:
     """x [..., K] through `weight` (logical shape [N, K]); returns [..., N] in `numerics.dtype`.
 
     The bias [N] is added to the FP32 sums, which are rounded once.  In FP8 it is added to the rounded
-    product, and the sum is rounded again.  vLLM's layers do the same.
+    product, and the sum is rounded again.  vLLM's layers do the same.  The adapter's part is added last.
 
     Under tensor parallelism N is the number of this device's output features.  x is whole
     (`Activation.entered`) or, with `split_input`, this device's K / degree features, whose codes (in FP8) or
@@ -104,6 +112,8 @@ def linear(
       ValueError: the weight is FP8, but x has no codes.
     """
     flat, codes = x.value.reshape(-1, x.value.shape[-1]), x.codes
+    if adapter is not None:
+        flat = flat.astype(jnp.float32)  # the gradients of base and adapter are added in FP32
     if is_fp8(weight) and codes is None:
         raise ValueError(
             "linear: an FP8 weight multiplies codes: got codes=None, expected those of "
@@ -120,23 +130,24 @@ def linear(
             split_input,
             numerics,
         )
-    elif isinstance(weight, ScaledArray):
-        assert codes is not None
-        out = _fprop(_whole_input(codes.rows, split_input), weight, numerics)
     else:
-        out, bias = (
-            dense(
-                tensor_parallel.gather_input(flat) if split_input else flat,
-                weight,
-                numerics.dtype,
-                numerics,
-                bias,
-            ),
-            None,
-        )
+        if split_input and (adapter is not None or not isinstance(weight, ScaledArray)):
+            flat = tensor_parallel.gather_input(flat)
+        if isinstance(weight, ScaledArray):
+            assert codes is not None
+            out = _fprop(_whole_input(codes.rows, split_input), weight, numerics)
+        elif isinstance(weight, FrozenFp8Weight):
+            assert codes is not None
+            rows = _whole_input(codes.rows, split_input)
+            out = _frozen(flat, rows, weight.quantized, weight.fp8_backward, numerics)
+        else:
+            out, bias = dense(flat, weight, numerics.dtype, numerics, bias), None
     if bias is not None:
         total = out.astype(jnp.float32) + round_parameter(bias, numerics.dtype)[None]
         out = round_to(total, numerics.dtype)
+    if adapter is not None:
+        added = lora.delta(flat, *adapter, numerics)
+        out = round_to(out.astype(jnp.float32) + added.astype(jnp.float32), numerics.dtype)
     return out.reshape(*x.value.shape[:-1], -1)
 
 
@@ -303,6 +314,41 @@ def _backward(
 
 
 _trainable.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _frozen(
+    x: jax.Array, codes: ScaledArray, weight: ScaledArray, fp8_backward: bool, numerics: Numerics
+) -> jax.Array:
+    """FProp on the codes of whole x, which only receives the gradient, in its own dtype."""
+    return _fprop(codes, weight, numerics)
+
+
+def _frozen_backward(fp8_backward: bool, numerics: Numerics, saved: Any, dy: jax.Array) -> Any:
+    weight, of_x = saved
+    if fp8_backward:
+        rows = _quantize(dy, FP8_BLOCKS.activation, numerics)
+        dx = dgrad(
+            rows,
+            weight,
+            out_dtype=of_x.dtype,
+            promotion_order=numerics.promotion_order,
+            implementation=numerics.choices.backward.name,
+        )
+    else:
+        x = jnp.zeros((dy.shape[0], weight.shape[1]), of_x.dtype)
+        values = weight.dequantize(numerics.dtype)
+        (dx,) = jax.vjp(lambda x: dense(x, values, numerics.dtype, numerics), x)[1](dy)
+    return dx, None, None
+
+
+_frozen.defvjp(
+    lambda x, codes, weight, fp8_backward, numerics: (
+        _fprop(codes, weight, numerics),
+        (weight, jnp.zeros((), x.dtype)),
+    ),
+    _frozen_backward,
+)
 
 
 def gated(

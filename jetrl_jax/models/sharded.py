@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetrl_jax.models.ops import round_to
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix
+from jetrl_jax.precision.trainable_weight import FrozenFp8Weight, TrainableFp8Weight, TrainableMatrix
 from pallas_kernels import ScaledArray
 
 DATA, FSDP, TENSOR = MESH_AXES = ("data", "fsdp", "tensor")
@@ -36,7 +36,7 @@ ROW_AXES = (DATA, FSDP)
 class ShardedParameter:
     """One device's part of a parameter.
 
-    value: the shard: an array, a `ScaledArray` or a `TrainableFp8Weight` of shards.
+    value: the shard: an array, or a `ScaledArray`, `TrainableFp8Weight` or `FrozenFp8Weight` of shards.
     axis: the axis split over "fsdp"; None if every device of "fsdp" holds the same values.
     of_heads: whether the parameter is whole on every device of "tensor" but used only on its own heads, so
       that each device has a share of the gradient.
@@ -62,6 +62,8 @@ def gathered(parameter: nnx.Param, dtype: Any) -> Any:
         return TrainableFp8Weight(
             _receiver(shard.master, axis), gather_codes(shard.quantized, FSDP, axis), shard.fp8_backward
         )
+    if isinstance(shard, FrozenFp8Weight):
+        return FrozenFp8Weight(gather_codes(shard.quantized, FSDP, axis), shard.fp8_backward)
     if isinstance(shard, ScaledArray):
         return gather_codes(shard, FSDP, axis)
     if isinstance(shard, TrainableMatrix):

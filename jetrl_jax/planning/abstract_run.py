@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout, placed
 from jetrl_jax.models.choices import resolve
@@ -73,7 +73,10 @@ class AbstractRun:
         if on_gpu and self.attention.name in counted:
             numerics = resolve(dataclasses.replace(numerics, attention=PLANNED), sizes, elsewhere=True)
         remat = config.batch.remat == "layer"
-        self.model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat))
+        adapters = build_adapters(config.lora)
+        self.model = nnx.eval_shape(
+            lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), remat=remat, adapters=adapters)
+        )
         params = nnx.state(self.model, nnx.Param)
         self.plan = build_plan([path for path, _ in named_params(params)], config.precision)
         sharded = config.sharding.devices > 1

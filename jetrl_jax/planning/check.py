@@ -128,7 +128,7 @@ def _read(run: AbstractRun) -> int:
     masters; of embedding and head both, which `TrainableMatrix` binds.
     """
     masters, published = dict(named_params(run.state.params)), dict(named_params(run.state.published))
-    total = 0
+    total = sum(on_one_device(value) for path, value in published.items() if path not in masters)
     for path, master in masters.items():
         reads = run.plan.reads_published(path)
         total += on_one_device(published[path]) if reads else 0

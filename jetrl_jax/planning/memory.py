@@ -177,9 +177,10 @@ def phases(
     state, layers = run.state, run.sizes.num_layers
     held = {"FP32 masters": on_one_device(state.params), "moments": on_one_device(state.opt_state)}
     held |= {"published codes": on_one_device(state.published)}
+    copied = not run.plan.adapted  # else the published weights themselves, and their base, are scored
     if run.drafter is not None:
         held["draft head"] = on_one_device((run.drafter.state, run.drafter.moments))
-    if run.algorithm.needs_reference:
+    if run.algorithm.needs_reference and copied:
         held["reference"] = on_one_device(run.frozen)
     engine = _engine(run, device_bytes)
     awake = held | engine
@@ -192,7 +193,11 @@ def phases(
 
     found = [Phase("rollout", awake | dict(rollout))]
     if run.algorithm.needs_old or run.algorithm.needs_reference:
-        own = {"weights without gradient": on_one_device(run.frozen)} if run.algorithm.needs_old else {}
+        own = (
+            {"weights without gradient": on_one_device(run.frozen)}
+            if run.algorithm.needs_old and copied
+            else {}
+        )
         found.append(Phase("scoring", held | own | used("logprobs")))
     if run.drafter is not None:
         found.append(Phase("draft", held | used("draft")))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flax import nnx
+
 from jetrl_jax.config.rollout import JaxEngineSection
 from jetrl_jax.models.dense import HEAD_PARTS
 from jetrl_jax.models.flash_attention import PLANNED
@@ -43,10 +45,11 @@ def work(run: AbstractRun) -> list[Row]:
     again = config.batch.remat == "layer"
     forwards = int(run.algorithm.needs_old) + int(run.algorithm.needs_reference)
     linear = {"fp8": 0.0, "other": 0.0}
-    masters = dict(named_params(run.state.params))
+    shapes = {path: value.shape for path, value in named_params(nnx.state(run.model, nnx.Param))}
+    wgrads = int(not run.plan.adapted)  # a frozen base has none
     for path in run.plan.linear:
         linear["fp8" if run.plan.flow(path).fprop.quantized else "other"] += (
-            2.0 * math.prod(masters[path].shape) * tokens
+            2.0 * math.prod(shapes[path]) * tokens
         )
     head = 2.0 * sizes.vocab_size * sizes.hidden_size * tokens
     # two products
@@ -62,8 +65,8 @@ def work(run: AbstractRun) -> list[Row]:
     parts = HEAD_PARTS.get(run.model.numerics.choices.head_backward.name)
     rows = [
         _row("FP8 FProp and DGrad", linear["fp8"] * (2 + again + forwards), "FLOP", "fprop"),
-        _row("FP8 WGrad", linear["fp8"], "FLOP", "wgrad_block" if in_blocks else "wgrad"),
-        _row("other linear layers", linear["other"] * (3 + again + forwards), "FLOP", "bf16"),
+        _row("FP8 WGrad", linear["fp8"] * wgrads, "FLOP", "wgrad_block" if in_blocks else "wgrad"),
+        _row("other linear layers", linear["other"] * (2 + wgrads + again + forwards), "FLOP", "bf16"),
         _row("head, forward and recomputed", head * (2 + forwards), "FLOP", "bf16"),
         _row("head, backward", 2 * head * (parts or 1), "FLOP", "bf16" if parts else "fp32"),
         attention,

@@ -78,6 +78,14 @@ PRESETS: dict[str, Flow] = {
 LINEAR = "_proj.weight"
 
 
+ADAPTER = (".lora_A.weight", ".lora_B.weight")
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path, or a tensor's name in PEFT, is that of one of an adapter's two matrices."""
+    return path.endswith(ADAPTER)
+
+
 def is_kv_scale(path: str) -> bool:
     """Whether a path, or Hugging Face's name, is that of a scale of keys, values or queries."""
     return path.endswith(("self_attn.k_scale", "self_attn.v_scale", "self_attn.q_scale"))

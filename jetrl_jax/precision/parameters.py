@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,3 +29,17 @@ def map_params(function: Any, params: nnx.State) -> nnx.State:
         for path, variable in nnx.to_flat_state(params)
     ]
     return nnx.from_flat_state(flat)
+
+
+def select(state: nnx.State, keep: Callable[[str], bool]) -> nnx.State:
+    """The part of a state with the paths that `keep` accepts."""
+    return nnx.from_flat_state(
+        [(path, variable) for path, variable in nnx.to_flat_state(state) if keep(".".join(map(str, path)))]
+    )
+
+
+def merge(*states: nnx.State) -> nnx.State:
+    """One state with the paths of all; of equal paths the last state's."""
+    return nnx.from_flat_state(
+        {path: variable for state in states for path, variable in nnx.to_flat_state(state)}
+    )

@@ -28,9 +28,14 @@ from flax import nnx
 
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision import kv_cache
-from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format
-from jetrl_jax.precision.parameters import map_params, named_params
-from jetrl_jax.precision.trainable_weight import TrainableFp8Weight, TrainableMatrix, published_value
+from jetrl_jax.precision.formats import FORMATS, LINEAR, PRESETS, Flow, Format, is_adapter, is_kv_scale
+from jetrl_jax.precision.parameters import map_params, merge, named_params, select
+from jetrl_jax.precision.trainable_weight import (
+    FrozenFp8Weight,
+    TrainableFp8Weight,
+    TrainableMatrix,
+    published_value,
+)
 from pallas_kernels import quantize
 
 EMBEDDINGS = ("lm_head.weight", "embed_tokens.weight")
@@ -69,6 +74,7 @@ class PrecisionPlan:
     Attributes:
       value: the format of everything between the products, see `Flow`.
       scale_paths: the path of each of these scales, [L][n]; published weights have them too.
+      adapted: whether the model has adapters, beside which everything else is a frozen base.
 
     Raises:
       UserError: an override that matches no linear layer.
@@ -88,6 +94,7 @@ class PrecisionPlan:
         self.scale_format = scale_format
         self.wgrad_operand = wgrad_operand
         self.paths = list(paths)
+        self.adapted = any(map(is_adapter, self.paths))
         default = PRESETS[preset]
         self.value = default.value
         layers = [path for path in self.paths if path.endswith(LINEAR)]
@@ -127,6 +134,7 @@ class PrecisionPlan:
                 rows += [
                     PlanRow(path, site, fmt.name, _blocks(site, fmt, self.wgrad_operand))
                     for site, fmt in products
+                    if site != "wgrad" or not self.adapted  # a frozen base has none
                 ]
             else:
                 head = path in EMBEDDINGS
@@ -150,11 +158,19 @@ class PrecisionPlan:
             + "\n"
         )
 
+    def trained(self, path: str) -> bool:
+        """Whether a parameter has a master: every one, or in a model with adapters only theirs."""
+        return is_adapter(path) or not self.adapted
+
+    def frozen_base(self, published: nnx.State) -> nnx.State:
+        """The part of published weights that is never trained, without scales of keys and values."""
+        return select(published, lambda path: not self.trained(path) and not is_kv_scale(path))
+
     def publish(self, params: nnx.State, scales: jax.Array | None = None) -> nnx.State:
         """The weights of a policy version as the engine multiplies them; traceable under `jax.jit`.
 
         Args:
-          params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them.
+          params: FP32 masters, as `nnx.state(model, nnx.Param)` gives them, or a part of them.
           scales: float32 [L, n], those of keys, values and queries; None if none is in FP8.
 
         Returns:
@@ -204,9 +220,12 @@ class PrecisionPlan:
         """The weights of the trainer's forward: masters, bound to what is published of them.
 
         Only where the engine multiplies codes and FProp does not, FProp rounds the master itself.  Gradients
-        reach the masters (straight-through); what is published is a constant within the step.
+        reach the masters (straight-through); what is published is a constant within the step.  So is a
+        frozen base, which has no masters.
 
         Args:
+          params: masters of what is trained.
+          published: of the whole model.
           totals: sums to which the gradients of `adds` are added as they are made.
         """
         codes = dict(named_params(published))
@@ -221,7 +240,14 @@ class PrecisionPlan:
             total = sums.get(path) if self.adds(path) else None
             return TrainableFp8Weight(value, codes[path], self.flow(path).dgrad.quantized, total)
 
-        return self._scaled(map_params(bind, params), codes)
+        weights = map_params(bind, params)
+        if self.adapted:
+            weights = merge(weights, map_params(self._pass_through, self.frozen_base(published)))
+        return self._scaled(weights, codes)
+
+    def _pass_through(self, path: str, value: Any) -> Any:
+        quantized = self.flow(path).fprop.quantized
+        return FrozenFp8Weight(value, self.flow(path).dgrad.quantized) if quantized else value
 
     def adds(self, path: str) -> bool:
         """Whether the product that makes a parameter's gradient can add it to a sum."""

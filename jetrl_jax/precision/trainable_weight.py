@@ -33,6 +33,19 @@ class TrainableFp8Weight:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class FrozenFp8Weight:
+    """The FP8 weight of a frozen base in training: gradients pass through it to its input, none goes to it.
+
+    quantized: the published `ScaledArray` [N, K] in 128x128 blocks.
+    fp8_backward: whether DGrad runs in FP8 (else in BF16 on the dequantised weight).
+    """
+
+    quantized: ScaledArray
+    fp8_backward: bool = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TrainableMatrix:
     """An embedding or head in training: the FP32 master receives the gradient, `value` is read.
 

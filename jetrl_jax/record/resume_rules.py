@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "sharding.",
     "distributed.",
     "batch.remat",
+    "rollout.turns",  # the same tokens and bits
 )
 
 

@@ -17,6 +17,7 @@ which of its completions is better.  G = 1 is an error rather than NaN or 0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,8 +123,8 @@ def of_turns(
     sample sums more of them, as published.
 
     Args:
-        advantage: (rewards [P, turns of a group], mask) -> advantages; not `rloo`, whose baseline leaves out a
-          sample.
+        advantage: (rewards [P, turns of a group], mask) -> advantages; not `rloo`, whose baseline leaves out
+          a sample.
         rewards: N arrays [K], of each sample one reward a turn, groups one after the other.
         counted: bool [N]; a group with fewer than two of them has advantage 0.
         sizes: samples of each group.
@@ -132,7 +133,7 @@ def of_turns(
     compared = np.repeat([part.sum() >= 2 for part in np.split(given, np.cumsum(sizes)[:-1])], sizes)
     turns = [np.size(values) for values in rewards]
     first = np.cumsum([0, *sizes])
-    of_group = [sum(turns[start:stop]) for start, stop in zip(first, first[1:], strict=False)]
+    of_group = [sum(turns[start:stop]) for start, stop in itertools.pairwise(first)]
     flat = np.concatenate([np.asarray(values, np.float64) for values in rewards])
     normalised = of_groups(advantage, flat, np.repeat(given & compared, turns), of_group)
     return [part[::-1].cumsum()[::-1] for part in np.split(normalised, np.cumsum(turns)[:-1])]

@@ -1,8 +1,8 @@
 """Turns groups of scored trajectories into the minibatches of a training step.
 
-    rewards -> overlong penalty -> advantages within groups, of samples or of turns -> old and reference log-probabilities, if the
-    loss needs them -> rollout correction -> minibatches of whole groups, packed into microbatches of one
-    shape
+    rewards -> overlong penalty -> advantages within groups, of samples or of turns -> old and reference
+    log-probabilities, if the loss needs them -> rollout correction -> minibatches of whole groups, packed
+    into microbatches of one shape
 
 Pure functions, except for the caller's `score`, the trainer's log-probabilities of packed microbatches.
 """

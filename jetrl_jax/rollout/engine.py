@@ -11,6 +11,9 @@ An engine samples completions from one policy version.  For every sampled token 
 over the full vocabulary at the sampling temperature.  Token ids go from here to the loss unchanged; nothing
 is tokenised again.
 
+An engine that `streams` also takes replies.  A conversation begins with a request, and each of its
+trajectories gets one reply, the next request of the same id or the end.  Other sequences go on meanwhile.
+
 Only one submission is active at a time.  It ends when its results are read, when reading raises, or when the
 iterator is closed or dropped.  Requests without a result are then dropped, and the engine takes the next
 submission.  Requests are never lost otherwise, as any call while results are unread is an error.
@@ -29,7 +32,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float32
@@ -52,6 +55,27 @@ class LoadReport:
     version: int
     seconds: float
     manifest: Manifest | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What follows a trajectory of a conversation.
+
+    id: of the request that the trajectory answered.
+    request: with the same id; its prompt begins with all tokens of the trajectory.  None: the
+      conversation is over.
+    """
+
+    id: int
+    request: Request | None = None
+
+
+class Replies(Protocol):
+    """Where an engine asks for replies; each trajectory gets exactly one."""
+
+    def take(self, *, wait: bool) -> Sequence[Reply]:
+        """The replies that are there; if `wait`, at least one, as a trajectory is still without."""
+        ...
 
 
 def check_kinds(requests: Sequence[Request]) -> None:
@@ -128,9 +152,12 @@ class RolloutEngine(abc.ABC):
     `_sleep` and `_close`.
 
     Attributes:
+      streams: whether `submit` takes replies.
       after_load: hooks called in order at the end of each `load`; they may score, and stop the load by
         raising.
     """
+
+    streams = False
 
     def __init__(self) -> None:
         self.after_load: list[AfterLoad] = []
@@ -138,7 +165,7 @@ class RolloutEngine(abc.ABC):
         self._accepted = False  # by the hooks
         self._loading = self._sleeping = False
         self._closed = False
-        self._submitted: tuple[list[Request], SamplingParams] | None = None
+        self._submitted: tuple[list[Request], SamplingParams, Replies | None] | None = None
         self._reading: weakref.ref[Results] | None = None
 
     @property
@@ -181,18 +208,29 @@ class RolloutEngine(abc.ABC):
             self._loading = False
         return report
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+    def submit(
+        self, requests: Sequence[Request], sampling: SamplingParams, replies: Replies | None = None
+    ) -> None:
         """Takes any number of requests; `results` yields their trajectories.
 
         Work begins when the first result is read.
 
+        replies: answers each trajectory, in the thread that reads the results and after it was yielded; None:
+          a trajectory ends its request.
+
         Raises:
+          NotImplementedError: replies, and this engine does not stream.
           RuntimeError: results of an earlier submission are unread, no weights are loaded and accepted, the
             engine sleeps or is closed.
           ValueError: an id occurs twice, or this engine cannot answer a request; no request is taken.
         """
         requests = list(requests)  # an iterator can be read only once
         self._require("submit")
+        if replies is not None and not self.streams:
+            raise NotImplementedError(
+                f"submit: {type(self).__name__} takes no replies: got some, expected None. Episodes run in "
+                "lockstep here."
+            )
         if not self._accepted:
             raise RuntimeError(
                 f"submit: policy version {self._version} was not accepted by the hooks of load(...), "
@@ -207,7 +245,7 @@ class RolloutEngine(abc.ABC):
             )
         check_kinds(requests)
         self.check(requests, sampling)
-        self._submitted = requests, sampling
+        self._submitted = requests, sampling, replies
 
     def results(self) -> Results:
         """The trajectories of the submitted requests, in the order in which they finish.
@@ -222,9 +260,9 @@ class RolloutEngine(abc.ABC):
             raise RuntimeError(
                 "results: nothing to read: got no submit(...) since the last results(), expected one before."
             )
-        (requests, sampling) = self._submitted
+        submitted = self._submitted
         self._submitted = None
-        reading = self._answers(requests, sampling)
+        reading = self._answers(*submitted)
         self._reading = weakref.ref(reading)
         return reading
 
@@ -310,6 +348,10 @@ class RolloutEngine(abc.ABC):
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """Yields the trajectories of checked requests; leaves the engine free when it ends in any way."""
 
+    def _converse(self, requests: list[Request], sampling: SamplingParams, replies: Replies) -> Results:
+        """As `_sample`, with replies, which are checked; of an engine that streams."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """As `score`."""
@@ -347,10 +389,16 @@ class RolloutEngine(abc.ABC):
             None if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_CLOSED else reading
         )
 
-    def _answers(self, requests: list[Request], sampling: SamplingParams) -> Results:
-        """`_sample`, checked to yield one trajectory per request."""
+    def _answers(self, requests: list[Request], sampling: SamplingParams, replies: Replies | None) -> Results:
+        """`_sample` or `_converse`, checked to yield one trajectory per request."""
         waiting = {request.id for request in requests}
-        with contextlib.closing(self._sample(requests, sampling)) as sampled:
+        checked = None if replies is None else _Checked(self, sampling, replies, waiting)
+        sampling_all = (
+            self._sample(requests, sampling)
+            if checked is None
+            else self._converse(requests, sampling, checked)
+        )
+        with contextlib.closing(sampling_all) as sampled:
             for trajectory in sampled:
                 if trajectory.request_id not in waiting:
                     raise RuntimeError(
@@ -358,9 +406,59 @@ class RolloutEngine(abc.ABC):
                         "a request that waits."
                     )
                 waiting.remove(trajectory.request_id)
+                if checked is not None:
+                    checked.open[trajectory.request_id] = trajectory.token_ids
                 yield trajectory
+        waiting |= set() if checked is None else set(checked.open)
         if waiting:
             raise RuntimeError(
                 f"results: the engine left out requests: got none of {sorted(waiting)[:SHOWN]}, "
                 "expected one trajectory of each."
             )
+
+
+class _Checked:
+    """Replies, checked: one to each trajectory, whose tokens the next prompt begins with.
+
+    open: request id -> token ids of a trajectory without a reply.
+    waiting: ids of requests without a trajectory.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, sampling: SamplingParams, replies: Replies, waiting: set[int]
+    ) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._replies = replies
+        self.waiting = waiting
+        self.open: dict[int, np.ndarray] = {}
+
+    def take(self, *, wait: bool) -> Sequence[Reply]:
+        """As `Replies.take`.
+
+        Raises:
+          ValueError: a reply to no trajectory, a request that does not go on from it, or a bad request.
+          RuntimeError: no reply, although the engine waits for one.
+        """
+        replies = list(self._replies.take(wait=wait))
+        if wait and not replies:
+            raise RuntimeError(
+                f"replies: none came: got no reply for {len(self.open)} trajectories, expected one at least."
+            )
+        for reply in replies:
+            history, request = self.open.pop(reply.id, None), reply.request
+            if history is None:
+                raise ValueError(f"replies: got a reply to request {reply.id}, which has no open trajectory.")
+            if request is None:
+                continue
+            given = np.asarray(request.prompt_ids)[: len(history)]
+            if request.id != reply.id or not np.array_equal(given, history):
+                raise ValueError(
+                    f"replies: request {request.id} does not go on: got another id or prompt, expected "
+                    f"request {reply.id} with the {len(history)} tokens of its trajectory before new ones."
+                )
+            self.waiting.add(request.id)
+        requests = [reply.request for reply in replies if reply.request is not None]
+        check_kinds(requests)
+        self._engine.check(requests, self._sampling)
+        return replies

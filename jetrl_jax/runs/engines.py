@@ -136,7 +136,7 @@ def engine_settings(config: RunConfig, on_gpu: bool) -> EngineSettings:
             "rollout.engine.speculative_config: got a draft with weights that nothing trains, which vLLM's "
             "sleep drops, expected rollout.engine.sleep: false, or a rollout.engine.draft_learning_rate."
         )
-    return EngineSettings(config.rollout, fp8, config.numerics, sleep)
+    return EngineSettings(config.rollout, fp8, config.numerics, sleep, config.lora)
 
 
 def probe_tokens(vocab_size: int, count: int) -> list[int]:

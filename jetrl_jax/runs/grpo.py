@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jetrl_jax.collect.episodes import EpisodePlayer
 from jetrl_jax.collect.prompts import PromptStream
+from jetrl_jax.config.arithmetic import build_plan
 from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.task import rewarded_verifier
@@ -32,7 +34,9 @@ from jetrl_jax.devices import processes
 from jetrl_jax.devices.gpu_memory import check_device, share_gpu
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.decoder import Decoder, without_adapters
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.console import Console
 from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.record.stop_signals import StopSignals
@@ -131,6 +135,11 @@ class GRPOTrainer:
         many = config.sharding.devices > 1 or processes.count() > 1
         layout = Layout(config.sharding, policy.plan, policy.model) if many else None
         new_programs = functools.partial(build_programs, config, policy.model, policy.plan, layout)
+        whole = (
+            new_programs
+            if config.lora is None
+            else functools.partial(build_programs, config, *_base(policy, many))
+        )
         warm, lengths = (
             config.warm_start,
             {"max_prompt_tokens": config.rollout.max_prompt_tokens, "seed": config.seed},
@@ -170,7 +179,7 @@ class GRPOTrainer:
             )
             if warm
             else None,
-            warm_programs=new_programs(build_warm_start_optimizer(warm)) if warm else None,
+            warm_programs=whole(optimizer=build_warm_start_optimizer(warm)) if warm else None,
             eval_verifier=verifier,
             reward_functions=reward_functions,
             console=self.console,
@@ -201,6 +210,14 @@ class GRPOTrainer:
             with contextlib.closing(parts.new_engine(drafter=drafter)) as engine:
                 row, _ = parts.new_step(engine, rewards, state, parts.reference(state), drafter=drafter)(1)
         return {"seconds": time.perf_counter() - start, "metrics": row}
+
+
+def _base(policy: Policy, sharded: bool) -> tuple[Decoder, PrecisionPlan, Layout | None]:
+    """Structure, plan and layout of a policy without its adapters, whose weights a warm start trains."""
+    model = without_adapters(policy.model)
+    paths = [path for path, _ in named_params(nnx.state(model, nnx.Param))]
+    plan = build_plan(paths, policy.config.precision)
+    return model, plan, Layout(policy.config.sharding, plan, model) if sharded else None
 
 
 def build_player(config: RunConfig, task: Task, tokenizer: Tokenizer) -> EpisodePlayer | None:

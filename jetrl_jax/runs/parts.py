@@ -101,8 +101,8 @@ class Parts:
         )
 
     def reference(self, state: TrainState) -> nnx.State | None:
-        """The frozen start policy for the KL term; None if the algorithm has no such term."""
-        return self.programs.frozen(state) if self.algorithm.needs_reference else None
+        """The frozen start policy, or the base of adapters, for the KL term; None without such a term."""
+        return self.programs.reference(state) if self.algorithm.needs_reference else None
 
     def calibrated(self, state: TrainState, programs: PolicyPrograms | None = None) -> TrainState:
         """The state with scales of keys and values from a forward over the first step's prompts.

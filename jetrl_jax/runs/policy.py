@@ -19,9 +19,10 @@ import numpy as np
 from flax import nnx
 
 from bridge.hf.draft import read_draft_head
-from bridge.hf.read import read_config, read_into
+from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
+from bridge.hf.read import load_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
-from jetrl_jax.config.arithmetic import build_numerics, build_plan
+from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
 from jetrl_jax.config.model import NewModelSection
 from jetrl_jax.config.run_config import RunConfig
@@ -33,18 +34,21 @@ from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.draft_head import DraftHead
+from jetrl_jax.models.lora import Adapters, start
+from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.kv_cache import KVCalibration, scales_for
 from jetrl_jax.precision.numerics import kv_kinds
-from jetrl_jax.precision.parameters import jit, named_params
+from jetrl_jax.precision.parameters import jit, map_params, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
-from jetrl_jax.runs.policy_config import is_run, policy_config
+from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
+BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
 PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
@@ -68,6 +72,47 @@ class Policy:
     def params(self) -> nnx.State:
         """The FP32 masters."""
         return nnx.state(self.model, nnx.Param)
+
+    def save_base(self, directory: str | Path, params: nnx.State | None = None) -> None:
+        """Writes the frozen base of adapters, rounded as it is published, as a Hugging Face directory.
+
+        Published again it has the same codes, since these are made of the rounded values.
+        """
+        chosen = self.params if params is None else params
+        arrays = {path: value for path, value in named_params(chosen) if not is_adapter(path)}
+        save_checkpoint(
+            directory,
+            self.model.config,
+            arrays,
+            dtype=self.plan.value.dtype,
+            tokenizer=self.tokenizer,
+            overwrite=True,
+        )
+
+    def merged(self) -> dict[str, np.ndarray]:
+        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
+        values = {
+            path: np.asarray(jnp.asarray(value, self.plan.value.dtype)).astype(np.float64)
+            for path, value in named_params(self.params)
+        }
+        scale = self.model.adapters.scale if self.model.adapters is not None else 0.0
+        made = {}
+        for path, value in values.items():
+            if not is_adapter(path):
+                a, b = (values.get(path.removesuffix("weight") + f"lora_{side}.weight") for side in "AB")
+                made[path] = (value if a is None or b is None else value + scale * b @ a).astype(np.float32)
+        return made
+
+    def save_adapter(
+        self, directory: str | Path, base: str, params: nnx.State | None = None, *, overwrite: bool = False
+    ) -> Path:
+        """Writes adapters as a PEFT directory, which names `base` as the directory of their base."""
+        section = self.config.lora
+        assert section is not None
+        chosen = self.params if params is None else params
+        arrays = {path: np.asarray(value) for path, value in named_params(chosen) if is_adapter(path)}
+        made = PeftAdapter(section.rank, section.alpha, section.rslora, section.targets, base, arrays)
+        return save_adapter(directory, made, overwrite=overwrite)
 
     def save(
         self, directory: str | Path, params: nnx.State | None = None, *, dtype: str = "bfloat16"
@@ -128,12 +173,17 @@ def build_policy(
     path = _model_path(config, model)
     tokenizer, sizes = policy_parts(config, model, tokenizer)
     numerics = resolve(build_numerics(config.precision, config.numerics, config.samples_by_vllm), sizes)
+    adapters = build_adapters(config.lora)
     if isinstance(model, Decoder) or path is None:
-        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed))
+        built = Decoder(sizes, numerics, rngs=nnx.Rngs(config.seed), adapters=adapters)
         if isinstance(model, Decoder):
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
-        built = _read_model(path, sizes, numerics)
+        # a base that nothing trains stays on the host until it is published
+        kept = numerics.dtype if adapters is not None and config.warm_start is None else None
+        built = _read_model(path, sizes, numerics, adapters, kept)
+    if adapters is not None and getattr(model, "adapters", None) is None:
+        nnx.update(built, _start_adapters(built, config))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
@@ -179,10 +229,12 @@ def _model_path(config: RunConfig, model: Decoder | str | Path | None) -> str | 
     return config.model_path if model is None or isinstance(model, Decoder) else str(model)
 
 
-def _read_model(path: str | Path, sizes: ModelConfig, numerics: Any) -> Decoder:
+def _read_model(
+    path: str | Path, sizes: ModelConfig, numerics: Any, adapters: Adapters | None, on_host: Any
+) -> Decoder:
     """A decoder with the weights of a Hugging Face directory, without a random initialisation first."""
-    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0)))
-    read_into(model, path)
+    model = nnx.eval_shape(lambda: Decoder(sizes, numerics, rngs=nnx.Rngs(0), adapters=adapters))
+    read_into(model, path, on_host)
     return model
 
 
@@ -195,7 +247,7 @@ def load_policy(
     """A trained policy: a checkpoint of a run directory, or a Hugging Face directory with tokenizer files.
 
     Args:
-      directory: a run directory or a Hugging Face directory.
+      directory: a run directory, a Hugging Face directory, or one of PEFT, which names its base's.
       overrides: `a.b=c` changes of the config, such as `precision.preset=bf16`.
       config: YAML file in place of the run's; a Hugging Face directory without one runs in BF16.
       step: the checkpoint of a run: a step number, "last" (the latest undamaged one), or "best" (the highest
@@ -206,9 +258,10 @@ def load_policy(
     """
     path = user_path(directory)
     if is_run(path):
-        policy = _build(policy_config(path, overrides, config))
+        settings = policy_config(path, overrides, config)
+        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
         scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
-        template: dict[str, Any] = {"params": policy.params}
+        template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         kept = trained.precision.kv_cache, trained.precision.kv_query
         if scales is not None and kv_kinds(*kept) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
@@ -230,8 +283,37 @@ def load_policy(
         )
     if config is not None:
         return _build(policy_config(path, overrides, config), model=path)
-    lengths = _lengths(read_config(path)) if (path / "config.json").is_file() else None
+    base = user_path(adapter_sections(path)["model"]["path"]) if is_adapter_directory(path) else path
+    lengths = _lengths(read_config(base)) if (base / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))
+
+
+def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
+    """New adapters, or those of `lora.path`."""
+    fresh, section = start(model, config.seed), config.lora
+    assert section is not None
+    if section.path is None:
+        return fresh
+    found = read_adapter(section.path, model.config)
+    problems = [
+        f"{name}={theirs!r}, expected lora.{name} = {ours!r}"
+        for name, theirs, ours in (
+            ("rank", found.rank, section.rank),
+            ("alpha", found.alpha, section.alpha),
+            ("rslora", found.rslora, section.rslora),
+            ("targets", sorted(found.targets), sorted(section.targets)),
+        )
+        if theirs != ours
+    ]
+    if problems:
+        raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
+    return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
+
+
+def with_base(policy: Policy, directory: Path) -> nnx.State:
+    """The parameters of a policy with the base in a directory, as `Policy.save_base` wrote it."""
+    arrays = load_checkpoint(directory)[1]
+    return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
 def first_head(policy: Policy) -> DraftHead:

@@ -1,6 +1,7 @@
 """The config of a policy on disk, read without JAX so that mistakes are found before a device is used.
 
-A run directory has its own `config.yaml`.  A Hugging Face directory runs in BF16, or as a config file says.
+A run directory has its own `config.yaml`.  A Hugging Face directory, and a PEFT directory with the base that
+it names, runs in BF16, or as a config file says.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge.hf.peft import CONFIG_FILE, read_adapter_config
 from jetrl_jax.config.load import config_from_dict, load_config
 from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
@@ -20,6 +22,38 @@ def is_run(directory: str | Path) -> bool:
     return (user_path(directory) / "config.yaml").is_file()
 
 
+def is_adapter_directory(path: Path) -> bool:
+    """Whether a directory is one of PEFT."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def adapter_sections(path: Path) -> dict[str, Any]:
+    """The sections of a config for the policy in a PEFT directory.
+
+    Raises:
+      UserError: it is no plain LoRA, or its base is not on this machine.
+    """
+    values = read_adapter_config(path)
+    base, targets = values.get("base_model_name_or_path"), values["target_modules"]
+    if not isinstance(base, str) or not (user_path(base) / "config.json").is_file():
+        raise UserError(
+            f"{path / CONFIG_FILE}: the base is not there: got base_model_name_or_path={base!r}, expected a "
+            "Hugging Face directory."
+        )
+    if not isinstance(targets, list):
+        raise UserError(
+            f"{path / CONFIG_FILE}: got target_modules={targets!r}, expected a list of layers' last names."
+        )
+    lora = {
+        "rank": values["r"],
+        "alpha": float(values["lora_alpha"]),
+        "rslora": bool(values.get("use_rslora", False)),
+        "targets": targets,
+        "path": str(path),
+    }
+    return {"model": {"path": base}, "lora": lora}
+
+
 def policy_config(
     directory: str | Path,
     overrides: Sequence[str] = (),
@@ -29,7 +63,7 @@ def policy_config(
     """The config of the policy in a directory; commands call this before they import JAX.
 
     Args:
-      directory: a run directory or a Hugging Face directory.
+      directory: a run directory, a Hugging Face directory or one of PEFT.
       overrides: changes of the config (`a.b=c`), as after ``--set``.
       config: YAML file in place of the run's.
       rollout: fields of `rollout` for a Hugging Face directory without a config.
@@ -38,10 +72,11 @@ def policy_config(
       UserError: the directory is neither, or the config or the overrides have a mistake.
     """
     path = user_path(directory)
-    if not is_run(path) and not (path / "config.json").is_file():
+    adapter = adapter_sections(path) if is_adapter_directory(path) else None
+    if not is_run(path) and adapter is None and not (path / "config.json").is_file():
         raise UserError(
-            f"no policy there: got {path}, expected a run directory (config.yaml) or a Hugging Face "
-            "directory (config.json)."
+            f"no policy there: got {path}, expected a run directory (config.yaml), a Hugging Face "
+            "directory (config.json) or one of PEFT (adapter_config.json)."
         )
     if config is not None or is_run(path):
         return load_config(config or path / "config.yaml", overrides)
@@ -49,5 +84,6 @@ def policy_config(
         "model": {"path": str(path)},
         "tokenizer": {"kind": "huggingface"},
         "precision": {"preset": "bf16"},
+        **(adapter or {}),
     }
     return config_from_dict(fields | ({} if rollout is None else {"rollout": dict(rollout)}), overrides)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import tempfile
 import time
@@ -26,6 +27,8 @@ from jetrl_jax.config.load import dump_config, load_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.choices import slow_exactness
+from jetrl_jax.precision.formats import is_adapter, is_kv_scale
+from jetrl_jax.precision.parameters import merge, select
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
 from jetrl_jax.record.metrics import MetricsWriter
 from jetrl_jax.record.resume_rules import (
@@ -35,12 +38,14 @@ from jetrl_jax.record.resume_rules import (
 )
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
+from jetrl_jax.runs.policy import BASE_DIRECTORY, with_base
+from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
 from jetrl_jax.training.warm_start import warm_start
 
-EXPORT_DIRECTORY, HEAD_DIRECTORY = "export", "draft_head"
+EXPORT_DIRECTORY, HEAD_DIRECTORY, ADAPTER_DIRECTORY = "export", "draft_head", "adapter"
 
 
 class Run:
@@ -81,15 +86,15 @@ class Run:
         self.warm_start_loss: float | None = None
         self.done = 0
         self.profiling = False
-        state = parts.programs.init(parts.policy.params)
+        state = parts.programs.init(self._start_params())
         self.drafter = parts.new_drafter()
         restored = self._restored(state)
         if restored is None:
             counters, state = Counters(), parts.calibrated(self._warm_start(state))
             reference = parts.reference(state)
         else:
-            counters, state = Counters.of(restored.metadata), self._rebuild(restored.state)
-            reference = restored.state.get("reference")
+            counters, state = Counters.of(restored.metadata), self._rebuild(restored.state, state)
+            reference = self._reference(state, restored.state.get("reference"))
             if self.drafter is not None:
                 self.drafter.restore(restored.state["draft"])
         engine = stack.enter_context(contextlib.closing(parts.new_engine(self.directory, self.drafter)))
@@ -142,8 +147,17 @@ class Run:
 
     def _compare(self, metadata: Mapping[str, Any]) -> None:
         """Raises if a checkpoint was made with other data or implementations."""
-        compare_data_for_resume(metadata, self.parts.fingerprints)
+        compare_data_for_resume(metadata, self._fingerprints)
         compare_implementations_for_resume(metadata, self._implementations)
+
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, Any]:
+        """Hashes of tokenizer and data, and of the files of the base of adapters."""
+        found = dict(self.parts.fingerprints)
+        if self.config.lora is not None:
+            files = sorted(self.base_path.glob("*.safetensors"))
+            found["base"] = {file.name: sha256_of(file) for file in files}
+        return found
 
     @property
     def _implementations(self) -> dict[str, str]:
@@ -214,12 +228,16 @@ class Run:
         if after is None:  # resumed after its last step, whose evaluation is already recorded
             after = self._evaluate(self.done, record=False)
         params = processes.gather_to_first(self.step.state.params)
+        written = self.directory.path / (EXPORT_DIRECTORY if self.config.lora is None else ADAPTER_DIRECTORY)
         if params is not None:
-            self.parts.policy.save(self.directory.path / EXPORT_DIRECTORY, params)
+            if self.config.lora is None:
+                self.parts.policy.save(written, params)
+            else:
+                self.parts.policy.save_adapter(written, str(self.base_path), params, overwrite=True)
             if self.drafter is not None:
                 save_draft_head(self.directory.path / HEAD_DIRECTORY, self.drafter.head)
         processes.barrier()
-        self.console.message(f"policy written to {self.directory.path / EXPORT_DIRECTORY}")
+        self.console.message(f"policy written to {written}")
         return self._summary(None, after)
 
     def _summary(self, stopped_by: str | None, after: dict[str, float] | None) -> dict[str, Any]:
@@ -234,14 +252,25 @@ class Run:
     def _warm_start(self, state: TrainState) -> TrainState:
         """The policy after the warm start; unchanged if the config has none."""
         section, sampler, programs = self.config.warm_start, self.parts.sampler, self.parts.warm_programs
+        params = self.parts.policy.params
         if section is None or sampler is None or programs is None:
+            self._save_base(params)
             return state
         with self.console.phase("warm start", section.steps, "steps") as progress:
-            start = self.parts.calibrated(programs.init(state.params), programs)
+            before = (
+                state.params
+                if self.config.lora is None
+                else select(params, lambda path: not is_adapter(path))
+            )
+            start = self.parts.calibrated(programs.init(before), programs)
             warm, self.warm_start_loss = warm_start(
                 programs, start, sampler, section, lambda step, loss: progress.advance(1), self.drafter
             )
-        return self.parts.programs.init(warm.params)
+        if self.config.lora is None:
+            return self.parts.programs.init(warm.params)
+        trained = processes.fetch(warm.params)
+        self._save_base(trained)
+        return self.parts.programs.init(merge(params, trained))
 
     def _evaluate(self, step: int, *, record: bool = True) -> dict[str, float]:
         start = time.perf_counter()
@@ -288,10 +317,41 @@ class Run:
             self.profiling = False
             self.console.message(f"profile written to {self.directory.path / 'profile'}")
 
+    # The frozen base of adapters
+
+    @property
+    def base_path(self) -> Path:
+        """The directory of the base of a run with adapters, which all processes read."""
+        return self.store.directory.parent / BASE_DIRECTORY
+
+    def _start_params(self) -> nnx.State:
+        """The masters that the run begins with; in a resumed run with adapters those of its own base."""
+        policy = self.parts.policy
+        kept = self.config.lora is not None and self.directory.resumed and self.base_path.is_dir()
+        return with_base(policy, self.base_path) if kept else policy.params
+
+    def _save_base(self, params: nnx.State) -> None:
+        """Writes the base of adapters, once; nothing in a run without."""
+        if self.config.lora is None:
+            return
+        whole = processes.gather_to_first(params)
+        if whole is not None:
+            self.parts.policy.save_base(self.base_path, whole)
+        processes.barrier()
+
+    def _reference(self, state: TrainState, saved: nnx.State | None) -> nnx.State | None:
+        """The reference of a resumed run; of a base only the scales of keys and values were saved."""
+        if self.config.lora is None or not self.parts.algorithm.needs_reference:
+            return saved
+        base = self.parts.programs.reference(state)
+        return base if saved is None else merge(base, saved)
+
     # Checkpoints
 
     def _saved(self, state: TrainState, reference: nnx.State | None) -> dict[str, Any]:
         """The arrays of a checkpoint; published weights are made again from the masters, bit for bit."""
+        if self.config.lora is not None and reference is not None:  # the rest is in the base's directory
+            reference = select(reference, is_kv_scale) if self.parts.policy.plan.kinds else None
         optional: dict[str, Any] = {"reference": reference, "loss_scale": state.loss_scale, "kv": state.kv}
         optional["draft"] = None if self.drafter is None else self.drafter.saved
         return {"params": state.params, "opt_state": state.opt_state} | {
@@ -305,7 +365,7 @@ class Run:
             "prompt_cursor": prompts.cursor,
             "prompts_skipped": prompts.skipped,
             "before": self.before,
-            **self.parts.fingerprints,
+            **self._fingerprints,
             "implementations": self._implementations,
         }
         self.writer.sync()
@@ -333,7 +393,8 @@ class Run:
         self.done = restored.step
         return restored
 
-    def _rebuild(self, saved: Mapping[str, Any]) -> TrainState:
-        kv = saved.get("kv")
-        published = self.parts.programs.init(saved["params"], kv).published
+    def _rebuild(self, saved: Mapping[str, Any], start: TrainState) -> TrainState:
+        kv, programs = saved.get("kv"), self.parts.programs
+        base = None if self.config.lora is None else self.parts.policy.plan.frozen_base(start.published)
+        published = programs.init(saved["params"], kv, base).published
         return TrainState(saved["params"], saved["opt_state"], published, saved.get("loss_scale"), kv)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ def data_fingerprint(task: Task) -> dict[str, Any]:
     """The hashes of a task, as described above, as JSON values."""
     splits = {name: _split(examples) for name, examples in (("train", task.train), ("eval", task.eval))}
     return {"name": task.name, "verifier": _verifier_name(task), **splits}
+
+
+def sha256_of(file: Path) -> str:
+    """The hash of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _split(examples: Sequence[Example]) -> dict[str, Any]:

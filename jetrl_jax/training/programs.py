@@ -4,6 +4,9 @@
     check      gradient  ->  its norm, and whether gradient, next masters and next scales are finite
     update     gradient  ->  AdamW on the FP32 masters, then the new version's codes, quantised once
 
+In a model with adapters only these have masters, moments and a gradient.  Everything else is a frozen base,
+published once, which no program consumes or makes again.
+
 If the check finds something that is not finite, no update runs, the state stays as it was, and the tensor is
 reported.  So the update consumes the state's buffers and writes the new state in their place.
 """
@@ -27,11 +30,12 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import ROWS, WHOLE, Layout, placed
 from jetrl_jax.devices.processes import fetch, jit, place
 from jetrl_jax.models import attention
-from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.decoder import Decoder, without_adapters
 from jetrl_jax.models.logprobs import completion_logprobs_with_use
 from jetrl_jax.models.sharded import MESH_AXES, ROW_AXES
+from jetrl_jax.precision.formats import is_adapter, is_kv_scale
 from jetrl_jax.precision.kv_cache import KVCalibration, KVUse, split_model, with_scales
-from jetrl_jax.precision.parameters import map_params, named_params
+from jetrl_jax.precision.parameters import map_params, merge, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, policy_objective
 from jetrl_jax.rl.batching import TrainBatch
@@ -50,6 +54,7 @@ Loss = Callable[[Decoder, Any], tuple[jax.Array, Any]]
 class TrainState:
     """A policy version: FP32 masters, optimiser state, published weights, and FP16's loss scale.
 
+    published: of the whole model; params and opt_state only of what is trained.
     kv: scales of keys and values with their history; None if they are not in FP8.
     """
 
@@ -105,20 +110,28 @@ class PolicyPrograms:
         layout: Layout | None = None,
     ) -> None:
         self.graphdef, params = split_model(model)
-        self.paths = [path for path, _ in named_params(params)]
+        trained = select(params, plan.trained)
+        self.paths = [path for path, _ in named_params(trained)]
         self.plan = plan
+        # the policy's structure without adapters
+        self.base_graphdef: Any = None if model.adapters is None else split_model(without_adapters(model))[0]
         self.optimizer = optimizer
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.loss_scale = loss_scale
         self.layout = layout
         self.segment_unit = attention.segment_unit(model.numerics)
-        masters = weights = None if layout is None else layout.specs(params)
-        if layout is not None and plan.kinds:
-            weights = layout.specs(nnx.state(model))
+        masters = weights = made = base = everything = None if layout is None else layout.specs(trained)
+        if layout is not None and (plan.kinds or plan.adapted):
+            whole, everything = layout.specs(nnx.state(model)), layout.specs(params)
+            weights, base = whole, select(whole, lambda path: not is_adapter(path))
+            made = select(whole, lambda path: plan.trained(path) or is_kv_scale(path))
         self.compute_dtype = model.numerics.compute_dtype
-        self._publish_shards = self._mapped(plan.publish, (masters, WHOLE), weights)
+        # of the whole model, and of what is trained
+        self._publish_all = self._mapped(plan.publish, (everything, WHOLE), weights)
+        self._publish_shards = self._mapped(plan.publish, (masters, WHOLE), made)
         self._publish = jit(lambda params, scales=None: self._publish_shards(params, scales))
+        self._start = jit(lambda params, scales=None: self._publish_all(params, scales))
         self._freeze = jit(self._mapped(plan.frozen_weights, (masters, weights), weights))
         self._recalibrate = jit(
             self._recalibrate_program, out_shardings=None if layout is None else layout.replicated
@@ -130,6 +143,7 @@ class PolicyPrograms:
         self._update = jit(self._update_program, donate_argnums=0, keep_unused=True)
         self._rescale = jit(LossScale.after)
         self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
+        self._base_logprobs = jit(self._mapped(self._logprobs_program, (base, ROWS, ROWS, ROWS), ROWS))
         inputs, outputs = (masters, weights, WHOLE, ROWS, WHOLE), (masters, WHOLE, ROWS)
 
         def policy_gradient(*arrays: Any, algorithm: ResolvedAlgorithm) -> Any:
@@ -148,13 +162,17 @@ class PolicyPrograms:
             self._mapped(self._supervised_gradient_program, inputs, (masters, WHOLE, WHOLE))
         )
 
-    def init(self, params: nnx.State, kv: KVCalibration | None = None) -> TrainState:
+    def init(
+        self, params: nnx.State, kv: KVCalibration | None = None, base: nnx.State | None = None
+    ) -> TrainState:
         """The initial state of a policy with these FP32 masters.
 
         kv: scales of keys and values; None: 1, until `calibrate`, if the plan has any.
+        base: the published base of adapters, whose parameters are then not read; None: they are published.
         """
+        everything = params
         # copies: updates consume their buffers
-        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), params)
+        params = jax.tree.map(lambda value: jnp.array(value, jnp.float32), select(params, self.plan.trained))
         shardings, scale = None, self.loss_scale
         if self.layout is not None:
             params = place(params, self.layout.shardings(params))
@@ -163,7 +181,14 @@ class PolicyPrograms:
         kv = kv or self._unscaled()
         if kv is not None and self.layout is not None:
             kv = place(kv, self.layout.replicated)
-        published = self._publish(params, None if kv is None else kv.scales)
+        scales = None if kv is None else kv.scales
+        if self.plan.adapted and base is None:
+            if self.layout is not None:
+                everything = place(everything, self.layout.shardings(everything))
+            published = self._start(everything, scales)
+        else:
+            published = self._publish(params, scales)
+            published = published if base is None else merge(base, published)
         return TrainState(
             params, jit(self.optimizer.init, out_shardings=shardings)(params), published, scale, kv
         )
@@ -177,19 +202,22 @@ class PolicyPrograms:
 
         def start(params: nnx.State) -> TrainState:
             kv = self._unscaled()
-            published = self._publish_shards(params, None if kv is None else kv.scales)
+            published = self._publish_all(params, None if kv is None else kv.scales)
+            params = select(params, self.plan.trained)
             return TrainState(params, self.optimizer.init(params), published, self.loss_scale, kv)
 
         state, layout = jax.eval_shape(start, params), self.layout
         if layout is None:
             return state
         scale, kv = (jax.tree.map(lambda _: layout.replicated, part) for part in (state.loss_scale, state.kv))
-        weights, published = layout.shardings(params), layout.shardings(state.published)
-        moments = layout.optimizer_shardings(self.optimizer, params)
+        weights, published = layout.shardings(state.params), layout.shardings(state.published)
+        moments = layout.optimizer_shardings(self.optimizer, state.params)
         return placed(TrainState(weights, moments, published, scale, kv), state)
 
     def abstract_frozen(self, state: TrainState) -> nnx.State:
         """`frozen` for an abstract state."""
+        if self.plan.adapted:
+            return state.published
         weights = jax.eval_shape(self.plan.frozen_weights, state.params, state.published)
         shardings = None if self.layout is None else self.layout.shardings(weights)
         return weights if shardings is None else placed(shardings, weights)
@@ -219,16 +247,40 @@ class PolicyPrograms:
 
     def trace_update(self, state: TrainState) -> tuple[Any, Any]:
         """`update`'s two programs, the check and the step, traced; the state may be abstract."""
+        state = self._apart(state)[0]
         largest = None if state.kv is None else state.kv.scales  # of its shape
         return self._check.trace(state, state.params), self._update.trace(state, state.params, largest)
 
     def frozen(self, state: TrainState) -> nnx.State:
-        """The policy's weights for forward passes without gradient, such as for a reference policy."""
-        return self._freeze(state.params, state.published)
+        """The policy's weights for forward passes without gradient; valid until the next update."""
+        return state.published if self.plan.adapted else self._freeze(state.params, state.published)
+
+    def reference(self, state: TrainState) -> nnx.State:
+        """The policy's weights to keep, or those of the base of adapters, which are held anyway."""
+        if not self.plan.adapted:
+            return self.frozen(state)
+        scales = select(state.published, is_kv_scale)  # an update consumes them
+        return merge(self.plan.frozen_base(state.published), jax.tree.map(jnp.copy, scales))
 
     def logprobs(self, weights: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-probabilities float32 [R, T] of a microbatch under frozen weights, aligned with targets."""
-        return fetch(self._logprobs(weights, batch.token_ids, batch.positions, batch.segment_ids))
+        """Log-probabilities float32 [R, T] of a microbatch, aligned with targets.
+
+        weights: from `frozen` or `reference`.
+        """
+        program = self._base_logprobs if self._is_base(weights) else self._logprobs
+        return fetch(program(weights, batch.token_ids, batch.positions, batch.segment_ids))
+
+    def _is_base(self, weights: nnx.State) -> bool:
+        """Whether the weights of a policy with adapters are those of its base only."""
+        return self.plan.adapted and not any(is_adapter(path) for path, _ in named_params(weights))
+
+    def _apart(self, state: TrainState) -> tuple[TrainState, nnx.State | None]:
+        """(the state without its frozen base, which an update must not consume, and the base)."""
+        if not self.plan.adapted:
+            return state, None
+        base = self.plan.frozen_base(state.published)
+        own = select(state.published, lambda path: self.plan.trained(path) or is_kv_scale(path))
+        return dataclasses.replace(state, published=own), base
 
     def policy_gradient(
         self, state: TrainState, batch: TrainBatch, denominators: Denominators, algorithm: ResolvedAlgorithm
@@ -277,7 +329,8 @@ class PolicyPrograms:
           each must be positive and finite.  They count from the next `recalibrated` on.
         """
         scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
-        norm, finite = self._check(state, grads)
+        own, base = self._apart(state)
+        norm, finite = self._check(own, grads)
         names = dict.fromkeys(finite, self.paths)
         if largest is not None:
             names[RANGE] = [path for paths in self.plan.scale_paths for path in paths]
@@ -290,7 +343,9 @@ class PolicyPrograms:
             if not ok
         ]
         if not bad:
-            state = self._update(state, grads, largest)
+            state = self._update(own, grads, largest)
+            if base is not None:
+                state = dataclasses.replace(state, published=merge(base, state.published))
         elif state.loss_scale is not None:
             lower = self._rescale(state.loss_scale, flags["gradient"].all())
             state = dataclasses.replace(state, loss_scale=lower)
@@ -338,7 +393,8 @@ class PolicyPrograms:
         return function if self.layout is None else self.layout.map(function, in_specs, out_specs)
 
     def _model(self, weights: nnx.State) -> Decoder:
-        return nnx.merge(self.graphdef, weights if self.layout is None else self.layout.shards(weights))
+        graphdef = self.base_graphdef if self._is_base(weights) else self.graphdef
+        return nnx.merge(graphdef, weights if self.layout is None else self.layout.shards(weights))
 
     def _sum(self, tree: Any) -> Any:
         """The sum over the devices' shares."""

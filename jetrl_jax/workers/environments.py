@@ -8,14 +8,17 @@
     it breaks the contract            `UserError`: this is the author's error
 
 An episode that fails has no reward, so its sample is masked like one whose reward function failed.
-After `MAX_HANGS` time-outs in one call the remaining episodes of the worker fail without a try.
+After `MAX_HANGS` time-outs in one call, or in one `Conversation`, the remaining episodes of the worker fail
+without a try.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from jetrl_jax.errors import UserError
@@ -81,8 +84,14 @@ class _EnvironmentProcess(WorkerProcess):
         message = {"environment": start, "served_by": playing.__name__}
         super().__init__("environment", name, message, timeout_s, log_directory=logs)
         self._sent = False
-        self._lost = False  # environments that must be played again
+        self._held: set[int] = set()  # keys of the episodes that the present process has played
+        self._hangs = self._crashes = 0  # since `begin_count`
         self.probe = Answer()
+
+    def begin_count(self) -> None:
+        """Time-outs and crashes count from here on."""
+        self._hangs = 0
+        self._crashes = 0
 
     def start(self) -> None:
         """Starts the worker; the first start with a check plays a step, whose answer is `probe`."""
@@ -92,55 +101,137 @@ class _EnvironmentProcess(WorkerProcess):
             self.probe = Answer.of(self._ready["probe"])
             self._start_message["environment"] |= {"check": False}
 
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Sends jobs, whose answers `finish` returns."""
+    def begin(self, jobs: Sequence[Job], keep: Sequence[int]) -> None:
+        """Sends jobs, whose answers `finish` yields; closes environments of other episodes than `keep`."""
         if jobs:
             self._awake()
             try:
-                self._ask(jobs)
+                self._ask(jobs, keep)
                 self._sent = True
             except (TimedOut, Crashed):
                 self._stop()
 
-    def finish(self, jobs: Sequence[Job]) -> list[Answer]:
+    def finish(self, jobs: Sequence[Job], keep: Sequence[int]) -> Iterator[Answer]:
         """The answers; a worker that hangs or ends is started again and goes on after the job at fault."""
-        answers: list[Answer] = []
-        hangs = crashes = 0
-        replaying = self._lost
-        self._lost = False
-        while len(answers) < len(jobs):
-            rest = jobs[len(answers) :]
-            if hangs >= MAX_HANGS or crashes >= MAX_CRASHES:
-                why = f"given up after {hangs} time-outs and {crashes} crashes in one turn"
-                failed = "timeout" if hangs >= MAX_HANGS else "exception"
-                return [*answers, *(Answer(failed, why) for _ in rest)]
+        rest = list(jobs)
+        while rest:
+            if self._hangs >= MAX_HANGS or self._crashes >= MAX_CRASHES:
+                why = f"given up after {self._hangs} time-outs and {self._crashes} crashes"
+                failed = "timeout" if self._hangs >= MAX_HANGS else "exception"
+                yield from (Answer(failed, why) for _ in rest)
+                return
             try:
                 if not self._sent:
-                    replaying = self._lost = True
                     self.start()
-                    self._ask(rest)
-                for job in rest:
-                    limit = self._timeout_s * (len(job.actions) + 1 if replaying or job.demonstrate else 1)
-                    answers.append(self._checked(self._receive(limit)))
+                    self._ask(rest, keep)
+                    self._sent = True
+                answer = self._checked(self._receive(self._limit(rest[0])))
+                self._held.add(rest[0].key)
             except TimedOut:
                 self._stop()
-                hangs += 1
-                answers.append(Answer("timeout", f"no answer within {self._timeout_s:g} s"))
+                self._hangs += 1
+                answer = Answer("timeout", f"no answer within {self._timeout_s:g} s")
             except Crashed as error:
                 self._stop()
-                crashes += 1
-                answers.append(Answer("exception", f"its process ended: {error}"))
-            self._sent = False
-        return answers
+                self._crashes += 1
+                answer = Answer("exception", f"its process ended: {error}")
+            rest.pop(0)
+            yield answer
+        self._sent = False
 
-    def _ask(self, jobs: Sequence[Job]) -> None:
-        self._send_json({"jobs": [asdict(job) for job in jobs]}, self._timeout_s)
+    def _limit(self, job: Job) -> float:
+        """Seconds for a job, whose history may have to be played again."""
+        again = job.demonstrate or job.key not in self._held
+        return self._timeout_s * (len(job.actions) + 1 if again else 1)
+
+    def _stop(self) -> None:
+        super()._stop()
+        self._sent = False
+        self._held.clear()
+
+    def _ask(self, jobs: Sequence[Job], keep: Sequence[int]) -> None:
+        self._held &= set(keep)
+        self._send_json({"jobs": [asdict(job) for job in jobs], "keep": list(keep)}, self._timeout_s)
 
     def _checked(self, message: dict[str, Any]) -> Answer:
         if "bad" in message:
             self._stop()  # further answers to this request must not answer the next
             raise UserError(f"{self.what}: {message['bad'][0]}.")
         return Answer.of(message)
+
+
+class Conversation:
+    """Jobs that are asked one by one and answered as soon as they can be, each worker in a thread of its own.
+
+    A worker answers in the order in which it was asked.  No `EnvironmentPool.play` meanwhile.
+    """
+
+    def __init__(self, workers: Sequence[_EnvironmentProcess]) -> None:
+        self._inboxes: list[SimpleQueue[tuple[Job, list[int]] | None]] = [SimpleQueue() for _ in workers]
+        self._answered: SimpleQueue[tuple[int, Answer] | BaseException] = SimpleQueue()
+        self._live: list[set[int]] = [set() for _ in workers]  # keys of episodes that are not over
+        self._threads = [
+            threading.Thread(target=self._serve, args=given, daemon=True)
+            for given in zip(workers, self._inboxes, strict=True)
+        ]
+        for worker in workers:
+            worker.begin_count()
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, keys: Sequence[int]) -> None:
+        """The episodes that will be asked for, whose environments are kept until `end`."""
+        for key in keys:
+            self._live[key % len(self._live)].add(key)
+
+    def end(self, key: int) -> None:
+        """An episode is over."""
+        self._live[key % len(self._live)].discard(key)
+
+    def ask(self, job: Job) -> None:
+        """Asks for the answer to a job."""
+        place = job.key % len(self._inboxes)
+        self._inboxes[place].put((job, list(self._live[place])))
+
+    def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
+        """(key, answer) of jobs that are answered; if `wait`, of at least one.
+
+        Raises:
+          UserError: an environment breaks its contract.
+        """
+        found = [self._answered.get()] if wait else []
+        while True:
+            try:
+                found.append(self._answered.get_nowait())
+            except Empty:
+                break
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    def close(self) -> None:
+        """Ends the threads, after the jobs that they have; not the workers."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, worker: _EnvironmentProcess, inbox: SimpleQueue[tuple[Job, list[int]] | None]) -> None:
+        """Passes on all jobs that are there, until None comes or an environment breaks its contract."""
+        try:
+            while (given := inbox.get()) is not None:
+                asked = [given]
+                while not inbox.empty() and (given := inbox.get()) is not None:
+                    asked.append(given)
+                jobs, keep = [job for job, _ in asked], asked[-1][1]
+                worker.begin(jobs, keep)
+                for job, answer in zip(jobs, worker.finish(jobs, keep), strict=True):
+                    self._answered.put((job.key, answer))
+                if given is None:
+                    return
+        except BaseException as error:
+            self._answered.put(error)
 
 
 class EnvironmentPool:
@@ -196,11 +287,16 @@ class EnvironmentPool:
             places[job.key % len(self._workers)].append(place)
         shares = [[jobs[place] for place in share] for share in places]
         for worker, share in zip(self._workers, shares, strict=True):
-            worker.begin(share)
+            worker.begin_count()
+            worker.begin(share, [job.key for job in share])
         answers: dict[int, Answer] = {}
         for worker, share, where in zip(self._workers, shares, places, strict=True):
-            answers |= zip(where, worker.finish(share), strict=True)
+            answers |= zip(where, worker.finish(share, [job.key for job in share]), strict=True)
         return [answers[place] for place in range(len(jobs))]
+
+    def conversation(self) -> Conversation:
+        """Jobs one by one, with the environments as `play` left them."""
+        return Conversation(self._workers)
 
     def close(self) -> None:
         """Ends the workers; a later call starts others."""

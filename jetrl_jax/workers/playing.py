@@ -6,7 +6,8 @@ A request is a list of jobs, each with the whole history of its episode: key, se
     actions a_1 .. a_n     step(a_n), if an environment with this key has taken a_1 .. a_{n-1}; else the
                            history is played again: reset(seed), step(a_1), ..., step(a_n)
 
-So an environment whose worker was killed comes back by itself.  Environments without a job are closed.
+So an environment whose worker was killed comes back by itself.  Environments of episodes that a request does
+not name are closed.
 
 Each answer has a digest of everything that the environment has answered so far.  A job brings the digest of
 the answer before it, and an environment that answers its history otherwise fails as not repeatable.
@@ -185,7 +186,7 @@ def serve(
     reply(ready)
     while (frame := receive()) is not None:
         request = json.loads(frame)
-        player.keep([job["key"] for job in request["jobs"]])
+        player.keep(request["keep"])
         for job in request["jobs"]:
             try:
                 reply(player.demonstration(job["seed"]) if job["demonstrate"] else player.answer(job))

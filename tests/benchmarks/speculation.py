@@ -8,13 +8,15 @@ Reads a run or a Hugging Face directory, and samples the held-out prompts of its
 prompt up to `--requests` or the batch, whichever is more, then a second one.  Each batch has as many slots.  One row for no speculation, one for
 each length by itself, and one for the length that is chosen by the clock.  Programs are compiled, and each
 rollout is sampled once, before a time is taken; the time is the shortest of `--repeat` rollouts, each with
-other noise, and no completion of an earlier rollout is a draft.  A time above 1 is a gain.
+other noise, and no completion of an earlier rollout is a draft.  A speed above 1 is a gain.  Guesses are those
+of the run's draft head, if it has one, else of lookup.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import platform
 import time
@@ -25,6 +27,7 @@ import jax
 import numpy as np
 
 from jetrl_jax.collect.prompts import fitting_prompts
+from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.speculation import Completions, Draft, Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
@@ -33,7 +36,13 @@ from jetrl_jax.tasks.registry import build_task
 
 
 def measured(
-    policy: Policy, weights: Any, draft: Draft | None, batch: int, count: int, tokens: int, repeat: int
+    policy: Policy,
+    weights: Any,
+    draft: Draft | HeadDraft | None,
+    batch: int,
+    count: int,
+    tokens: int,
+    repeat: int,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """(seconds of the fastest rollout, accepted tokens and steps of all), and the trajectories of the first."""
     rollout, config = policy.config.rollout, policy.config
@@ -52,6 +61,8 @@ def measured(
         draft=draft,
     )
     engine.load(weights, 0)
+    if isinstance(draft, HeadDraft):
+        engine.load_draft(policy.head)
     engine.warmup()
     requests = [Request(i, prompts[i % len(prompts)].ids, i) for i in range(count)]
     seconds, first, accepted, steps, sampled = [], [], 0, 0, 0
@@ -88,9 +99,11 @@ def main() -> None:
     policy = load_policy(given.policy, given.set, given.config)
     weights = published_weights(policy)
     tokens = given.tokens or policy.config.rollout.max_completion_tokens
-    drafts: dict[str, Draft | None] = {"none": None}
-    drafts |= {f"{k}": Lookup((k,)) for k in given.lengths}
-    drafts["chosen"] = Lookup((0, *given.lengths))
+    head = policy.head
+    make = Lookup if head is None else functools.partial(HeadDraft.of, head)
+    drafts: dict[str, Draft | HeadDraft | None] = {"none": None}
+    drafts |= {f"{k}": make(lengths=(k,)) for k in given.lengths}
+    drafts["chosen"] = make(lengths=(0, *given.lengths))
     table = []
     print(f"{platform.processor() or platform.machine()}, {jax.default_backend()}, JAX {jax.__version__}")
     print(f"{'batch':>6} {'drafted':>8} {'seconds':>9} {'speed':>7} {'accepted/step':>14} {'equal':>6}")

@@ -236,6 +236,11 @@ def parameters(config: RunConfig) -> Any:
     return {path: np.asarray(value).tobytes() for path, value in named_params(build_policy(config).params)}
 
 
+def adapters(config: RunConfig) -> Any:
+    """Rank, scale and targets of the policy's adapters."""
+    return nnx.eval_shape(lambda: build_policy(config).model).adapters
+
+
 def shapes(config: RunConfig) -> Any:
     """Paths and shapes of the policy's parameters; nothing is initialised."""
     model = nnx.eval_shape(lambda: build_policy(config).model)
@@ -327,6 +332,11 @@ def engine(config: RunConfig) -> Any:
         [Request(i, [*[2, 3, 4][: 2 + i % 2], 5 + i], i) for i in range(6)], SamplingParams(1.0, 6, (), 0)
     )
     return made.statistics, made.shapes
+
+
+def streams(config: RunConfig) -> Any:
+    """Whether the embedded engine takes replies."""
+    return build_engine(build_policy(config), config.rollout).streams
 
 
 def speculation(config: RunConfig) -> Any:

@@ -87,11 +87,13 @@ class ScriptedPrograms:
         self.weights = {"matrix": jnp.linspace(-1, 1, 6).reshape(2, 3), "vector": jnp.ones(3)}
         self.moments = self.optimizer.init(self.weights)
 
-    def init(self, params: Any, kv: None = None) -> TrainState:
+    def init(self, params: Any, kv: None = None, base: None = None) -> TrainState:
         return TrainState(params, {"updates": np.int32(self.updates)}, {})
 
     def frozen(self, state: TrainState) -> int:
         return -1 if self.updates == 0 else self.updates
+
+    reference = frozen
 
     def logprobs(self, weights: int, batch: TrainBatch) -> np.ndarray:
         return scripted_logprobs(batch.token_ids, weights)

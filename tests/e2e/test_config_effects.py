@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from observations import (
+    adapters,
     attention,
     batch_shapes,
     draft_head,
@@ -52,6 +53,7 @@ from observations import (
     shapes,
     shared_gpu,
     speculation,
+    streams,
     templated_tokens,
     tokens,
     turn_losses,
@@ -168,6 +170,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ]
             (root / folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_policy(build(seed=5)).save(root / "checkpoint")
+    build_policy(build(LORA, seed=5)).save_adapter(root / "adapter", "its base")
     model = build_policy(build({"model.num_layers": 4})).model
     ids = np.arange(model.config.vocab_size)
     save_draft_head(root / "head", DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(9)))
@@ -279,6 +282,7 @@ TALK = {
     "rollout.max_turn_tokens": 7,
     "batch.microbatch_tokens": 96,
 }
+LORA = {"lora": {"rank": 4, "alpha": 4.0}}
 WARM = {"warm_start.steps": 3, "warm_start.batch_size": 4, "run.steps": 1}
 
 CHANGES = (
@@ -394,6 +398,7 @@ CHANGES = (
     Change("rollout.temperature", 0.5, logprobs, BF16),
     Change("rollout.top_p", 0.9, sampling, refused="rollout.top_p"),
     Change("rollout.top_k", 5, sampling, refused="rollout.top_k"),
+    Change("rollout.turns", "stream", streams, TALK),
     Change("rollout.engine.slots", 4, engine, FP32),
     Change("rollout.engine.prefill_rows", 4, engine, FP32),
     Change("rollout.engine.decode_chunk_tokens", 2, engine, FP32),
@@ -426,6 +431,11 @@ CHANGES = (
     Change("correction.reject.low", 0.5, losses, {"correction.reject": {"kind": "k1", "level": "token"}}),
     Change("correction.reject.high", 2.0, losses, {"correction.reject": {"kind": "k2", "level": "token"}}),
     Change("correction.veto", 0.9, losses, {"correction.weight.kind": "token_truncate"}),
+    Change("lora.rank", 2, shapes, LORA),
+    Change("lora.alpha", 8.0, adapters, LORA),
+    Change("lora.rslora", True, adapters, LORA),
+    Change("lora.targets", ["q_proj"], shapes, LORA),
+    Change("lora.path", "FILES/adapter", parameters, LORA),
     Change("algorithm.loss_aggregation", "sequence_mean", losses),
     Change("algorithm.clip_low", 0.5, losses, OFF_POLICY),
     Change("algorithm.clip_high", 0.5, losses, OFF_POLICY),

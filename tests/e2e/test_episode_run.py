@@ -38,7 +38,7 @@ class Slow(GuessNumber):
         return super().step(text)
 
 
-def config(directory: Any, **task: Any) -> RunConfig:
+def config(directory: Any, turns: str = "lockstep", **task: Any) -> RunConfig:
     """Guess one of eight in three turns of one token; `task` changes its section."""
     data = copy.deepcopy(TINY) | {
         "tokenizer": {"characters": "?<>!01234567"},
@@ -57,7 +57,12 @@ def config(directory: Any, **task: Any) -> RunConfig:
         "checkpoint": {"every_steps": 1, "keep_last": 5},
     }
     data["model"] |= {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    data["rollout"] |= {"max_prompt_tokens": 1, "max_turn_tokens": 1, "max_completion_tokens": 6}
+    data["rollout"] |= {
+        "turns": turns,
+        "max_prompt_tokens": 1,
+        "max_turn_tokens": 1,
+        "max_completion_tokens": 6,
+    }
     data["rollout"]["engine"] |= {"decode_chunk_tokens": 1}
     data["run"] |= {"directory": str(directory), "steps": 2, "samples_per_step": 2}
     return config_from_dict(data)
@@ -127,19 +132,22 @@ def test_unmasking_one_observation_token_changes_the_gradient(finished):
 
 
 @pytest.mark.long
-def test_the_time_of_environments_and_their_workers_change_nothing(finished, tmp_path):
-    slow = config(tmp_path / "run", name="test_episode_run:Slow", workers=3)
+@pytest.mark.parametrize("turns", ["lockstep", "stream"])
+def test_the_time_of_environments_and_their_workers_change_nothing(turns, finished, tmp_path):
+    slow = config(tmp_path / "run", turns, name="test_episode_run:Slow", workers=3)
     GRPOTrainer(slow).train()
     assert rows(tmp_path / "run") == rows(finished[0])
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
 @pytest.mark.long
-def test_a_resumed_run_of_episodes_equals_an_uninterrupted_one(finished, tmp_path):
+@pytest.mark.parametrize("turns", ["lockstep", "stream"])
+def test_a_resumed_run_of_episodes_equals_an_uninterrupted_one(turns, finished, tmp_path):
+    """In a stream too, after steps in lockstep."""
     directory = tmp_path / "run"
     shutil.copytree(finished[0], directory)
     shutil.rmtree(next((directory / "checkpoints").glob("*2")))
-    GRPOTrainer(config(directory), resume=True).train()
+    GRPOTrainer(config(directory, turns), resume=True).train()
     assert rows(directory) == rows(finished[0])
     assert exported_weights(directory) == exported_weights(finished[0])
 

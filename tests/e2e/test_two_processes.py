@@ -234,6 +234,25 @@ def test_each_process_scores_its_own_groups(
 
 
 @pytest.mark.long
+def test_two_processes_train_the_adapters_that_one_trains(world: World, tmp_path: Path) -> None:
+    """And one process goes on with them, beside the base that two wrote."""
+    adapters = ("--set", "lora={rank: 4, alpha: 4.0}", "--set", "algorithm.kl_coef=0.1")
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    done = world.alone(alone, *adapters)
+    assert done.status == 0, done.errors
+    found = ended(world.start(both, *adapters))
+    assert [one.status for one in found] == [0, 0], found
+    assert rows(both) == rows(alone) and manifest(both) == manifest(alone)
+    further = (*adapters, "--resume", "--set", f"run.steps={STEPS + 1}")
+    for directory in (alone, both):
+        done = world.alone(directory, *further)
+        assert done.status == 0, done.errors
+    assert rows(both) == rows(alone) and manifest(both) == manifest(alone)
+    for file in ("base/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (both / file).read_bytes() == (alone / file).read_bytes()
+
+
+@pytest.mark.long
 def test_checkpoint_goes_on_with_another_number_of_processes(
     world: World, pair: tuple[Path, list[Ended]], single: Path, tmp_path: Path
 ) -> None:

@@ -19,26 +19,70 @@ from jetrl_jax.workers.environments import Answer, Job
 
 
 class Game:
-    """Answers by a function of the actions; an episode ends after one to four of them."""
+    """Answers by a function of the actions; an episode ends after one to four of them.
+
+    timing: of a conversation, which jobs are answered when, in any order.
+    letters: how many of A to Z it writes.
+    """
+
+    def __init__(self, timing: int = 0, letters: int = 26) -> None:
+        self.letters = letters
+        self.timing = np.random.default_rng(timing)
+        self.asked: list[Job] = []
+        self.live: set[int] = set()
+
+    def conversation(self) -> Game:
+        return self
+
+    def begin(self, keys: Sequence[int]) -> None:
+        self.live = set(keys)
+
+    def end(self, key: int) -> None:
+        self.live.remove(key)
+
+    def ask(self, job: Job) -> None:
+        self.asked.append(job)
+
+    def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
+        late = [job for job in self.asked if self.timing.random() < 0.6]
+        if wait and self.asked and len(late) == len(self.asked):
+            late = late[1:]
+        ready = [job for job in self.asked if job not in late]
+        self.asked = late
+        return [
+            (job.key, self._answer(job)) for job in (ready[i] for i in self.timing.permutation(len(ready)))
+        ]
+
+    def close(self) -> None:
+        assert not self.asked and not self.live, "every environment has answered and ended"
 
     def play(self, jobs: Sequence[Job]) -> list[Answer]:
         return [self._answer(job) for job in jobs]
 
     def _answer(self, job: Job) -> Answer:
         said = "".join(job.actions)
-        text = "".join(chr(65 + (ord(c) + job.seed) % 26) for c in said[-1 - job.seed % 3 :])
+        text = "".join(chr(65 + (ord(c) + job.seed) % self.letters) for c in said[-1 - job.seed % 3 :])
         done = len(job.actions) > job.seed % 4
         return Answer(observation=text, reward=float(len(said)), terminated=done, digest="same")
 
 
-def episodes_of(engine: RolloutEngine, vocab_size: int, temperature: float, count: int) -> list[Trajectory]:
+def episodes_of(
+    engine: RolloutEngine,
+    vocab_size: int,
+    temperature: float,
+    count: int,
+    *,
+    turns: str = "lockstep",
+    timing: int = 0,
+) -> list[Trajectory]:
     """Prompts of one to four tokens, turns of one to three, half of whose ids end a turn; at most 16 tokens."""
     letters = "".join(chr(33 + i) for i in range(vocab_size - 2))
     section = EnvironmentSection(
         name="guess_number", max_turns=4, stop_texts=tuple(letters[: vocab_size // 2])
     )
-    rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12)
-    player = EpisodePlayer(section, rollout, CharacterTokenizer(letters), Game(), Answer(observation="A"))
+    rollout = RolloutSection(max_prompt_tokens=4, max_turn_tokens=3, max_completion_tokens=12, turns=turns)
+    game = Game(timing, min(26, len(letters) - (ord("A") - 33)))
+    player = EpisodePlayer(section, rollout, CharacterTokenizer(letters), game, Answer(observation="A"))
     rng = np.random.default_rng(3)
     prompts = [
         Prompt(
@@ -54,4 +98,5 @@ def episodes_of(engine: RolloutEngine, vocab_size: int, temperature: float, coun
         player.sampling(5, temperature),
         StepClock(),
     )
+    assert not any(episode.failed for episode in played)
     return [episode.trajectory for episode in played]

@@ -13,6 +13,8 @@ from flax import nnx
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
+from jetrl_jax.models.lora import Adapters
+from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.kv_cache import split_model
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit, map_params, named_params
@@ -41,10 +43,13 @@ class SmallPolicy:
         *,
         seed: int = 0,
         overrides: Sequence[tuple[str, str]] = (),
+        adapters: Adapters | None = None,
         **options: Any,
     ) -> None:
         dtype = {"fp32": "float32", "fp16": "float16"}.get(preset, "bfloat16")
-        self.model = Decoder(config, Numerics(compute_dtype=dtype, **options), rngs=nnx.Rngs(seed))
+        self.model = Decoder(
+            config, Numerics(compute_dtype=dtype, **options), rngs=nnx.Rngs(seed), adapters=adapters
+        )
         self.numerics = self.model.numerics
         self.graphdef, params = split_model(self.model)
         rng = np.random.default_rng(seed + 1)
@@ -58,6 +63,8 @@ class SmallPolicy:
             )
 
         self.params = map_params(spread, params)
+        if adapters is not None:
+            self.params = with_adapters(self.params, seed)
         self.paths = [path for path, _ in named_params(self.params)]
         self.plan = PrecisionPlan(self.paths, preset, overrides, kinds=self.numerics.kinds)
         # distinct scales, in the range of the keys and values
@@ -72,6 +79,17 @@ class SmallPolicy:
 
     def rollout_model(self) -> Decoder:
         return nnx.merge(self.graphdef, self.published)
+
+
+def with_adapters(params: nnx.State, seed: int) -> nnx.State:
+    """Parameters whose adapters are random, B too, so that they add as much as a tenth of the base."""
+    rng = np.random.default_rng((seed, 20))
+
+    def draw(path: str, value: jax.Array) -> jax.Array:
+        size = 0.1 if ".lora_A." in path else 0.05
+        return jnp.asarray(rng.normal(size=value.shape) * size, jnp.float32) if is_adapter(path) else value
+
+    return map_params(draw, params)
 
 
 def surprise(policy: SmallPolicy, sampled: Sequence[Trajectory], rows: int = 50) -> tuple[float, float]:

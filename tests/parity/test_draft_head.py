@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from vllm_policy import QWEN3, SAMPLING, SETTINGS, Gap, Scorer, fp8_paths, sampled_policy
 
-from bridge.hf.draft import read_draft_head, save_draft_head
+from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
@@ -63,6 +63,10 @@ def test_a_head_is_read_as_it_was_written(tmp_path: Path) -> None:
     for (name, value), (other, read) in pairs:
         assert name == other
         np.testing.assert_array_equal(value.astype(jnp.bfloat16), read.astype(jnp.bfloat16))
+    whole = DraftHead(DEEP, policy.numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(3))
+    assert not {"d2t", "t2d"} & set(draft_tensors(whole)), "vLLM has no such parameters then"
+    again = read_draft_head(save_draft_head(tmp_path / "whole", whole), DEEP, policy.numerics)
+    np.testing.assert_array_equal(again.d2t[...], whole.d2t[...])
     wide = dataclasses.replace(DEEP, hidden_size=256)
     with pytest.raises(UserError, match="another policy's: got hidden_size=128, expected 256"):
         read_draft_head(directory, wide, policy.numerics)
@@ -157,14 +161,15 @@ def test_a_trained_step_is_the_step_of_a_rollout() -> None:
     """
     policy = sampled_policy("bf16", DEEP)
     head, model, steps = spread_head(policy), policy.rollout_model(), 3
-    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, 9)), jnp.int32)
-    places, ones = jnp.arange(9, dtype=jnp.int32)[None], jnp.ones_like(ids)
+    count = 6
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, count)), jnp.int32)
+    places, ones = jnp.arange(count, dtype=jnp.int32)[None], jnp.ones_like(ids)
     hidden, features = model.with_features(ids, places, ones, feature_layers(DEEP.num_layers))
     embedded = model.embed_tokens.whole()[ids].astype(hidden.dtype)
     p = np.asarray(jax.nn.softmax(model.logits(hidden)[0][:, VOCAB], axis=-1))
     expected = np.zeros((steps, 2))
     for step in range(steps):
-        counted = [t for t in range(9) if t + step + 2 < 9]
+        counted = [t for t in range(count) if t + step + 2 < count]
         for t in counted:
             states, earlier = head.combine(features[:, : t + 1]), []
             causal = jnp.tril(jnp.ones((1, t + 1, t + 1), bool))

@@ -35,6 +35,7 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels.formats import E4M3_MAX
 from tests.parity.hf_reference import ragged_batch, random_model, save, torch, transformers
+from tests.parity.small_episodes import episodes_of
 from tests.parity.small_policy import CONFIG, SmallPolicy
 
 TWO_LAYERS = dataclasses.replace(CONFIG, num_layers=2)
@@ -66,10 +67,10 @@ class Case:
         self.policy = SmallPolicy(preset, config, kv_cache="fp8", stored_dtype=dtype)
         self.logprobs = jit(self._logprobs_program)
 
-    def engine(self, published: nnx.State | None = None) -> JaxEngine:
+    def engine(self, published: nnx.State | None = None, **changes: Any) -> JaxEngine:
         sizes = {"slots": 6, "prefill_rows": 2, "decode_chunk_tokens": 5}
         lengths = {"max_prompt_tokens": 8, "max_completion_tokens": 24}
-        engine = JaxEngine(self.policy.model, self.policy.plan, pad_id=0, **sizes, **lengths)
+        engine = JaxEngine(self.policy.model, self.policy.plan, pad_id=0, **{**sizes, **lengths, **changes})
         engine.load(self.policy.published if published is None else published, 0)
         return engine
 
@@ -116,6 +117,22 @@ def test_rollout_logprobs_are_the_trainers_bits(flow: tuple[Any, ...]) -> None:
     gap = case(*flow).gap(sampled(*flow))
     assert len(gap) > 200 and not gap.any(), f"{np.count_nonzero(gap)} of {len(gap)}, by {np.abs(gap).max()}"
     assert case(*flow).gap(sampled(*flow), case(*flow).other_scales()).any()
+
+
+@LONG
+def test_episodes_have_the_trainers_bits_in_lockstep_and_in_a_stream() -> None:
+    one = case(*FLOWS[0])
+    engine = one.engine(max_prompt_tokens=15, max_completion_tokens=4, streams=True)
+    lockstep, stream = (
+        episodes_of(engine, CONFIG.vocab_size, SAMPLING.temperature, 24, turns=turns)
+        for turns in ("lockstep", "stream")
+    )
+    assert engine.statistics.continuations > 3
+    for a, b in zip(lockstep, stream, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
+    gap = one.gap(stream)
+    assert len(gap) > 60 and not gap.any()
 
 
 def test_a_cache_of_codes_has_one_byte_for_each_value() -> None:

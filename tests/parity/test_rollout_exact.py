@@ -223,6 +223,24 @@ def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
     assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
 
 
+@pytest.mark.parametrize(
+    ("preset", "slots"),
+    [("bf16", 5), pytest.param("fp8_unified", 5, marks=LONG), pytest.param("fp8_unified", 24, marks=LONG)],
+)
+def test_a_stream_of_turns_changes_no_episode(preset: str, slots: int) -> None:
+    """From the slots' caches, with answers in any order and at any time: tokens and bits of lockstep."""
+    one = setup(preset, True)
+    engine = one.new_engine(slots=slots, prefill_rows=4, decode_chunk_tokens=2, streams=True)
+    lockstep = episodes_of(engine if preset == "bf16" else one.engine, VOCAB, TEMPERATURE, 24)
+    for timing in range(2):
+        stream = episodes_of(engine, VOCAB, TEMPERATURE, 24, turns="stream", timing=timing)
+        for a, b in zip(lockstep, stream, strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+            assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
+        counts = engine.statistics
+        assert counts.continuations > 3 and counts.prefills <= 24, "histories are not prefilled again"
+
+
 @pytest.mark.long
 def test_speculation_changes_no_episode() -> None:
     """Turns of up to three tokens, drafted from the history and from what other episodes said."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +24,9 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.anatomy import fitting_degrees, fitting_tensor_degrees, shard_axis
+from jetrl_jax.models.lora import Adapters
 from jetrl_jax.precision.formats import FP8_BLOCKS
-from jetrl_jax.precision.parameters import map_params, named_params
+from jetrl_jax.precision.parameters import map_params, merge, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl import batching
 from jetrl_jax.rl.algorithm import ResolvedAlgorithm, resolve_algorithm
@@ -36,6 +38,7 @@ from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from pallas_kernels import ScaledArray
 from pallas_kernels.formats import BLOCK
+from tests.parity.small_episodes import episodes_of
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 from tests.sections import algorithm_section
 
@@ -63,7 +66,7 @@ LONG = pytest.mark.long
 # The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
 # makes these two of different instructions, so that a published value in 10^5 is not its master's.
 pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
-FLOWS = ["fp32", "bf16", "fp16", "fp8_unified", "fp8_forward", "fp8_rollout_only"]
+NARROW = ["bf16", "fp16", "fp8_unified", "fp8_forward"]  # fp8_rollout_only trains as bf16
 MESHES = [(1, 2, 2)]
 QWEN2 = dataclasses.replace(
     WIDE, architecture="qwen2", attention_bias=True, qk_norm=False, tie_word_embeddings=False
@@ -74,7 +77,10 @@ CONFIGS = {
     "partial": dataclasses.replace(WIDE, intermediate_size=672),
     "odd": dataclasses.replace(WIDE, vocab_size=VOCAB),
     "small": CONFIG,
+    "lora": WIDE,
 }
+# a rank that "fsdp" splits on the first axis
+ADAPTERS = Adapters(8, 2.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 # Measured with layers split: difference at most 0.31 of one device's own error against FP32, and no larger an
 # error.
 SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
@@ -82,7 +88,7 @@ SHARE_OF_ROUNDING, ERROR_GROWTH = 0.4, 1.05
 
 @functools.cache
 def policy(flow: str, architecture: str = "qwen3") -> SmallPolicy:
-    return SmallPolicy(flow, CONFIGS[architecture])
+    return SmallPolicy(flow, CONFIGS[architecture], adapters=ADAPTERS if architecture == "lora" else None)
 
 
 def section(mesh: tuple[int, ...]) -> ShardingSection:
@@ -174,12 +180,16 @@ def check_gradients(ours: dict[str, np.ndarray], flow: str, architecture: str, t
     [("fp8_unified", mesh, "qwen3") for mesh in MESHES]
     + [("fp32", (2, 2, 2), "qwen3")]
     + [pytest.param("fp32", (2, 2, 2), "odd", marks=LONG)]
-    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in FLOWS if flow != "fp32"]
+    + [pytest.param(flow, (2, 2, 2), "qwen3", marks=LONG) for flow in NARROW]
     + [
         pytest.param("fp8_unified", (1, 4, 1), "qwen3", marks=LONG),
         pytest.param("fp8_unified", (1, 1, 4), "qwen2", marks=LONG),
         pytest.param("fp8_unified", (4, 2, 1), "partial", marks=LONG),
         pytest.param("fp32", (1, 2, 2), "qwen2", marks=LONG),
+    ]
+    + [
+        pytest.param("fp32", (1, 2, 2), "lora", marks=LONG),
+        pytest.param("fp8_unified", (2, 2, 2), "lora", marks=LONG),
     ],
 )
 def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
@@ -196,13 +206,14 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
     grads, many_loss = gradient(many, state, ROWS_EACH * mesh[0] * mesh[1])
     assert abs(many_loss - loss) <= 1e-6
     check_gradients(arrays(grads), flow, architecture, mesh[2])
-    given = map_params(lambda path, _: gradients[path], one.params)
+    trained = select(one.params, one.plan.trained)
+    given = map_params(lambda path, _: gradients[path], trained)
     state, report = many.update(state, jax.device_put(given, many.layout.shardings(given)))
     assert not report.nonfinite
     whole = float(np.sqrt(sum(norm(value) ** 2 for value in gradients.values())))
     assert abs(report.grad_norm - whole) <= 1e-6 * whole
     after = arrays(state.params)
-    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(one.params)}
+    moved = {path: np.abs(after[path] - np.asarray(value)).max() for path, value in named_params(trained)}
     # softmax does not see a bias of keys
     assert min(value for path, value in moved.items() if "k_proj.bias" not in path) > 1e-4
     for path, value in after.items():  # the norm's sum has another order, and it scales the gradient
@@ -213,9 +224,11 @@ def test_mesh_equals_one_device(flow, mesh, architecture, one_device):
 def check_codes(one: SmallPolicy, state: TrainState) -> None:
     """Each device's codes and scales are the slices of those that one device makes of the whole masters."""
     masters = jax.tree.map(lambda value: jax.numpy.asarray(np.asarray(value)), state.params)
-    for (path, value), (_, sharded) in zip(
-        named_params(one.plan.publish(masters)), named_params(state.published), strict=True
-    ):
+    expected = merge(one.published, one.plan.publish(masters))  # a frozen base is that of the start
+    held = dict(named_params(state.published))
+    assert held.keys() == dict(named_params(expected)).keys()
+    for path, value in named_params(expected):
+        sharded = held[path]
         pairs = (
             [(value, sharded)]
             if not isinstance(value, ScaledArray)
@@ -350,11 +363,13 @@ def sampled_by_one(flow: str) -> list[Trajectory]:
     return single.generate(REQUESTS, SAMPLING)
 
 
-def engine_on(flow: str, mesh: tuple[int, ...], draft: Lookup | None = None) -> DataParallelEngine:
+def engine_on(
+    flow: str, mesh: tuple[int, ...], draft: Lookup | None = None, **changes: Any
+) -> DataParallelEngine:
     """An engine on the devices of a mesh, which holds the policy of a flow as version 5."""
     one = policy(flow)
     many = Layout(section(mesh), one.plan, one.model)
-    build = functools.partial(JaxEngine, one.model, one.plan, draft=draft, **SIZES)
+    build = functools.partial(JaxEngine, one.model, one.plan, draft=draft, **{**SIZES, **changes})
     engines = DataParallelEngine(lambda copy: build(layout=copy), many.copies(), many.replicate)
     engines.load(jax.device_put(one.published, many.shardings(one.params)), 5)
     return engines
@@ -380,7 +395,30 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, samp
         counts, later = engines.counts(), sum(t.sampled_tokens - 1 for t in ours)
         assert 0 < counts["accepted"] < counts["drafted"]
         assert counts["accepted"] + counts["verified"] == later  # each first token is a prefill's
+        for engine in engines.engines:  # also in chunks before which slots were refilled
+            measured = engine._length._chunks
+            assert {k: sum(n for (_, j), n in measured.items() if j == k) >= 2 for k in (0, 3)} == {
+                0: True,
+                3: True,
+            }
     assert engines.generate([], SAMPLING) == []
+    engines.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flow", ["bf16", "fp8_unified"])
+def test_episodes_stream_over_split_layers(flow):
+    """The tokens and bits of one device in lockstep; several copies of the policy take no replies."""
+    one, lengths = policy(flow), {"max_prompt_tokens": 15, "max_completion_tokens": 4}
+    single = JaxEngine(one.model, one.plan, **{**SIZES, **lengths})
+    single.load(one.published, 5)
+    engines = engine_on(flow, (1, 1, 2), streams=True, **lengths)
+    assert engines.streams and not engine_on(flow, (2, 1, 1), streams=True).streams
+    expected = episodes_of(single, one.model.config.vocab_size, 1.0, 16)
+    stream = episodes_of(engines, one.model.config.vocab_size, 1.0, 16, turns="stream")
+    for a, b in zip(expected, stream, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
     engines.close()
 
 

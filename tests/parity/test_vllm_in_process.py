@@ -28,6 +28,7 @@ from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.precision.parameters import map_params
 from jetrl_jax.rollout.embedded import score as trainer
 from jetrl_jax.rollout.manifest import Manifest
+from jetrl_jax.rollout.types import Request
 from jetrl_jax.runs.engines import probe_tokens
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray
@@ -202,6 +203,31 @@ def test_trainer_and_vllm_agree_over_episodes(qwen3: tuple[SmallPolicy, InProces
     gap = Gap.of(ours, np.concatenate([t.sampled_logprobs for t in trajectories]))
     print(f"\nepisodes: {gap}")
     assert gap.exact and gap.equal == 1 and gap.tokens == sum(t.sampled_tokens for t in trajectories)
+
+
+@pytest.mark.long
+def test_a_turn_finds_its_history_in_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks of it (128 tokens on a CPU), and the bits are the trainer's all the same."""
+    policy = sampled_policy("fp8_unified", dataclasses.replace(QWEN3, max_position_embeddings=256))
+    lengths = {"max_prompt_tokens": 160, "max_completion_tokens": 8}
+    engine, cached = make_engine(policy, **lengths), []
+    read = engine._completion
+
+    def noted(answer: Any) -> Any:
+        cached.append(answer.num_cached_tokens)
+        return read(answer)
+
+    monkeypatch.setattr(engine, "_completion", noted)
+    sampling = dataclasses.replace(SAMPLING, max_tokens=8)
+    try:
+        (first,) = engine.generate([Request(0, probe_tokens(128, 130), 1)], sampling)
+        (second,) = engine.generate([Request(0, [*first.token_ids.tolist(), 5, 6], 2)], sampling)
+    finally:
+        engine.close()
+    assert cached == [0, 128]
+    score = Scorer(policy, changed(SETTINGS, **lengths))
+    for one in (first, second):
+        assert np.array_equal(score.whole(policy.published, one)[one.sampled], one.sampled_logprobs)
 
 
 BF16_ATTENTION = [("*.self_attn.*", "bf16")]

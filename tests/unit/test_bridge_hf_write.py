@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import bridge.hf.directory
 import bridge.hf.write
 from bridge import load_checkpoint, save_checkpoint
 from bridge.hf.names import parameter_shapes, to_hf_name
@@ -167,7 +168,9 @@ def test_save_checkpoint_leaves_the_old_one_whole_when_it_fails(tmp_path, monkey
     def crash(*_):
         raise Crash
 
-    monkeypatch.setattr(bridge.hf.write, step, crash)
+    monkeypatch.setattr(
+        bridge.hf.write if hasattr(bridge.hf.write, step) else bridge.hf.directory, step, crash
+    )
     with pytest.raises(Crash):
         save_checkpoint(tmp_path / "out", CONFIG, make_params(1), dtype="float32", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]

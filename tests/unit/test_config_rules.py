@@ -44,6 +44,30 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.temperature: vLLM samples at another temperature than the trainer scores at, or refuses it
     rollout: {temperature: 0.005, engine: vllm}
     rollout: {temperature: 0.01, engine: vllm}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 48}
+    lora: {rank: 32, alpha: 16}
+lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+    lora: {rank: 32, alpha: 32, rslora: true}
+    lora: {rank: 64, alpha: 32, rslora: true}
+lora.targets: a layer stands twice
+    lora: {targets: [q_proj, v_proj, q_proj]}
+    lora: {targets: [q_proj, v_proj]}
+lora.rank: vLLM has no place for adapters of this rank
+    rollout: {engine: vllm}, lora: {rank: 1024, alpha: 1024}
+    rollout: {engine: vllm}, lora: {rank: 512, alpha: 512}
+precision.preset: the base is frozen in one format, and this flow trains in another one than it samples in
+    precision: {preset: fp8_rollout_only}, lora: {}
+    precision: {preset: fp8_forward}, lora: {}
+precision.kv_cache: vLLM gets adapters only, and no scales of keys and values beside them
+    precision: {kv_cache: fp8}, rollout: {engine: vllm}, lora: {}
+    precision: {kv_cache: fp8}, lora: {}
+rollout.engine.speculative_config: vLLM does not speculate beside adapters here
+    rollout: {engine: {kind: vllm, speculative_config: {method: ngram, num_speculative_tokens: 2}}}, lora: {}
+    rollout: {engine: vllm}, lora: {}
+rollout.engine.speculation.kind: a draft head is not trained beside adapters
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: head, lengths: [0, 3]}}}, lora: {}
+    model: {num_layers: 4}, rollout: {engine: {speculation: {kind: lookup, lengths: [0, 3]}}}, lora: {}
 rollout.top_p: training rollouts cannot be truncated
     rollout: {top_p: 0.999}
     rollout: {top_p: 1}
@@ -319,6 +343,30 @@ rollout.max_turn_tokens: a turn is longer than an episode
     rollout: {max_turn_tokens: 32}, task: {kind: environment, name: guess_number}
 distributed.processes: environments answer one process only
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, distributed: {processes: 2}, sharding: {data: 2}
+    rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
+algorithm.credit: has no effect here
+    algorithm: {credit: turn}
+    algorithm: {credit: turn}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+algorithm.credit: rloo leaves out a sample, not a turn
+    algorithm: {credit: turn, name: rloo}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+    algorithm: {credit: turn, name: dapo}, rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+algorithm.credit: no turn has a reward of its own
+    algorithm: {credit: turn}, rewards: [{name: 'a:b'}], rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+    algorithm: {credit: turn}, rewards: [{name: 'a:b'}, {name: task}], rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}
+rollout.turns: has no effect here
+    rollout: {turns: stream}
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}
+rollout.turns: only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache
+    rollout: {max_turn_tokens: 4, turns: stream, engine: vllm}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 4, turns: stream, engine: jax}, task: {kind: environment, name: guess_number}
+rollout.turns: a stream drafts no tokens
+    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: lookup}}, task: {kind: environment, name: guess_number}
+    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: none}}, task: {kind: environment, name: guess_number}
+rollout.turns: bits would depend on the time that environments take
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: false}
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: true}
+rollout.turns: a stream runs on one copy of the policy only
+    rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number}, sharding: {data: 2}
 task.observation_template: has no effect here
     rollout: {max_turn_tokens: 4}, task: {kind: environment, name: guess_number, observation_template: '{observation}.'}, tokenizer: {kind: huggingface, path: a, chat_template: true}

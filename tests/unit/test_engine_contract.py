@@ -4,6 +4,7 @@ that follows a script.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -25,7 +26,7 @@ from jetrl_jax.devices.layout import Layout
 from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
-from jetrl_jax.rollout.engine import LoadReport, RolloutEngine
+from jetrl_jax.rollout.engine import LoadReport, Reply, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.oracles import decoder_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
@@ -455,6 +456,56 @@ def test_an_engine_that_answers_otherwise_than_asked_is_found_out(
     )
     with pytest.raises(RuntimeError, match=message):
         made.engine.generate(REQUESTS[:3], SAMPLING)
+
+
+class Streaming(ScriptedEngine):
+    """Answers a request, then takes its reply."""
+
+    streams = True
+
+    def _converse(
+        self, requests: list[Request], sampling: SamplingParams, replies: Any
+    ) -> Iterator[Trajectory]:
+        while requests:
+            yield self._answer(requests.pop(), sampling)
+            requests += [one.request for one in replies.take(wait=True) if one.request]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (lambda t: [Reply(10, Request(10, [*t.token_ids, 3], 1))], None, ""),
+        (lambda t: [], RuntimeError, "none came"),
+        (lambda t: [Reply(9)], ValueError, "request 9, which has no open trajectory"),
+        (lambda t: [Reply(10), Reply(10)], ValueError, "request 10, which has no open trajectory"),
+        (lambda t: [Reply(10, Request(10, [*t.token_ids[:-1], 0, 3], 1))], ValueError, "does not go on"),
+        (lambda t: [Reply(10, Request(9, [*t.token_ids, 3], 1))], ValueError, "does not go on"),
+        (lambda t: [Reply(10, Request(10, [*t.token_ids, 3], -1))], ValueError, "got seed=-1"),
+    ],
+)
+def test_each_trajectory_of_a_conversation_gets_one_reply_that_goes_on_from_it(
+    reply: Callable[[Trajectory], list[Reply]], error: type[Exception] | None, message: str
+) -> None:
+    engine, seen = Streaming(script().engine.tokenizer), []
+    engine.load(None, 0)
+
+    class Replying:
+        def take(self, *, wait: bool) -> list[Reply]:
+            return reply(seen[-1]) if len(seen) == 1 else [Reply(10)]
+
+    engine.submit([REQUESTS[0]], SAMPLING, Replying())
+    with contextlib.nullcontext() if error is None else pytest.raises(error, match=message):
+        for trajectory in engine.results():
+            seen.append(trajectory)
+        assert len(seen) == 2 and np.array_equal(seen[1].prompt_ids[:-1], seen[0].token_ids)
+    engine.generate(REQUESTS, SAMPLING)  # it is free again
+
+
+def test_replies_are_refused_by_an_engine_that_does_not_stream() -> None:
+    made = script()
+    made.engine.load(None, 0)
+    with pytest.raises(NotImplementedError, match="ScriptedEngine takes no replies"):
+        made.engine.submit(REQUESTS, SAMPLING, object())
 
 
 def test_a_slot_that_ends_gives_its_trajectory_at_once() -> None:

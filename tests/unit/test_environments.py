@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -157,6 +158,52 @@ def test_an_environment_that_answers_its_history_otherwise_fails(module):
     (third,) = pool.play([Job(0, 10, ("clock", "b"), second[0].digest)])
     pool.close()
     assert second[1].failed == "exception" and third.failed == "not repeatable", third
+
+
+def conversed(pool, actions):
+    """As `played`, each episode as soon as it is answered; the time of each answer."""
+    rows = [[answer] for answer in pool.play([Job(key, 10 + key) for key in range(len(actions))])]
+    conversation, open_, times = pool.conversation(), len(actions), {}
+    conversation.begin(range(len(actions)))
+
+    def ask(key):
+        if len(rows[key]) > len(actions[key]) or rows[key][-1].failed:
+            conversation.end(key)
+            return 1
+        job = Job(key, 10 + key, tuple(actions[key][: len(rows[key])]), rows[key][-1].digest)
+        conversation.ask(job)
+        return 0
+
+    open_ -= sum(ask(key) for key in range(len(actions)))
+    while open_:
+        for key, answer in conversation.answers(wait=True):
+            times[key, len(rows[key])] = time.monotonic()
+            rows[key].append(answer)
+            open_ -= ask(key)
+    conversation.close()
+    return rows, times
+
+
+@pytest.mark.parametrize("fault", ["", "raises", "dies", "hangs"])
+def test_a_conversation_has_the_answers_of_play(module, fault):
+    """A fault costs its own episode; the others of a killed worker are played again."""
+    actions = [["a", "b", "c"], ["a", fault or "b", "c"], ["d", "e", "end"], ["x"], ["y", "z"]]
+    pool, other = pool_of(module, timeout_s=1.0), pool_of(module, workers=2, timeout_s=1.0)
+    expected = played(pool, actions)
+    for one in (pool, other):
+        rows, times = conversed(one, actions)
+        for got, want in zip(rows, expected, strict=True):
+            assert got == want or (got[-1].failed == want[-1].failed != "" and got[:-1] == want[:-1])
+        one.close()
+    if fault == "hangs":  # with two workers, the episodes of the other one do not wait
+        assert times[0, 3] < times[1, 2] and times[4, 2] < times[1, 2]
+
+
+def test_a_conversation_raises_on_a_broken_contract(module):
+    pool = pool_of(module, "LateBreach")
+    with pytest.raises(UserError, match="terminated='no', expected True or False"):
+        conversed(pool, [["a"]])
+    pool.close()
 
 
 def test_a_flood_and_a_broken_text_are_cut_and_replaced(module):

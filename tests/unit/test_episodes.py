@@ -51,6 +51,19 @@ class ScriptedEngine(RolloutEngine):
     def _score(self, sequences: Any) -> Any:
         raise AssertionError
 
+    streams = True
+
+    def _converse(self, requests: Any, sampling: Any, replies: Any) -> Any:
+        unanswered = 0
+        while requests or unanswered:
+            if requests:
+                (trajectory,) = self._sample([requests.pop()], sampling)
+                unanswered += 1
+                yield trajectory
+            taken = replies.take(wait=not requests)
+            unanswered -= len(taken)
+            requests += [reply.request for reply in taken if reply.request]
+
     def _sample(self, requests: Any, sampling: Any) -> Any:
         self.asked.append([(r.id, list(r.prompt_ids), r.seed, r.max_tokens) for r in requests])
         for request in reversed(requests):
@@ -69,19 +82,49 @@ class Pool:
     """Answers by a table: (episode, number of actions) -> Answer; by default goes on with "ok"."""
 
     def __init__(self, answers: dict[tuple[int, int], Answer] | None = None) -> None:
-        self.answers = answers or {}
+        self.table = answers or {}
         self.jobs: list[list[Job]] = []
+        self.pending: list[Job] = []
+        self.live: set[int] = set()
+
+    def conversation(self) -> Pool:
+        return self
+
+    def begin(self, keys: Sequence[int]) -> None:
+        self.live = set(keys)
+
+    def end(self, key: int) -> None:
+        self.live.remove(key)
+
+    def ask(self, job: Job) -> None:
+        self.pending.append(job)
+
+    def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
+        if not wait:  # an environment is slow
+            return []
+        job = self.pending.pop()
+        return [(job.key, *self.play([job]))]
+
+    def close(self) -> None:
+        assert not self.pending and not self.live
 
     def play(self, jobs: Sequence[Job]) -> list[Answer]:
         self.jobs.append(list(jobs))
         default = Answer(observation="ok", digest="d")
-        return [self.answers.get((job.key, len(job.actions)), default) for job in jobs]
+        return [self.table.get((job.key, len(job.actions)), default) for job in jobs]
 
 
-def player_of(pool: Any, tokenizer: Any = TOKENIZER, *, turn=4, total=20, **section: Any) -> EpisodePlayer:
+def player_of(
+    pool: Any, tokenizer: Any = TOKENIZER, *, turn=4, total=20, turns="lockstep", **section: Any
+) -> EpisodePlayer:
     data = {
         "task": {"kind": "environment", "name": "guess_number", **section},
-        "rollout": {"max_turn_tokens": turn, "max_completion_tokens": total, "max_prompt_tokens": 4},
+        "rollout": {
+            "max_turn_tokens": turn,
+            "max_completion_tokens": total,
+            "max_prompt_tokens": 4,
+            "turns": turns,
+        },
     }
     config = config_from_dict(data)
     return EpisodePlayer(config.environment, config.rollout, tokenizer, pool, Answer(observation="?"))
@@ -149,6 +192,39 @@ def test_turns_and_observations_alternate_and_only_turns_are_sampled():
     assert metrics["episode/tool_calls_mean"] == 2 and metrics["episode/tool_error_fraction"] == 0.5
 
 
+def test_a_stream_plays_the_same_episodes():
+    """Of every end: terminated, truncated, all turns, no room, a cut turn, a failure in step and in reset."""
+    scripts = [["ab|", "c|"], ["d|", "ef|", "g|"], ["abcdef|"], ["a|", "bc|", "d|"], ["a|", "b|"], []]
+    answers = {
+        (0, 2): Answer(reward=1.0, terminated=True, digest="d"),
+        (1, 1): Answer(observation="<", reward=0.25, digest="e"),
+        (3, 2): Answer(observation="0123456789", digest="d"),
+        (4, 1): Answer("exception", "RuntimeError: broken"),
+        (5, 0): Answer("timeout", "no answer"),
+    }
+    options = {"max_turns": 3, "total": 12}
+    lockstep, *_ = play(scripts, answers, **options)
+    stream, engine, pool = play(scripts, answers, turns="stream", **options)
+    assert [e.trajectory.finish_reason for e in stream] == [
+        "stop",
+        "turns",
+        "length",
+        "length",
+        "stop",
+        "stop",
+    ]
+    for a, b in zip(lockstep, stream, strict=True):
+        assert shown(a.trajectory) == shown(b.trajectory) and a.trajectory.turns == b.trajectory.turns
+        assert np.array_equal(a.trajectory.logprobs, b.trajectory.logprobs)
+        assert (a.example, a.rewards, a.counts, a.failed) == (b.example, b.rewards, b.counts, b.failed)
+    # each turn has the seed, history and room of lockstep; the environments were slow and answered one by one
+    assert sorted(row for asked in engine.asked for row in asked)[:2] == [
+        (0, [2], 0, 4),
+        (0, [*lockstep[0].trajectory.token_ids[:6].tolist()], 10, 4),
+    ]
+    assert all(len(jobs) == 1 for jobs in pool.jobs[1:])
+
+
 def test_a_turn_cut_by_its_budget_is_never_stepped():
     (one,), _, pool = play([["abcdef|"]])
     assert shown(one.trajectory)[-1] == ("policy", "abcd", True) and one.trajectory.finish_reason == "length"
@@ -195,6 +271,15 @@ def test_observations_are_written_by_the_template_and_lose_their_middle():
         observation_template=".{observation}.",
     )
     assert shown(one.trajectory)[2] == ("environment", ".01789.", False)
+
+
+def test_an_observation_that_cannot_be_encoded_fails_its_episode():
+    (one, two), *_ = play(
+        [["a|"], ["a|", "b|"]],
+        {(0, 1): Answer(observation="%", digest="d"), (1, 2): Answer(terminated=True, digest="d")},
+    )
+    assert "its observation cannot be encoded: CharacterTokenizer: character '%'" in one.failed
+    assert one.example.metadata["return"] is None and not two.failed
 
 
 def test_a_failed_environment_masks_its_sample_only():

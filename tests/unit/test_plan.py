@@ -162,6 +162,22 @@ def test_phases_match_formulas_by_hand() -> None:
     assert phases["update"]["temporaries"] == 4 * max(F * D, V * D) // 2
 
 
+def test_adapters_alone_are_held_in_fp32_and_their_base_is_the_reference() -> None:
+    """The base is held once, as it is published; no program multiplies a gradient of it."""
+    changes = ["sharding.fsdp=1", "lora={rank: 8, alpha: 8}", "algorithm.kl_coef=0.1"]
+    plan = MemoryPlan(small(*changes), SIZES, 0)
+    adapters = LAYERS * sum(8 * (rows + columns) for rows, columns in MATRICES)
+    codes = sum(rows * columns + 4 * (rows // 128) * (columns // 128) for rows, columns in MATRICES)
+    base = LAYERS * (codes + 2 * VECTORS) + 2 * (2 * V * D + D)
+    for phase in plan.phases:
+        assert phase.bytes["FP32 masters"] == 4 * adapters and phase.bytes["moments"] == 8 * adapters + 2 * 4
+        assert phase.bytes["published codes"] == base + 2 * adapters and "reference" not in phase.bytes
+    (gradient,) = (phase for phase in plan.phases if phase.name == "gradient")
+    assert gradient.bytes["gradient"] == 4 * adapters
+    names = {row.name for row in work(plan.run)}
+    assert "FP8 FProp and DGrad" in names and "FP8 WGrad" not in names
+
+
 def test_one_microbatch_needs_no_sum_and_one_device_no_copy() -> None:
     one = MemoryPlan(small("sharding.fsdp=1", "batch.microbatch_tokens=4096"), SIZES, 0)
     assert {"gradients' sum", "engine's weights"}.isdisjoint(

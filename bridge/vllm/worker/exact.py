@@ -11,6 +11,7 @@ operations here compute in float64 and round where `jetrl_jax.models.ops` rounds
     RoPE                               the table with each scaling of `RopeScaling`, and the rotation
     SiLU times gate
     linear layers that are not FP8     one rounding after sum and bias
+    adapters                           one rounding of t, of the product and of the sum (`models.lora`)
     logits and log-probabilities       FP32
 
 Block-FP8 products use `bridge.vllm.worker.fp8_kernel` on a CPU, and on CUDA vLLM's kernel for the promotion
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -59,7 +61,7 @@ def register_operations() -> None:
     for base, operation in LAYERS.items():
         CustomOp.register_oot(operation, name=base.__name__)
         operation.name = base.name  # the name that `custom_ops` of a compiled engine uses
-    for base, operation in STAND_INS.items():
+    for base, operation in (STAND_INS | _punica()).items():
         _stand_in(base, operation)
     WEIGHT_LOADER_V2_SUPPORTED.append(ExactLinearMethod.__name__)  # vLLM chooses a layer's loader by name
     if current_platform.is_cpu():
@@ -80,8 +82,8 @@ def _stand_in(base: type, operation: type) -> None:
 def operations(model: torch.nn.Module, sampler: torch.nn.Module | None = None) -> dict[str, str]:
     """The classes that compute each operation of a model built by vLLM.
 
-    Operations are attention, norm, rope, silu, linear, logits, fp8_product and, from the runner's `sampler`,
-    logprobs.
+    Operations are attention, norm, rope, silu, linear, logits, fp8_product, adapters and, from the
+    runner's `sampler`, logprobs.
     """
     found: dict[str, set[str]] = {}
 
@@ -102,6 +104,7 @@ def operations(model: torch.nn.Module, sampler: torch.nn.Module | None = None) -
         if isinstance(method, UnquantizedLinearMethod):
             add("linear", method)
         for operation, part in (
+            ("adapters", getattr(module, "punica_wrapper", None)),
             ("attention", getattr(module, "impl", None)),
             ("fp8_product", getattr(method, "fp8_linear", None)),
         ):
@@ -242,6 +245,47 @@ class ExactLinearMethod(UnquantizedLinearMethod):
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N]; the bias is added to the FP32 sums, which are rounded once."""
         return exact_torch.linear(x, layer.weight, bias).to(x.dtype)
+
+
+class ExactPunica:
+    """Adapters with float64 products; a mix-in before vLLM's wrapper for a platform.
+
+    vLLM has multiplied B by alpha / r when it loaded the adapter.
+    """
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **options: Any,
+    ) -> None:
+        """vLLM's call: adds to y [T, N] what the adapter of each token makes of x [T, K]."""
+        indices = self.token_lora_indices[: len(x)]  # type: ignore[attr-defined]
+        flat, start = y.view(-1, y.shape[-1]), 0
+        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            part = flat[:, start : start + size]
+            for slot in indices.unique().tolist():
+                if slot >= 0:  # other tokens have no adapter
+                    of_slot = indices == slot
+                    part[of_slot] = exact_torch.adapted(part[of_slot], x[of_slot], a[slot, 0], b[slot, 0])
+            start += size
+
+
+def _punica() -> dict[Any, Any]:
+    """vLLM's wrapper of adapters for this platform, and ours."""
+    if current_platform.is_cpu():
+        return {PunicaWrapperCPU: ExactPunicaCpu}
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    return {PunicaWrapperGPU: type("ExactPunicaGpu", (ExactPunica, PunicaWrapperGPU), {})}
+
+
+class ExactPunicaCpu(ExactPunica, PunicaWrapperCPU):
+    """`ExactPunica` on the CPU platform."""
 
 
 class ExactSampler(Sampler):

@@ -103,6 +103,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return out if bias is None else out + bias.float()
 
 
+def adapted(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """y + x A^T B^T in y's dtype, rounded as `models.lora` rounds; A [r, K], and B [N, r] times its scale."""
+    added = linear(linear(x, a).to(y.dtype), b).to(y.dtype)
+    return (y.float() + added.float()).to(y.dtype)
+
+
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of FP32 logits [R, V] with a float64 normaliser, as `vocabulary.token_logprobs`."""
     return _in_parts(_log_softmax, logits.float())[0]

@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from bridge.vllm.worker.exact import FP8_CACHE, operations
-from jetrl_jax.precision.formats import is_kv_scale
+from jetrl_jax.precision.formats import is_adapter, is_kv_scale
 from jetrl_jax.rollout.manifest import Manifest, TensorEntry
 from pallas_kernels.formats import BLOCK
 
@@ -205,14 +205,13 @@ def set_scales(model: torch.nn.Module, scales: Iterable[tuple[str, torch.Tensor]
 
 def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint tensors `names` as a vLLM model holds them; names that it lacks are left out."""
-    modules = dict(model.named_modules())
-    fused = {
-        part: (whole, parts)
-        for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
-        for part in parts
-    }
+    modules, fused, rank = dict(model.named_modules()), _fused(model), _adapter_rank(model)
     for name in names:
         path, attribute = name.rsplit(".", 1)
+        if is_adapter(name):
+            if (matrix := _adapter(modules, fused, name, rank)) is not None:
+                yield name, matrix
+            continue
         if is_kv_scale(name):
             scale = getattr(modules.get(f"{path}.attn"), f"_{attribute}", None)
             if scale is not None:
@@ -224,6 +223,7 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple
             layer = modules.get(f"{parent}.{whole}")
         else:
             layer, parts = modules.get(path), [last]
+        layer = getattr(layer, "base_layer", layer)  # of a layer with an adapter
         tensor = None if layer is None else _held(layer, attribute)
         if tensor is None:
             continue
@@ -232,6 +232,35 @@ def held_tensors(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple
         if (vocabulary := getattr(layer, "org_vocab_size", None)) is not None:
             tensor = tensor[:vocabulary]  # vLLM pads the vocabulary
         yield name, tensor
+
+
+def _fused(model: torch.nn.Module) -> dict[str, tuple[str, list[str]]]:
+    """The last name of each matrix that vLLM fuses -> (that of the whole, those of its parts)."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    return {part: (whole, parts) for whole, parts in packed.items() for part in parts}
+
+
+def _adapter(
+    modules: dict[str, Any], fused: dict[str, tuple[str, list[str]]], name: str, rank: int
+) -> torch.Tensor | None:
+    """A matrix of the adapter in vLLM's only slot; B is multiplied by its scale."""
+    path, kind = name.removesuffix(".weight").rsplit(".", 1)
+    parent, _, last = path.rpartition(".")
+    whole, parts = fused.get(last, (last, [last]))
+    layer = modules.get(f"{parent}.{whole}")
+    stacked = getattr(layer, "lora_a_stacked" if kind == "lora_A" else "lora_b_stacked", None)
+    if stacked is None or not rank:
+        return None
+    matrix = stacked[parts.index(last)][0, 0]  # with zeros up to the largest rank
+    return matrix[:rank] if kind == "lora_A" else matrix[:, :rank]
+
+
+def _adapter_rank(model: torch.nn.Module) -> int:
+    """The rank of the adapter in vLLM's only slot; 0 if there is none."""
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is None or manager.lora_index_to_id[0] is None:
+        return 0
+    return int(manager._registered_adapters[manager.lora_index_to_id[0]].rank)
 
 
 def _held(layer: Any, attribute: str) -> torch.Tensor | None:

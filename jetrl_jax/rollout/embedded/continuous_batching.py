@@ -4,6 +4,10 @@
                                                        ^                                                 |
                                                        +-------- finished slots are free again ----------+
 
+With replies a sequence that ends keeps its slot, and waits there for the next turn of its conversation:
+
+    collect -> yield its trajectory -> take replies -> go on in its slot, or free the slot
+
 Requests are queued in the order of their prompts' buckets, so that a prefill has little padding and the
 requests of a prompt follow each other.  This code does not loop over tokens: it reads the reports of a whole
 chunk and distributes them by index arrays.
@@ -25,6 +29,7 @@ from jetrl_jax.rollout.embedded.programs import EnginePrograms, Prefilled, SlotS
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.shapes import EngineShapes, smallest_fit
 from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Texts
+from jetrl_jax.rollout.engine import Replies
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
@@ -32,7 +37,7 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 class EngineStatistics:
     """Counts of the last submission's work so far.
 
-    prefills, inserts, decodes: number of program calls.
+    prefills, inserts, continuations, decodes: number of program calls.
     decode_steps: number of steps (forwards of the model) within the decode calls.
     slot_steps: the slots that took part, summed over steps; its excess over sampled tokens is idle work.
     active_slot_steps: those that sampled.
@@ -43,6 +48,7 @@ class EngineStatistics:
 
     prefills: int = 0
     inserts: int = 0
+    continuations: int = 0
     decodes: int = 0
     decode_steps: int = 0
     slot_steps: int = 0
@@ -65,6 +71,7 @@ class Generation:
       pad_id: the token id that pads prompts.
       length: chooses the number of tokens that a step drafts.
       completions: of earlier calls, for the draft; takes those of this one.
+      replies: of conversations, of which a request is the first turn; None: there are none.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Generation:
         pad_id: int,
         length: DraftLength,
         completions: Completions,
+        replies: Replies | None = None,
     ) -> None:
         self.programs = programs
         self.shapes = shapes
@@ -92,16 +100,23 @@ class Generation:
         self.statistics = EngineStatistics()
         self.is_stop = np.asarray(controls.is_stop)
         self.seeds = np.array([request.seed for request in requests], np.uint32)
-        longest = int(self.limits.max())
+        longest = int(self.limits.max()) if replies is None else sampling.max_tokens
         self.tokens = np.zeros((len(requests), longest), np.int32)
         self.logprobs = np.zeros((len(requests), longest), np.float32)
         self.sampled = np.zeros(len(requests), np.int64)  # number of tokens so far
         # the request in each slot
         self.occupant = np.full(smallest_fit(shapes.batch_sizes, len(requests)), -1, np.int64)
+        # the conversation that waits in each slot
+        self.waiting = np.full(len(self.occupant), -1, np.int64)
         self.reports: list[jax.Array] = []
+        self.replies = replies
+        self.sampling = sampling
+        self.index_of = {request.id: index for index, request in enumerate(requests)}
+        self.histories: dict[int, np.ndarray] = {}  # the prompt of a turn after the first
         self.length = length
         self.drafted = 0  # tokens in each step of the last chunk
         self.started = 0.0  # the last chunk, by the clock
+        self.timed = False
         self._plan_prefills(prompts)
         draft = programs.draft
         self.texts = None
@@ -144,20 +159,70 @@ class Generation:
         """
         finished = np.zeros(0, np.int64)
         while True:
+            if self.replies is not None and (self.waiting >= 0).any():
+                self._go_on(self.replies, wait=not len(finished) and not (self.occupant >= 0).any())
             self._refill()
             busy = self.occupant >= 0
             if busy.any():
-                self._shrink(busy)
+                self._shrink(busy | (self.waiting >= 0))
                 self._decode()
             for index in finished.tolist():
                 yield self._trajectory(index, version)
-            if not busy.any():
+            if busy.any():
+                finished = self._collect()
+            elif (self.waiting >= 0).any() or len(self.queue):
+                finished = finished[:0]
+            else:
                 return
-            finished = self._collect()
+
+    def _go_on(self, replies: Replies, *, wait: bool) -> None:
+        """Takes replies: the next turns go on in their slots, and conversations that are over free them."""
+        turns: list[tuple[int, Request]] = []
+        slot_of = {int(index): slot for slot, index in enumerate(self.waiting) if index >= 0}
+        for reply in replies.take(wait=wait):
+            slot = slot_of[self.index_of[reply.id]]
+            if reply.request is None:
+                self.waiting[slot] = -1
+            else:
+                turns.append((slot, reply.request))
+        rows = self.shapes.prefill_rows
+        turns.sort(key=lambda turn: len(turn[1].prompt_ids) - self._held(self.waiting[turn[0]]))
+        for start in range(0, len(turns), rows):
+            self._add_turns(turns[start : start + rows])
+
+    def _held(self, index: int) -> int:
+        """The number of tokens of a conversation so far."""
+        return int(self.prompt_tokens[index] + self.sampled[index])
+
+    def _add_turns(self, turns: Sequence[tuple[int, Request]]) -> None:
+        """Extends the caches of slots by the tokens after the last sampled one, and samples the next."""
+        rows = self.shapes.prefill_rows
+        slots = np.full(rows, len(self.occupant), np.int32)
+        counts, budgets = np.ones(rows, np.int32), np.ones(rows, np.int32)
+        seeds, new = np.zeros(rows, np.uint32), []
+        for row, (slot, request) in enumerate(turns):
+            index = int(self.waiting[slot])
+            new.append(request.prompt_ids[self._held(index) - 1 :])
+            slots[row], counts[row], seeds[row] = slot, len(new[-1]), request.seed
+            self.occupant[slot], self.waiting[slot] = index, -1
+            self.histories[index] = np.array(request.prompt_ids, np.int32)
+            self.prompt_tokens[index] = len(request.prompt_ids)
+            self.sampled[index] = 0
+            self.limits[index] = budgets[row] = request.limit(self.sampling)
+        width = smallest_fit(self.shapes.turn_buckets, int(counts.max()))
+        tokens = np.full((rows, width), self.pad_id, np.int32)
+        for row, ids in enumerate(new):
+            tokens[row, : len(ids)] = ids
+        self._fit_cache()
+        self.state, report = self.programs.go_on(
+            self.weights, self.state, slots, tokens, counts, seeds, budgets, self.controls
+        )
+        self.reports.append(report)
+        self.statistics.continuations += 1
 
     def _refill(self) -> None:
         """Gives free slots to the next requests of the queue."""
-        free = np.flatnonzero(self.occupant < 0)
+        free = np.flatnonzero((self.occupant < 0) & (self.waiting < 0))
         taken, self.queue = self.queue[: len(free)], self.queue[len(free) :]
         if len(taken) == 0:
             return
@@ -200,7 +265,7 @@ class Generation:
             self.sampled[occupants] + self.shapes.chunk * step, self.limits[occupants] + self.shapes.drafted
         )
         length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
-        if not self.sampled.any():  # no sequence is in flight, so any idle state of the right shape will do
+        if not self.statistics.inserts:  # no sequence is in flight: any idle state of the right shape will do
             if self._state is None or self._state.shape != (slots, length):
                 self._state = None  # frees its memory first
                 self.state = self.programs.empty_state(slots, length)
@@ -214,15 +279,20 @@ class Generation:
             return
         kept = np.argsort(~busy, kind="stable")[:size].astype(np.int32)
         self.state = self.programs.resize(self.state, kept, self.state.shape[1])
-        self.occupant = self.occupant[kept]
+        self.occupant, self.waiting = self.occupant[kept], self.waiting[kept]
 
     def _decode(self) -> None:
         """Decodes one chunk; while requests wait, it stops as soon as an eighth of the slots is idle."""
         self._fit_cache()
         slots = len(self.occupant)
         idle_limit = np.int32(max(1, slots // 8) if len(self.queue) else slots)
+        if self.replies is not None:  # sequences that wait are idle too
+            idle_limit = np.int32(min(slots, (self.occupant < 0).sum() + max(1, slots // 8)))
         self.drafted = self.length.choose(self.state.shape)
         texts = self.texts.of(self.occupant, self.state.shape[1]) if self.texts and self.drafted else ()
+        self.timed = self.length.measuring or not self.reports
+        if self.timed:  # without what was inserted
+            jax.block_until_ready(self.reports)
         self.started = time.perf_counter()
         self.state, report = self.programs.decode(
             self.weights, self.state, self.controls, idle_limit, self.drafted, *texts
@@ -249,6 +319,8 @@ class Generation:
         last = self.tokens[occupants, self.sampled[occupants] - 1]
         finished = self.is_stop[last] | (self.sampled[occupants] == self.limits[occupants])
         self.occupant[busy[finished]] = -1
+        if self.replies is not None:
+            self.waiting[busy[finished]] = occupants[finished]
         if self.texts is not None:
             for one in occupants[finished]:
                 if np.isfinite(self.logprobs[one]).all():
@@ -272,7 +344,7 @@ class Generation:
             statistics.drafted += drafted
             statistics.accepted += accepted
             statistics.places.update({f"drafted_{place}": drafted, f"accepted_{place}": accepted})
-        if count and len(self.reports) == 1:  # nothing was inserted in this time
+        if count and self.timed:
             seconds = (time.perf_counter() - self.started) / count
             self.length.add(self.state.shape, self.drafted, seconds, active[:, 1:] >= 0)
 
@@ -281,7 +353,7 @@ class Generation:
         tokens = self.tokens[index, :count]
         return Trajectory.of_completion(
             self.requests[index].id,
-            self.prompts[self.prompt_of[index]],
+            self.histories.get(index, self.prompts[self.prompt_of[index]]),
             tokens,
             self.logprobs[index, :count],
             "stop" if self.is_stop[tokens[-1]] else "length",

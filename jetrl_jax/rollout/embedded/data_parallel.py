@@ -26,7 +26,7 @@ from flax import nnx
 from jetrl_jax.devices import processes
 from jetrl_jax.devices.layout import Layout
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
-from jetrl_jax.rollout.engine import Results, RolloutEngine
+from jetrl_jax.rollout.engine import Replies, Results, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
 
@@ -51,6 +51,7 @@ class DataParallelEngine(RolloutEngine):
         super().__init__()
         self._replicate = replicate
         self.engines = [build(copy) for copy in copies]
+        self.streams = len(self.engines) == 1 and self.engines[0].streams
         self._first_devices = [copy.mesh.devices.flat[0] for copy in copies]
         self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="rollout")
 
@@ -120,6 +121,18 @@ class DataParallelEngine(RolloutEngine):
             wait(calls)
         for call in calls:
             call.result()
+
+    def _converse(self, requests: list[Request], sampling: SamplingParams, replies: Replies) -> Results:
+        """Of the only copy, whose layers may be split."""
+        (engine,), (device,) = self.engines, self._first_devices
+        engine.submit(requests, sampling, replies)
+        with contextlib.closing(engine.results()) as results:
+            while True:
+                with jax.default_device(device):
+                    trajectory = next(results, None)
+                if trajectory is None:
+                    return
+                yield trajectory
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Divides the sequences among this process's engines; each process scores all."""

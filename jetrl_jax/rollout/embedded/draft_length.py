@@ -19,10 +19,16 @@ Shape = tuple[int, int]
 
 
 class DraftLength:
-    """Chooses among `lengths` for each shape of the slots (number, cache length)."""
+    """Chooses among `lengths` for each shape of the slots (number, cache length).
+
+    Attributes:
+      measuring: whether the length that was chosen last is to be measured; else a chunk is timed only where
+        that costs nothing.
+    """
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths
+        self.measuring = False
         self.kept = np.zeros(max(lengths))  # of the j-th guesses, those kept
         self.steps = np.zeros(max(lengths))  # of a sequence, that had a j-th guess
         self._seconds: dict[tuple[Shape, int], float] = {}
@@ -30,11 +36,12 @@ class DraftLength:
 
     def choose(self, shape: Shape) -> int:
         """The length of the next chunk."""
+        if len(self.lengths) == 1:
+            return self.lengths[0]
         chunks = {k: self._chunks.get((shape, k), 0) for k in self.lengths}
         rarest = min(self.lengths, key=lambda k: chunks[k])
-        if chunks[rarest] < MEASURED or sum(chunks.values()) % TRIED_AGAIN == 0:
-            return rarest
-        return max(self.lengths, key=lambda k: self.speed(shape, k))
+        self.measuring = chunks[rarest] < MEASURED or sum(chunks.values()) % TRIED_AGAIN == 0
+        return rarest if self.measuring else max(self.lengths, key=lambda k: self.speed(shape, k))
 
     def speed(self, shape: Shape, k: int) -> float:
         """Tokens of a sequence in a second."""

@@ -39,9 +39,17 @@ from jetrl_jax.rollout.embedded.shapes import (
     cache_buckets,
     prompt_buckets,
     smallest_fit,
+    turn_buckets,
 )
 from jetrl_jax.rollout.embedded.speculation import Completions, Draft, Lookup, described
-from jetrl_jax.rollout.engine import SHOWN, Results, RolloutEngine, check_sequences, too_long
+from jetrl_jax.rollout.engine import (
+    SHOWN,
+    Replies,
+    Results,
+    RolloutEngine,
+    check_sequences,
+    too_long,
+)
 from jetrl_jax.rollout.types import Request, SamplingParams
 from pallas_kernels import ScaledArray
 
@@ -64,6 +72,7 @@ class JaxEngine(RolloutEngine):
       pad_id: any valid token id; it fills places that are not read.
       layout: the devices over which the layers are split; None is JAX's default device.
       draft: guesses tokens for speculation; None is off.
+      streams: whether it takes replies; a sequence that waits for one keeps its slot and its cache.
 
     Attributes:
       statistics: counts of the last submission's work so far.
@@ -86,6 +95,7 @@ class JaxEngine(RolloutEngine):
         max_sequence_tokens: int | None = None,
         layout: Layout | None = None,
         draft: Draft | HeadDraft | None = None,
+        streams: bool = False,
     ) -> None:
         sizes = {
             "slots": slots,
@@ -113,6 +123,7 @@ class JaxEngine(RolloutEngine):
         if problems:
             raise ValueError("JaxEngine: bad value: " + "; ".join(problems) + ".")
         super().__init__()
+        self.streams = streams
         self.max_prompt_tokens = max_prompt_tokens
         self.max_completion_tokens = max_completion_tokens
         self.max_sequence_tokens = total
@@ -126,10 +137,11 @@ class JaxEngine(RolloutEngine):
             cache_buckets=cache_buckets(total + drafted),
             prefill_rows=prefill_rows,
             chunk=min(decode_chunk_tokens, max_completion_tokens),
+            turn_buckets=turn_buckets(max_prompt_tokens) if streams else (),
             drafted=drafted,
             siblings=0 if draft is None else SIBLINGS * (context + max_completion_tokens + 1),
         )
-        self.programs = EnginePrograms(model, plan, self.shapes, layout, draft)
+        self.programs = EnginePrograms(model, plan, self.shapes, layout, draft, streams=streams)
         self.statistics = EngineStatistics()
         self._length = DraftLength(lengths)
         self._completions = Completions()
@@ -171,6 +183,7 @@ class JaxEngine(RolloutEngine):
             pad_id=pad_id,
             layout=layout,
             draft=draft or _draft(engine),
+            streams=section.turns == "stream",
         )
 
     @property
@@ -240,6 +253,12 @@ class JaxEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         """Samples; if there are more requests than slots, a slot takes the next when it is free."""
+        return self._converse(requests, sampling, None)
+
+    def _converse(
+        self, requests: list[Request], sampling: SamplingParams, replies: Replies | None
+    ) -> Results:
+        """As `_sample`; a slot stays with its conversation until that is over."""
         self.statistics = EngineStatistics()
         if not requests:
             return
@@ -259,6 +278,7 @@ class JaxEngine(RolloutEngine):
             self.pad_id,
             self._length,
             self._completions,
+            replies,
         )
         self.statistics = generation.statistics
         yield from generation.run(self._version)

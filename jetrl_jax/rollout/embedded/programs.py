@@ -4,6 +4,7 @@
     insert[B, S]    prefilled prompts -> the slots that need them, and each slot's first token
     decode[B, S, k] up to `chunk` steps in every active slot, stopping early when enough slots are idle
                     (a step samples one token or, with k tokens of a draft, one to k + 1: `speculation`)
+    go_on[B, S, T]  the next tokens of waiting sequences [R, T], into their slots; samples the first of a turn
     resize[B, S -> B', S']   the same sequences in a longer cache or in fewer slots
 
 B slots, S cache length, R prompts, T padded prompt length, V vocabulary, C rows of tokens in a report.
@@ -49,7 +50,8 @@ class SlotState:
     cache: the cache of each layer.
     keys: the requests' random keys.
     token: the last sampled token, not yet in the cache.
-    position: its position (0 in an idle slot, so that it writes inside its own row).
+    position: its position.  In an idle slot 0, so that it writes inside its own row; where sequences wait for
+      their next turn it stays, and an idle slot writes its last token over and over.
     remaining: number of tokens still to sample; 0 in an idle slot.
     """
 
@@ -91,6 +93,7 @@ class EnginePrograms:
       shapes: the shapes of `compile_all`; prefilled prompts are padded to its longest bucket.
       layout: the devices over which the layers are split ("tensor"; caches by heads); None is one device.
       draft: guesses tokens in each step, by one program for each of its lengths; None samples one token.
+      streams: whether a finished sequence keeps its slot for `go_on`.
 
     Attributes:
       compilations: number of programs compiled so far.
@@ -103,7 +106,12 @@ class EnginePrograms:
         shapes: EngineShapes,
         layout: Layout | None = None,
         draft: Draft | HeadDraft | None = None,
+        *,
+        streams: bool = False,
     ) -> None:
+        if streams and draft is not None:
+            raise NotImplementedError("EnginePrograms: a stream drafts no tokens: got a draft.")
+        self.streams = streams
         self.config = model.config
         self.numerics = model.numerics
         self.shapes = shapes
@@ -175,6 +183,10 @@ class EnginePrograms:
                     self.resize(state, source, longer, run=False)
                 for fewer in (size for size in shapes.batch_sizes if size < slots):
                     self.resize(state, source[:fewer], length, run=False)
+                for width in shapes.turn_buckets if self.streams else ():
+                    row = np.zeros(rows, np.int32)
+                    new = row, np.zeros((rows, width), np.int32), row, row.astype(np.uint32), row
+                    self.go_on(weights, state, *new, controls, run=False)
 
     def prefill(self, weights: list[Any], tokens: Any, lengths: Any, *, run: bool = True) -> Any:
         """`Prefilled` of int32 prompts [R, T], padded on the right; lengths int32 [R], at least 1."""
@@ -202,6 +214,29 @@ class EnginePrograms:
         used = () if self.head_draft is None else (weights,)  # only a draft head reads them
         args = (state, prompts, source, seeds, budget, controls, *used)
         program = self._program(("insert", *state.shape), self._insert_program, args, donate=0)
+        return program(*args) if run else None
+
+    def go_on(
+        self,
+        weights: list[Any],
+        state: SlotState,
+        slots: Any,
+        tokens: Any,
+        counts: Any,
+        seeds: Any,
+        budgets: Any,
+        controls: Controls,
+        *,
+        run: bool = True,
+    ) -> Any:
+        """Puts the next tokens of waiting sequences into their slots and samples one token after them.
+
+        slots int32 [R], distinct, or B in unused rows; tokens int32 [R, T], the last sampled token and those
+        after it, counts of them int32 [R], at least 1; seeds uint32 [R] and budgets int32 [R] as `insert`'s.
+        Consumes the state; returns the next one and a report with C = 1.
+        """
+        args = (weights, state, slots, tokens, counts, seeds, budgets, controls)
+        program = self._program(("go_on", *state.shape, tokens.shape[1]), self._go_on_program, args, donate=1)
         return program(*args) if run else None
 
     def decode(
@@ -289,6 +324,7 @@ class EnginePrograms:
             "empty": ((), STATE_SPEC),
             "prefill": ((weights, WHOLE, WHOLE), PREFILLED_SPEC),
             "insert": ((STATE_SPEC, PREFILLED_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
+            "go_on": ((weights, STATE_SPEC, *[WHOLE] * 6), (STATE_SPEC, WHOLE)),
             "decode": ((weights, STATE_SPEC, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
             "speculate": ((weights, STATE_SPEC, WHOLE, WHOLE, WHOLE, WHOLE), (STATE_SPEC, WHOLE)),
             "resize": ((STATE_SPEC, WHOLE), STATE_SPEC),
@@ -384,7 +420,7 @@ class EnginePrograms:
             for added, old in ((token, state.token), (lengths, state.position), (remaining, state.remaining))
         )
         report = _report(token[None], logprob[None], new[None])
-        position, draft = jnp.where(remaining > 0, position, 0), state.draft
+        position, draft = position if self.streams else jnp.where(remaining > 0, position, 0), state.draft
         if weights is not None:
             draft = self._inserted_draft(weights, state, prompts, row, new, token, lengths, keys, controls)
         return SlotState(cache, keys, token, position, remaining, draft), report
@@ -420,6 +456,60 @@ class EnginePrograms:
 
         return jax.tree.map(chosen, made, filled)
 
+    def _go_on_program(
+        self,
+        weights: list[Any],
+        state: SlotState,
+        slots: jax.Array,
+        tokens: jax.Array,
+        counts: jax.Array,
+        seeds: jax.Array,
+        budgets: jax.Array,
+        controls: Controls,
+    ) -> tuple[SlotState, jax.Array]:
+        model, count = self._bind(weights), state.shape[0]
+        used, slot = slots < count, jnp.minimum(slots, count - 1)
+        # past its end a row repeats its last token, which writes the same values into the same place
+        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        column = jnp.minimum(column, counts[:, None] - 1)
+        first = jnp.where(used, state.position[slot], 0)
+        hidden, rows = model.extend(
+            jnp.take_along_axis(tokens, column, axis=1),
+            first[:, None] + column,
+            jax.tree.map(lambda x: x[slot], state.cache),
+        )
+        keys = request_keys(controls.seed, seeds)
+        token, logprob = sample(
+            self._logits(model, hidden[:, -1]), keys, first + counts, controls, self.numerics
+        )
+
+        def put(index: jax.Array, cache: list[KVCache]) -> list[KVCache]:
+            zero = jnp.int32(0)
+
+            def one(old: jax.Array, new: jax.Array) -> jax.Array:
+                row = jax.lax.dynamic_index_in_dim(new, index, 0)
+                return jax.lax.dynamic_update_slice(old, row, (slot[index], zero, zero, zero))
+
+            return jax.tree.map(one, cache, rows)
+
+        cache = jax.lax.fori_loop(jnp.int32(0), jnp.sum(used, dtype=jnp.int32), put, state.cache)
+
+        def scattered(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[slots].set(new, mode="drop")
+
+        remaining = jnp.where(controls.is_stop[token], 0, budgets - 1)
+        report = jnp.full((2, 1, count), -1, jnp.int32)
+        report = report.at[:, :, slots].set(_report(token[None], logprob[None], used[None]), mode="drop")
+        state = SlotState(
+            cache,
+            scattered(state.keys, keys),
+            scattered(state.token, token),
+            scattered(state.position, first + counts),
+            scattered(state.remaining, remaining),
+            state.draft,
+        )
+        return state, report
+
     def _decode_program(
         self, weights: list[Any], state: SlotState, controls: Controls, idle_limit: jax.Array
     ) -> tuple[SlotState, jax.Array]:
@@ -441,7 +531,11 @@ class EnginePrograms:
                 self._logits(model, hidden[:, 0]), state.keys, state.position + 1, controls, self.numerics
             )
             remaining = jnp.where(active & ~controls.is_stop[token], state.remaining - 1, 0)
-            position = jnp.where(remaining > 0, state.position + 1, 0)
+            if self.streams:  # a sequence that waits stays as it is
+                token = jnp.where(active, token, state.token)
+                position = jnp.where(active, state.position + 1, state.position)
+            else:
+                position = jnp.where(remaining > 0, state.position + 1, 0)
             report = jax.lax.dynamic_update_slice(
                 report, _report(token[None], logprob[None], active[None]), (0, step, 0)
             )

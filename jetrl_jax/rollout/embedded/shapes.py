@@ -19,6 +19,7 @@ class EngineShapes:
     prefill_rows: number of prompts of one prefill.
     chunk: largest number of steps of one decode call; a step samples a token or, with speculation, 1 to
       `drafted` + 1.
+    turn_buckets: padded numbers of the tokens that follow a waiting sequence; none without a stream.
     drafted: largest number of tokens drafted in a step.
     siblings: width of the siblings' text that a draft reads.
     """
@@ -28,6 +29,7 @@ class EngineShapes:
     cache_buckets: tuple[int, ...]
     prefill_rows: int
     chunk: int
+    turn_buckets: tuple[int, ...] = ()
     drafted: int = 0
     siblings: int = 0
 
@@ -39,6 +41,11 @@ def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
         buckets.append(size)
         size *= 2
     return (*buckets, _multiple_of_8(max_prompt_tokens))
+
+
+def turn_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
+    """Padded numbers of new tokens of a waiting sequence: 4, then as `prompt_buckets`."""
+    return (4, *prompt_buckets(max_prompt_tokens))
 
 
 def cache_buckets(max_tokens: int) -> tuple[int, ...]:

@@ -136,6 +136,16 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
+def add_rounds(contenders: list[Contender], path: Path) -> None:
+    """Add the rounds of an earlier run of the same contenders."""
+    numbers = json.loads(path.read_text())["numbers"]
+    if missing := [contender.name for contender in contenders if contender.name not in numbers]:
+        raise SystemExit(f"compare: {path} lacks {', '.join(missing)}: got {', '.join(numbers)}")
+    for contender in contenders:
+        for name in ("step_s", "tokens_per_s", "train_tokens_per_s"):
+            getattr(contender, name).extend(numbers[contender.name].get(name, []))
+
+
 def tables(contenders: list[Contender]) -> str:
     """What each contender took, and how much longer the others took than each flavor of ours."""
     kinds = {
@@ -198,6 +208,13 @@ def main() -> None:
     )
     parser.add_argument("--warmup", type=int, default=10, help="steps before the first round")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of all numbers")
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="JSON files of runs whose rounds are added to these",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the workers print")
     options = parser.parse_args()
     pythons = dict(item.split("=", 1) for item in options.python)
@@ -220,13 +237,15 @@ def main() -> None:
         for contender in contenders:
             contender.process.stdin.close()
             contender.process.wait(timeout=60)
+    for path in options.earlier:
+        add_rounds(contenders, path)
     text = tables(contenders)
     numbers = {
         c.name: {name: value for name, value in vars(c).items() if name not in ("name", "process")}
         for c in contenders
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": about, "options": vars(options) | {"out": str(options.out)}, "numbers": numbers}
+    record = {"machine": about, "options": {k: str(v) for k, v in vars(options).items()}, "numbers": numbers}
     options.out.write_text(json.dumps(record, indent=1))
     print(
         f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, "

@@ -1,0 +1,94 @@
+"""Whole runs with adapters: exact in every step, resumed to the bit beside their base, exported and read again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import rows, run_here, shorter, tiny_config
+
+from bridge.hf.read import load_checkpoint
+from jetrl_jax.errors import UserError
+from jetrl_jax.precision.formats import is_adapter
+from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.rollout.embedded.score import Scorer
+from jetrl_jax.runs.grpo import GRPOTrainer
+from jetrl_jax.runs.policy import build_policy, load_policy, published_weights
+from jetrl_jax.runs.sampler import PolicySampler
+
+FIELDS: dict[str, Any] = {
+    "model": {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4},  # layers that vLLM holds in FP8
+    "lora": {"rank": 4, "alpha": 8.0},
+    "algorithm": {"kl_coef": 0.1, "minibatches": 2},
+    "optimizer": {"learning_rate": 0.02},
+}
+
+
+def logits_of(weights: Any, policy: Any) -> np.ndarray:
+    return Scorer(policy.model)(weights, [5, 6, 7, 8, 9])
+
+
+@pytest.mark.long
+def test_run_with_adapters_is_exact_resumes_and_is_read_again(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    GRPOTrainer(tiny_config(whole, **FIELDS), reward_functions=[shorter]).train()
+    expected = rows(whole)
+    assert [row["mismatch/logprob_abs_max"] for row in expected[1:]] == [0.0] * 4
+    # the reference is the base: before the first update they are one policy
+    assert expected[1]["policy/reference_kl"] < expected[4]["policy/reference_kl"]
+    again = tmp_path / "run"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    GRPOTrainer(tiny_config(again, **FIELDS), reward_functions=[shorter], resume=True).train()
+    assert rows(again) == expected
+    for file in ("adapter/adapter_model.safetensors", "base/model.safetensors"):
+        assert (again / file).read_bytes() == (whole / file).read_bytes()
+
+    policy = load_policy(whole)
+    params = dict(named_params(policy.params))
+    assert any(np.any(value) for path, value in params.items() if ".lora_B." in path)
+    weights = published_weights(policy)
+    adapter = load_policy(whole / "adapter", ["precision.preset=fp8_unified"])
+    assert np.array_equal(logits_of(published_weights(adapter), adapter), logits_of(weights, policy))
+    assert len(PolicySampler(policy)("abc=", 2, seed=1)) == 2
+
+    out = tmp_path / "out"
+    done = run_here("jetrl_jax.commands.export", "--run", str(whole), "--out", str(out), "--format", "fp8")
+    assert done.returncode == 0, done.stderr
+    exported = load_policy(out / "adapter", ["precision.preset=bf16"])
+    assert {path for path, _ in named_params(exported.params)} == set(params)
+    for path, value in named_params(exported.params):
+        if is_adapter(path):
+            assert np.array_equal(value, params[path])
+    done = run_here(
+        "jetrl_jax.commands.export", "--run", str(whole), "--out", str(tmp_path / "merged"), "--merge"
+    )
+    assert done.returncode == 0, done.stderr
+    merged = load_checkpoint(tmp_path / "merged")[1]
+    assert not any(map(is_adapter, merged))
+    base = np.asarray(params["layers.0.mlp.up_proj.weight"], np.float64)
+    a, b = (np.asarray(params[f"layers.0.mlp.up_proj.lora_{side}.weight"], np.float64) for side in "AB")
+    whole_weight = base + 2.0 * b @ a
+    bound = 2.0**-8 * (np.abs(whole_weight) + 3 * 2 * np.abs(b) @ np.abs(a))
+    assert np.all(np.abs(merged["layers.0.mlp.up_proj.weight"] - whole_weight) <= bound)
+    done = run_here(
+        "jetrl_jax.commands.export", "--run", str(whole), "--out", str(out), "--format", "fp8", "--merge"
+    )
+    assert done.returncode != 0 and "cannot merge" in done.stderr
+
+
+def test_adapters_of_a_directory_must_be_those_of_the_config(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", **FIELDS)
+    policy = build_policy(config)
+    policy.save_adapter(tmp_path / "adapter", "/nowhere")
+    lora = {"rank": 4, "alpha": 8.0, "path": str(tmp_path / "adapter")}
+    given = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora}))
+    ours, theirs = (dict(named_params(one.params)) for one in (policy, given))
+    assert all(np.array_equal(ours[path], theirs[path]) for path in ours)
+    with pytest.raises(UserError, match=r"lora\.path: .* got alpha=8\.0, expected lora\.alpha = 4\.0"):
+        build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora | {"alpha": 4.0}}))
+    with pytest.raises(UserError, match="the base is not there: got base_model_name_or_path='/nowhere'"):
+        load_policy(tmp_path / "adapter")
