@@ -222,8 +222,9 @@ study: $(VENV)/.installed-train  ## Train every precision flow with three seeds,
 PEERS := tests/benchmarks/peers
 PEER_SETTING ?= tiny
 REAL := $(filter real,$(PEER_SETTING))
-CONTENDERS ?= $(if $(REAL),,jetrl:fp32-fast) jetrl:fp32 jetrl:bf16 jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast \
-	trl:float32 trl:bfloat16 $(if $(REAL),torch:float32 torch:bfloat16,tunix:float32 tunix:bfloat16)
+# All contenders are in memory at once: 3 to 8 GB each with the real model, so that others than these are asked for by name.
+CONTENDERS ?= $(if $(REAL),jetrl:bf16 jetrl:fp8_unified torch:float32 torch:bfloat16,jetrl:fp32 jetrl:fp32-fast jetrl:bf16 \
+	jetrl:bf16-fast jetrl:fp8_unified jetrl:fp8_unified-fast trl:float32 trl:bfloat16 tunix:float32 tunix:bfloat16)
 PEER_ENVIRONMENTS := trl $(if $(REAL),,tunix)
 
 .venv-%/.installed: $(PEERS)/requirements-%.txt

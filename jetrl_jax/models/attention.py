@@ -155,9 +155,23 @@ def _attention(
     K = k.shape[2]
     precision = jax.lax.Precision.HIGHEST
     queries = (q.astype(jnp.float32) * np.float32(scale)).astype(dtype).reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", queries, k.astype(dtype), precision=precision)
+    keys, values = k.astype(dtype), v.astype(dtype)
+    # With the heads first a CPU copies less.  The float32 form, the gradient's, keeps its order of sums.
+    head_first = dtype == jnp.float64
+    if head_first:
+        queries, keys, values = (
+            jnp.moveaxis(queries, 1, 3),
+            jnp.moveaxis(keys, 1, 2),
+            jnp.moveaxis(values, 1, 2),
+        )
+    form = "BKGTH,BKSH->BKGTS" if head_first else "BTKGH,BSKH->BKGTS"
+    scores = jnp.einsum(form, queries, keys, precision=precision)
     scores = jnp.where(mask[:, None, None], scores, jnp.asarray(HIDDEN, dtype))
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v.astype(dtype), precision=precision)
-    total = jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]  # [B, T, K, G, 1]
-    return (out / total).astype(jnp.float32).reshape(B, T, N * H)
+    if head_first:
+        out = jnp.einsum("BKGTS,BKSH->BKGTH", weights, values, precision=precision)
+        out = jnp.moveaxis(out / weights.sum(-1, keepdims=True), 3, 1)
+    else:
+        out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, values, precision=precision)
+        out = out / jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]  # [B, T, K, G, 1]
+    return out.astype(jnp.float32).reshape(B, T, N * H)

@@ -1,13 +1,14 @@
 """The compiled programs of a training step, and the state that they update.
 
     gradient   published codes + masters + one microbatch  ->  loss share, gradient, statistics, logprobs
+    check      gradient  ->  its norm, and whether gradient, next masters and next scales are finite
     update     gradient  ->  AdamW on the FP32 masters, then the new version's codes, quantised once
 
 In a model with adapters only these have masters, moments and a gradient.  Everything else is a frozen base,
 published once, which no program consumes or makes again.
 
-If the gradient, the new masters or the new scales are not finite, the state stays as it was, and the tensor
-is reported.  The program itself selects between the old and the new state, so buffers can be donated.
+If the check finds something that is not finite, no update runs, the state stays as it was, and the tensor is
+reported.  So the update consumes the state's buffers and writes the new state in their place.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class PolicyPrograms:
         self._use = jit(self._mapped(self._use_program, (weights, ROWS, ROWS, ROWS), WHOLE))
         self._add = jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._check = jit(self._check_program, out_shardings=None if layout is None else layout.replicated)
-        self._update = jit(self._update_program, donate_argnums=0)
+        # the old published weights are not read, but their memory is the new ones'
+        self._update = jit(self._update_program, donate_argnums=0, keep_unused=True)
+        self._rescale = jit(LossScale.after)
         self._logprobs = jit(self._mapped(self._logprobs_program, (weights, ROWS, ROWS, ROWS), ROWS))
         self._base_logprobs = jit(self._mapped(self._logprobs_program, (base, ROWS, ROWS, ROWS), ROWS))
         inputs, outputs = (masters, weights, WHOLE, ROWS, WHOLE), (masters, WHOLE, ROWS)
@@ -245,11 +248,8 @@ class PolicyPrograms:
     def trace_update(self, state: TrainState) -> tuple[Any, Any]:
         """`update`'s two programs, the check and the step, traced; the state may be abstract."""
         state = self._apart(state)[0]
-        finite = jax.eval_shape(self._check_program, state, state.params)[1]
         largest = None if state.kv is None else state.kv.scales  # of its shape
-        return self._check.trace(state, state.params), self._update.trace(
-            state, state.params, finite, largest
-        )
+        return self._check.trace(state, state.params), self._update.trace(state, state.params, largest)
 
     def frozen(self, state: TrainState) -> nnx.State:
         """The policy's weights for forward passes without gradient; valid until the next update."""
@@ -323,21 +323,18 @@ class PolicyPrograms:
     def update(
         self, state: TrainState, grads: nnx.State, largest: Any = None
     ) -> tuple[TrainState, UpdateReport]:
-        """The next state, unchanged if something is not finite; the arguments' buffers are consumed.
+        """The next state, unchanged if something is not finite; else the state's buffers are consumed.
 
         largest: float32 [L, n], the largest magnitudes of keys and values in the batch, if they are in FP8;
           each must be positive and finite.  They count from the next `recalibrated` on.
         """
         scale = 0.0 if state.loss_scale is None else float(state.loss_scale.factor)
-        state, base = self._apart(state)
-        norm, finite = self._check(state, grads)
+        own, base = self._apart(state)
+        norm, finite = self._check(own, grads)
         names = dict.fromkeys(finite, self.paths)
         if largest is not None:
             names[RANGE] = [path for paths in self.plan.scale_paths for path in paths]
             finite |= {RANGE: np.isfinite(largest.ravel()) & (largest.ravel() > 0)}
-        state = self._update(state, grads, finite, largest)
-        if base is not None:
-            state = dataclasses.replace(state, published=merge(base, state.published))
         flags = {kind: np.asarray(flag) for kind, flag in finite.items()}
         bad = [
             f"{kind} {path}"
@@ -345,6 +342,13 @@ class PolicyPrograms:
             for path, ok in zip(names[kind], flag, strict=True)
             if not ok
         ]
+        if not bad:
+            state = self._update(own, grads, largest)
+            if base is not None:
+                state = dataclasses.replace(state, published=merge(base, state.published))
+        elif state.loss_scale is not None:
+            lower = self._rescale(state.loss_scale, flags["gradient"].all())
+            state = dataclasses.replace(state, loss_scale=lower)
         return state, UpdateReport(float(norm), tuple(bad), scale > SMALLEST and not flags["gradient"].all())
 
     def recalibrated(self, state: TrainState) -> TrainState:
@@ -459,7 +463,7 @@ class PolicyPrograms:
     def _check_program(self, state: TrainState, grads: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The gradient's norm, and whether each parameter's gradient, next master and next scales are finite.
 
-        A separate program, since one that also selected a state would need memory for both.
+        A separate program, since one that also made the next state would need memory for both.
         """
         grads, new, norm = self._step(state, grads)
         # gradient clipping divides by the root of their sum, so the sum must not overflow
@@ -470,21 +474,13 @@ class PolicyPrograms:
             "scale": _finite(new.published, self.paths),
         }
 
-    def _update_program(
-        self,
-        state: TrainState,
-        grads: nnx.State,
-        finite: dict[str, jax.Array],
-        largest: jax.Array | None,
-    ) -> TrainState:
-        """The next state, or the same one if something in the next is not finite."""
-        ok, scale = jnp.all(jnp.stack([jnp.all(flag) for flag in finite.values()])), state.loss_scale
-        new, old = self._step(state, grads)[1], dataclasses.replace(state, loss_scale=None)
+    def _update_program(self, state: TrainState, grads: nnx.State, largest: jax.Array | None) -> TrainState:
+        """The next state; everything in it is finite."""
+        new, scale = self._step(state, grads)[1], state.loss_scale
         if state.kv is not None:
             assert largest is not None  # keys and values in FP8 come with their range
             new = dataclasses.replace(new, kv=state.kv.after(largest))
-        kept = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-        return dataclasses.replace(kept, loss_scale=scale and scale.after(jnp.all(finite["gradient"])))
+        return dataclasses.replace(new, loss_scale=scale and scale.after(jnp.bool_(True)))
 
 
 def _factor(state: TrainState) -> Any:
