@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jetrl_jax.collect.batch import Group
 from jetrl_jax.collect.clock import StepClock
 from jetrl_jax.collect.collector import Collector
 from jetrl_jax.collect.episodes import EpisodePlayer, episode_metrics
@@ -385,3 +386,31 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
     assert np.array_equal(batch.rewards, [0, 1, np.nan, 3], equal_nan=True)
     assert [r.tolist() for r in batch.groups[0].turn_rewards({"task": 2.0})] == [[0.0], [2.0]]
     assert "environment: timeout: no answer within 1 s" in capsys.readouterr().out
+
+
+def test_rewards_of_turns_add_up_to_the_total_where_a_function_of_weight_0_fails():
+    episodes, _, _ = play(
+        [["a|", "b|", "c|"], ["d|"]],
+        {
+            (0, 1): Answer(observation="<", reward=0.25, digest="d"),
+            (0, 2): Answer(observation="<", reward=-0.5, digest="d"),
+            (0, 3): Answer(reward=1.0, terminated=True),
+            (1, 1): Answer(reward=0.125, terminated=True),
+        },
+    )
+
+    def finished(prompts: Any, completions: Any, answers: Any) -> list[float]:
+        return [0.5, 0.75]
+
+    def fails(prompts: Any, completions: Any, answers: Any) -> list[float | None]:
+        return [None, 3.0]
+
+    functions = RewardFunctions.from_functions(["task", finished, fails], Task(), weights=[2, -1, 0])
+    examples, ids = [e.example for e in episodes], [e.trajectory.completion_ids for e in episodes]
+    result = functions(["?"] * 2, [""] * 2, examples, ["stop"] * 2, ids)
+    assert np.isnan(result.parts["fails"][0])
+    trajectories = [e.trajectory for e in episodes]
+    group = Group(prompts(1)[0], trajectories, [""] * 2, result.total, result.parts, episodes)
+    turns = group.turn_rewards({"task": 2.0, "finished": -1.0, "fails": 0.0})
+    assert [r.tolist() for r in turns] == [[0.5, -1.0, 1.5], [-0.5]]
+    assert [r.sum() for r in turns] == result.total.tolist() == [1.0, -0.5]
