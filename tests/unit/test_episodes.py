@@ -354,8 +354,13 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
             "prompts_per_step": 2,
             "group_size": 2,
         },
+        "rewards": [{"weight": 7.0}],  # replaced by functions with weights of their own
     }
     config = config_from_dict(data)
+
+    def ten(prompts: Any, completions: Any, answers: Any) -> list[float]:
+        return [10.0] * len(completions)
+
     pool = Pool(
         {(2, 1): Answer("timeout", "no answer within 1 s")}
         | {(i, 1): Answer(reward=i, terminated=True, digest="d") for i in (0, 1, 3)}
@@ -369,9 +374,9 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
 
     collector = Collector(
         config=config,
-        algorithm=type("Algorithm", (), {"dynamic_sampling": False})(),
+        algorithm=type("Algorithm", (), {"dynamic_sampling": False, "credit": "turn"})(),
         engine=ScriptedEngine([["a|"]] * 4),
-        rewards=RewardFunctions.from_config((RewardSection(),), Task()),
+        rewards=RewardFunctions.from_functions(["task", ten], Task(), weights=[2.0, 1.0]),
         tokenizer=TOKENIZER,
         prompts=Stream(),
         console=Console(1),
@@ -383,8 +388,9 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
         "rollout",
         "environment",
     } <= clock.seconds.keys()
-    assert np.array_equal(batch.rewards, [0, 1, np.nan, 3], equal_nan=True)
-    assert [r.tolist() for r in batch.groups[0].turn_rewards({"task": 2.0})] == [[0.0], [2.0]]
+    assert np.array_equal(batch.rewards, [10, 12, np.nan, 16], equal_nan=True)
+    turns = [r.tolist() for r in collector.turn_rewards(batch)]
+    assert turns[:2] == [[10.0], [12.0]] and turns[3] == [16.0]
     assert "environment: timeout: no answer within 1 s" in capsys.readouterr().out
 
 
@@ -411,6 +417,6 @@ def test_rewards_of_turns_add_up_to_the_total_where_a_function_of_weight_0_fails
     assert np.isnan(result.parts["fails"][0])
     trajectories = [e.trajectory for e in episodes]
     group = Group(prompts(1)[0], trajectories, [""] * 2, result.total, result.parts, episodes)
-    turns = group.turn_rewards({"task": 2.0, "finished": -1.0, "fails": 0.0})
+    turns = group.turn_rewards(functions.weights)
     assert [r.tolist() for r in turns] == [[0.5, -1.0, 1.5], [-0.5]]
     assert [r.sum() for r in turns] == result.total.tolist() == [1.0, -0.5]
