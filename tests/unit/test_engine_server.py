@@ -209,6 +209,10 @@ ANSWERS = {
         r"/sleep failed with status 302",
     ),
     "no_json": (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes!", r"/sleep answered no JSON: b'yes!'"),
+    "plain_text": (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\nyes!",
+        r"/sleep answered no JSON: b'yes!'",
+    ),
     "no_http": (b"SSH-2.0-server\r\n", r"/sleep: RemoteProtocolError: "),
 }
 
@@ -302,6 +306,20 @@ def test_nobody_listening_is_one_message_with_the_reason():
         engine.settings = changed(engine.settings, sleep=True, sync_timeout_s=5.0)
         with pytest.raises(EngineFailed, match=r"vLLM: /sleep: .*Connection refused\."):
             engine.sleep()
+        engine.close()
+
+
+def test_an_answer_of_another_form_is_one_message(monkeypatch):
+    with StubServer() as server:  # each GET gets JSON
+        engine = engine_with(url=server.url)
+        with pytest.raises(EngineFailed, match=r"^vLLM: /metrics answered no plain text: b'{"):
+            engine._metrics()
+        engine._ready = False
+        monkeypatch.setattr(engine._client, "call", lambda call: ["0.32.0"])
+        with pytest.raises(EngineFailed, match=r"^vLLM: an answer cannot be read .AttributeError"):
+            engine._ensure_ready()
+        with pytest.raises(EngineFailed, match=r"^vLLM: an answer cannot be read .TypeError"):
+            engine._of_worker("jetrl_operations", limit=engine._sync_limit())
         engine.close()
 
 
