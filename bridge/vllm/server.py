@@ -367,6 +367,7 @@ class ServerEngine(VllmEngine):
 
     def _start(self) -> None:
         """Starts the server and waits until it answers."""
+        self._process_number += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -390,3 +390,41 @@ def test_counts_of_speculation_are_read_from_vllms_metrics() -> None:
     expected = {"drafted": 9, "accepted": 6, "verified": 5, "asked": 10, "accepted_1": 4, "accepted_2": 2}
     assert speculation_counts(text, 2) == expected | {"drafted_1": 5, "drafted_2": 5}
     assert set(speculation_counts("", 1).values()) == {0}
+
+
+LOST: dict[
+    str, tuple[list[int | None], int, bool]
+] = {  # counts before and after, processes between, whether kept
+    "same process": ([3, 8], 0, True),
+    "dead before": ([None, 8], 1, False),
+    "dead after": ([3, None], 0, False),
+    "restarted between": ([3, 8], 1, False),
+    "restarted by somebody else": ([8, 3], 0, False),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_server_that_dies_loses_counts_of_speculation_and_no_answer(kind, monkeypatch, capsys):
+    told, started, kept = LOST[kind]
+    engine, answered = engine_with(restarts=1), iter(told)
+    draft = {"method": "ngram", "num_speculative_tokens": 1}
+    engine.settings = changed(engine.settings, speculative_config=draft)
+
+    def metrics() -> str:
+        count = next(answered)
+        if count is None:
+            raise EngineFailed("vLLM: /metrics: Connection refused.")
+        return f'vllm:spec_decode_num_drafts_total{{engine="0"}} {count}\n'
+
+    def ask(asked):
+        engine._process_number += started
+        yield 0, None
+
+    monkeypatch.setattr(engine, "_metrics", metrics)
+    monkeypatch.setattr(engine, "_ask", ask)
+    monkeypatch.setattr(engine, "_completion", lambda answer: ([TOKEN], [-0.5], "stop"))
+    engine._counts = {"verified": 1}
+    assert [one.token_ids.tolist() for one in engine._sample(REQUESTS, SAMPLING)] == [[3, 4, 5, TOKEN]]
+    assert engine.counts().get("verified") == (5 if kept else None)
+    assert ("are left out: vLLM: /metrics" in capsys.readouterr().err) == (None in told)
+    engine.close()
