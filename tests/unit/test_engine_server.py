@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bridge.vllm.client import Call, Client, Limit
 from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import EngineFailed, require_exact, speculation_counts
-from jetrl_jax.config.load import load_config
+from jetrl_jax.config.load import config_from_dict, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.runs import engines
@@ -428,3 +431,16 @@ def test_a_server_that_dies_loses_counts_of_speculation_and_no_answer(kind, monk
     assert engine.counts().get("verified") == (5 if kept else None)
     assert ("are left out: vLLM: /metrics" in capsys.readouterr().err) == (None in told)
     engine.close()
+
+
+def test_a_missing_draft_head_is_told_with_what_is_expected(monkeypatch, capsys):
+    config = config_from_dict(
+        {"model": {"num_layers": 4}, "rollout": {"engine": {"speculation": {"kind": "head"}}}}
+    )
+    policy: Any = SimpleNamespace(config=config, head=None)
+    monkeypatch.setattr(engines, "published_weights", lambda policy: None)
+    monkeypatch.setattr(engines, "build_engine", lambda *_, draft: SimpleNamespace(load=lambda *_: draft))
+    engines.sampling_engine(policy)
+    assert re.search(
+        "no trained draft head .* got head_path: null .* expected .*head_path:", capsys.readouterr().err
+    )
