@@ -64,7 +64,7 @@ def test_correction_decides_which_logprobs_are_computed():
 OVERRIDES = {
     "loss_aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "kl_coef": 0.01, "kl_estimator": "k2",
     "epochs": 2, "minibatches": 4, "mask_truncated": True, "dynamic_sampling": False, "max_generation_rounds": 3,
-    "overlong_buffer_tokens": 0,
+    "overlong_buffer_tokens": 0, "credit": "turn",
 }  # fmt: skip
 
 
