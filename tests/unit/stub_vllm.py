@@ -94,7 +94,9 @@ class StubVllm:
         assert self.weights is not None and not self.asleep
         return [self.weights.to_json()]
 
-    def enqueue(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[str]:
+    def enqueue(
+        self, prompts: list[Any], params: list[Any], use_tqdm: bool, lora_request: None = None
+    ) -> list[str]:
         """An error where anything is asleep, dropped, or cached from older weights."""
         assert self.weights is not None and not self.asleep and not self.stale and not self.updating
         names = []
