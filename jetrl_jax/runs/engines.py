@@ -168,9 +168,13 @@ def sampling_engine(policy: Policy) -> RolloutEngine:
             "rollout.engine.speculation.head_path: the directory of a head, such as a run's draft_head."
         )
     engine = build_engine(policy, rollout, draft=draft)
-    engine.load(published_weights(policy), 0)
-    if policy.head is not None:
-        engine.load_draft(policy.head)
+    try:
+        engine.load(published_weights(policy), 0)
+        if policy.head is not None:
+            engine.load_draft(policy.head)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
