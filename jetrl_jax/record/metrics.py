@@ -170,6 +170,12 @@ METRICS: tuple[Metric, ...] = (
         "sum of min(policy, head) over the vocabulary, of a head's first guess, before the update",
         "higher",
     ),
+    Metric(
+        "draft/skipped_updates",
+        "updates",
+        "updates of a draft head left out for a non-finite loss or gradient",
+        "lower",
+    ),
     Metric("speculation/drafted_tokens", "tokens", "tokens that drafts guessed in the step's rollout"),
     Metric(
         "speculation/accepted_tokens",

@@ -110,6 +110,7 @@ SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("speculation/length_mean", "Tokens asked of the draft in a forward", from_zero=True),
             Panel("draft/loss", "Loss of the draft head"),
             Panel("draft/overlap", "Share that the draft head has in common with the policy", from_zero=True),
+            Panel("draft/skipped_updates", "Updates of the draft head left out"),
         ),
     ),
     (

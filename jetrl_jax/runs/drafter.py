@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from jetrl_jax.record.console import print_warning
 from jetrl_jax.runs.policy import Policy, first_head
 from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms
 
 
-def build_drafter(policy: Policy, programs: PolicyPrograms) -> DraftTrainer | None:
+def build_drafter(
+    policy: Policy, programs: PolicyPrograms, warn: Callable[[str], None] = print_warning
+) -> DraftTrainer | None:
     """The trainer of the draft head that the policy's config asks for; None without one.
 
     Raises:
@@ -16,4 +21,4 @@ def build_drafter(policy: Policy, programs: PolicyPrograms) -> DraftTrainer | No
     section = policy.config.draft_head
     if section is None:
         return None
-    return DraftTrainer(first_head(policy), programs, section.learning_rate, section.lengths)
+    return DraftTrainer(first_head(policy), programs, section.learning_rate, section.lengths, warn)

@@ -81,7 +81,7 @@ class Parts:
 
     def new_drafter(self) -> DraftTrainer | None:
         """The trainer of the draft head as the run begins; None without one."""
-        return build_drafter(self.policy, self.programs)
+        return build_drafter(self.policy, self.programs, self.console.warn)
 
     def new_engine(
         self, directory: RunDirectory | None = None, drafter: DraftTrainer | None = None

@@ -6,13 +6,15 @@ p is the policy's distribution over the draft's vocabulary, q_i the head's in it
 reads the policy's features of token t, a later step the state of the step before.  Features, p and embedding
 are constants, so that the policy has no gradient from here.
 
+An update whose loss or gradient is not finite is left out, with a warning: head and moments stay.
+
 A row t of step i stands at position t + i.  It sees the inputs of step 0 up to t, which in a rollout are
 those of tokens that are known, and its own of each later step: the "training-time test" of EAGLE-3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from jetrl_jax.models import vocabulary
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.draft_head import DraftHead, KeysValues, feature_layers, product
 from jetrl_jax.precision.parameters import jit
+from jetrl_jax.record.console import print_warning
 from jetrl_jax.rl.batching import TrainBatch
 from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.training.programs import PolicyPrograms
@@ -109,13 +112,20 @@ class DraftTrainer:
     Args:
       head: to begin with, or abstract for a plan; programs: of the policy.
       learning_rate: of the head; lengths: of the drafts (`HeadDraft`), the longest is trained.
+      warn: shows a warning.
     """
 
     def __init__(
-        self, head: DraftHead, programs: PolicyPrograms, learning_rate: float, lengths: tuple[int, ...]
+        self,
+        head: DraftHead,
+        programs: PolicyPrograms,
+        learning_rate: float,
+        lengths: tuple[int, ...],
+        warn: Callable[[str], None] = print_warning,
     ) -> None:
         self.programs = programs
         self.steps = max(lengths)
+        self.warn = warn
         self.draft = HeadDraft.of(head, lengths)
         self.params, self._fixed = nnx.split_state(nnx.state(head), nnx.Param, ...)
         self._optimizer = draft_optimizer(learning_rate)
@@ -145,14 +155,30 @@ class DraftTrainer:
         self.moments = saved["moments"]
 
     def __call__(self, weights: nnx.State, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One update for each microbatch, with the policy's frozen weights; returns their mean metrics."""
+        """One update for each microbatch, with the policy's frozen weights; returns their mean metrics.
+
+        Microbatches whose update was left out are not in the means.
+        """
         found = []
         for batch in batches:
             arrays = batch.token_ids, batch.positions, batch.segment_ids, batch.loss_mask
-            self.params, self.moments, *told = self._update(self.params, self.moments, weights, arrays)
-            found.append([float(value) for value in told])
-        loss, overlap = np.mean(found, axis=0)
-        return {"draft/loss": float(loss), "draft/overlap": float(overlap)}
+            self.params, self.moments, finite, *told = self._update(
+                self.params, self.moments, weights, arrays
+            )
+            if finite:
+                found.append([float(value) for value in told])
+        skipped = len(batches) - len(found)
+        if skipped:
+            self.warn(
+                f"draft head: updates are left out, and it stays as it was: got a loss or gradient that is "
+                f"not finite in {skipped} of {len(batches)} microbatches, expected finite ones"
+            )
+        loss, overlap = np.mean(found or [[np.nan, np.nan]], axis=0)
+        return {
+            "draft/loss": float(loss),
+            "draft/overlap": float(overlap),
+            "draft/skipped_updates": skipped,
+        }
 
     def trace(self, weights: nnx.State, batch: TrainBatch) -> Any:
         """The program of one update, traced (`jax.stages.Traced`)."""
@@ -164,5 +190,8 @@ class DraftTrainer:
         head = nnx.merge_state(params, self._fixed)
         grads, loss, overlaps = draft_gradient(head, self.draft.graphdef, model, arrays, self.steps)
         with jax.numpy_dtype_promotion("standard"):
-            changes, moments = self._optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, changes), moments, loss, overlaps[0]
+            changes, next_moments = self._optimizer.update(grads, moments, params)
+        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
+        after = optax.apply_updates(params, changes), next_moments
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (params, moments))
+        return *kept, finite, loss, overlaps[0]

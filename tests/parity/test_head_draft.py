@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,10 @@ from jetrl_jax.rollout.embedded.head_draft import HeadDraft
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.speculation import Completions
 from jetrl_jax.rollout.types import Request
+from jetrl_jax.training import draft
 from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms
-from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
+from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, resolved
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
 DEEP = dataclasses.replace(CONFIG, num_layers=4)
@@ -51,6 +54,40 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(monkeypatch: pytest.Monk
         assert unequal(engine.generate(requests(), SAMPLING), expected) == []
         assert engine.statistics.drafted > 0
     assert set(chosen) == {0, 1, 3}
+
+
+def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of the batch for gradient and loss; moments too, and later updates go on from them."""
+
+    def gradient(head: nnx.State, _: object, __: object, arrays: Any, ___: int) -> Any:
+        size, loss = arrays[0], arrays[1]
+        trained = nnx.split_state(head, nnx.Param, ...)[0]
+        return jax.tree.map(lambda x: x * size + size, trained), loss, jnp.zeros(1)
+
+    monkeypatch.setattr(draft, "draft_gradient", gradient)
+    graphdef, weights = nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    told: list[str] = []
+    head = DraftHead(DEEP, resolved(), np.arange(VOCAB), rngs=nnx.Rngs(0))
+    programs: Any = SimpleNamespace(graphdef=graphdef)
+    trainer = DraftTrainer(head, programs, 1e-3, (2,), told.append)
+    start = trainer.saved
+
+    def trained(*pairs: tuple[float, float]) -> tuple[dict[str, float], list[np.ndarray]]:
+        """The metrics and what a checkpoint holds after these gradients and losses."""
+        trainer.restore(start)
+        batches: list[Any] = [
+            SimpleNamespace(token_ids=np.float32(x), positions=np.float32(y), segment_ids=0, loss_mask=0)
+            for x, y in pairs
+        ]
+        return trainer(weights, batches), [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.saved)]
+
+    row, expected = trained((1.0, 2.0), (0.5, 4.0))
+    assert row == {"draft/loss": 3.0, "draft/overlap": 0.0, "draft/skipped_updates": 0} and told == []
+    row, found = trained((1.0, 2.0), (1.0, np.nan), (np.inf, 1.0), (np.nan, 1.0), (0.5, 4.0))
+    assert row == {"draft/loss": 3.0, "draft/overlap": 0.0, "draft/skipped_updates": 3}
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(told) == 1 and "in 3 of 5 microbatches" in told[0]
+    assert np.isnan(trained((np.nan, 1.0))[0]["draft/loss"])
 
 
 @pytest.mark.long
