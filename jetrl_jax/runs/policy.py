@@ -282,7 +282,8 @@ def load_policy(
             "(config.yaml)."
         )
     if config is not None:
-        return _build(policy_config(path, overrides, config), model=path)
+        model = None if is_adapter_directory(path) else path
+        return _build(policy_config(path, overrides, config), model=model)
     base = user_path(adapter_sections(path)["model"]["path"]) if is_adapter_directory(path) else path
     lengths = _lengths(read_config(base)) if (base / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))

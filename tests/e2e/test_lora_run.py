@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny import rows, run_here, shorter, tiny_config
 
 from bridge.hf.read import load_checkpoint
+from jetrl_jax.commands import evaluate
+from jetrl_jax.config.load import dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.parameters import named_params
@@ -25,6 +29,7 @@ FIELDS: dict[str, Any] = {
     "algorithm": {"kl_coef": 0.1, "minibatches": 2},
     "optimizer": {"learning_rate": 0.02},
 }
+IN_BF16 = FIELDS | {"precision": {"preset": "bf16"}}
 
 
 def logits_of(weights: Any, policy: Any) -> np.ndarray:
@@ -92,3 +97,19 @@ def test_adapters_of_a_directory_must_be_those_of_the_config(tmp_path: Path) -> 
         build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora | {"alpha": 4.0}}))
     with pytest.raises(UserError, match="the base is not there: got base_model_name_or_path='/nowhere'"):
         load_policy(tmp_path / "adapter")
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config gives task, tokenizer and formats; the directory gives the base and the adapters."""
+    policy = build_policy(tiny_config(tmp_path / "run", **IN_BF16))
+    policy.save_base(tmp_path / "base")
+    policy.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    file = tmp_path / "other.yaml"
+    file.write_text(dump_config(tiny_config(tmp_path / "run", **IN_BF16 | {"lora": {"rank": 2}})))
+    assert evaluate.main(["--checkpoint", str(tmp_path / "adapter"), "--config", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 8
+    read = load_policy(tmp_path / "adapter", config=file)
+    assert read.config.lora is not None and read.config.lora.rank == 4
+    ours, theirs = (jax.tree.leaves(published_weights(one)) for one in (policy, read))
+    assert all(map(np.array_equal, ours, theirs)) and len(ours) == len(theirs)
