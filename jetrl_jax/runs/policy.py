@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
+from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 
 ACCURACY = "eval/accuracy"
@@ -270,6 +271,8 @@ def load_policy(
             head = head or first_head(policy)
             template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
+        if settings.lora is not None:
+            _check_base(path, restored.metadata)
         nnx.update(policy.model, restored.state["params"])
         if "draft" in template:
             nnx.update(head, restored.state["draft"]["params"])
@@ -309,6 +312,26 @@ def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
     if problems:
         raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
     return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
+
+
+def base_files(directory: Path) -> dict[str, str]:
+    """The hash of each file that makes the base of adapters: its weights and its architecture."""
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")])
+    return {file.name: sha256_of(file) for file in files}
+
+
+def _check_base(run: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises if the base of a run is not the one that its adapters were trained for."""
+    found, expected = base_files(run / BASE_DIRECTORY), metadata.get("base") or {}
+    differing = [
+        f"{name}: got {found.get(name, '(absent)')}, expected {expected.get(name, '(absent)')}"
+        for name in sorted({*found, *expected})
+        if found.get(name) != expected.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"load_policy: {run / BASE_DIRECTORY} is not the base of the run's adapters: {'; '.join(differing)}."
+        )
 
 
 def with_base(policy: Policy, directory: Path) -> nnx.State:

@@ -38,8 +38,7 @@ from jetrl_jax.record.resume_rules import (
 )
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
-from jetrl_jax.runs.policy import BASE_DIRECTORY, with_base
-from jetrl_jax.tasks.fingerprint import sha256_of
+from jetrl_jax.runs.policy import BASE_DIRECTORY, base_files, with_base
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
@@ -155,8 +154,7 @@ class Run:
         """Hashes of tokenizer and data, and of the files of the base of adapters."""
         found = dict(self.parts.fingerprints)
         if self.config.lora is not None:
-            files = sorted(self.base_path.glob("*.safetensors"))
-            found["base"] = {file.name: sha256_of(file) for file in files}
+            found["base"] = base_files(self.base_path)
         return found
 
     @property

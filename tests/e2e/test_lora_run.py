@@ -17,10 +17,11 @@ from jetrl_jax.commands import evaluate
 from jetrl_jax.config.load import dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import is_adapter
-from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.parameters import named_params, select
+from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.grpo import GRPOTrainer
-from jetrl_jax.runs.policy import build_policy, load_policy, published_weights
+from jetrl_jax.runs.policy import base_files, build_policy, load_policy, published_weights
 from jetrl_jax.runs.sampler import PolicySampler
 
 FIELDS: dict[str, Any] = {
@@ -113,3 +114,25 @@ def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.Captu
     assert read.config.lora is not None and read.config.lora.rank == 4
     ours, theirs = (jax.tree.leaves(published_weights(one)) for one in (policy, read))
     assert all(map(np.array_equal, ours, theirs)) and len(ours) == len(theirs)
+
+
+def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
+    """Of weights, or of the architecture that config.json has."""
+    run = tmp_path / "run"
+    config = tiny_config(run, **IN_BF16)
+    policy = build_policy(config)
+    policy.save_base(run / "base")
+    (run / "config.yaml").write_text(dump_config(config))
+    with CheckpointStore(run / "checkpoints") as store:
+        store.save(0, {"params": select(policy.params, is_adapter)}, {"base": base_files(run / "base")})
+    ours, theirs = (dict(named_params(one.params)) for one in (policy, load_policy(run)))
+    assert all(np.array_equal(ours[path], theirs[path]) for path in ours if is_adapter(path))
+    file = run / "base" / "config.json"
+    kept = file.read_text()
+    file.write_text(json.dumps(json.loads(kept) | {"rms_norm_eps": 0.1}))
+    with pytest.raises(UserError, match=r"not the base .*: config\.json: got \w{64}, expected \w{64}\."):
+        load_policy(run)
+    file.write_text(kept)
+    build_policy(config.model_copy(update={"seed": 1})).save_base(run / "base")
+    with pytest.raises(UserError, match=r"not the base .*: model\.safetensors: got \w{64}"):
+        load_policy(run)
