@@ -157,7 +157,11 @@ def new_model_config(section: NewModelSection, tokenizer: Tokenizer) -> ModelCon
 
 
 def build_policy(
-    config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None
+    config: RunConfig,
+    *,
+    model: Decoder | str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    restored: bool = False,
 ) -> Policy:
     """The policy that a run starts from.
 
@@ -165,6 +169,7 @@ def build_policy(
       config: the run's config.
       model: a `Decoder` or a Hugging Face directory, in place of the config's; None takes the config's.
       tokenizer: replaces the config's.
+      restored: a checkpoint's adapters will replace these, so that `lora.path` is not read.
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
@@ -184,7 +189,7 @@ def build_policy(
         kept = numerics.dtype if adapters is not None and config.warm_start is None else None
         built = _read_model(path, sizes, numerics, adapters, kept)
     if adapters is not None and getattr(model, "adapters", None) is None:
-        nnx.update(built, _start_adapters(built, config))
+        nnx.update(built, _start_adapters(built, config, restored))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
@@ -260,7 +265,7 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         settings = policy_config(path, overrides, config)
-        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
+        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None, restored=True)
         scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
         template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         kept = trained.precision.kv_cache, trained.precision.kv_query
@@ -292,11 +297,11 @@ def load_policy(
     return _build(policy_config(path, overrides, rollout=lengths))
 
 
-def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
+def _start_adapters(model: Decoder, config: RunConfig, restored: bool) -> nnx.State:
     """New adapters, or those of `lora.path`."""
     fresh, section = start(model, config.seed), config.lora
     assert section is not None
-    if section.path is None:
+    if section.path is None or restored:
         return fresh
     found = read_adapter(section.path, model.config)
     problems = [
@@ -357,13 +362,13 @@ def first_head(policy: Policy) -> DraftHead:
         raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
 
 
-def _build(config: RunConfig, model: Path | None = None) -> Policy:
+def _build(config: RunConfig, model: Path | None = None, *, restored: bool = False) -> Policy:
     """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
     # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
-    policy = build_policy(config, model=model)
+    policy = build_policy(config, model=model, restored=restored)
     section = config.draft_head
     return (
         policy
@@ -397,6 +402,11 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
                 f"load_policy: the checkpoint is damaged: got step={number} of {run}: {error}. There "
                 f"are {steps}."
             ) from error
+
+
+def has_checkpoint(run: str | Path) -> bool:
+    """Whether a run directory has a checkpoint, whole or damaged."""
+    return bool(CheckpointStore(user_path(run) / "checkpoints", read_only=True).steps())
 
 
 def _best_step(run: Path, steps: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from jetrl_jax.precision.parameters import named_params, select
 from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.grpo import GRPOTrainer
-from jetrl_jax.runs.policy import base_files, build_policy, load_policy, published_weights
+from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights
 from jetrl_jax.runs.sampler import PolicySampler
 
 FIELDS: dict[str, Any] = {
@@ -116,23 +116,39 @@ def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.Captu
     assert all(map(np.array_equal, ours, theirs)) and len(ours) == len(theirs)
 
 
-def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
-    """Of weights, or of the architecture that config.json has."""
-    run = tmp_path / "run"
-    config = tiny_config(run, **IN_BF16)
+def saved(run: Path, **fields: Any) -> Policy:
+    """The policy of a run of no steps, saved as one."""
+    config = tiny_config(run, **IN_BF16 | fields)
     policy = build_policy(config)
     policy.save_base(run / "base")
     (run / "config.yaml").write_text(dump_config(config))
     with CheckpointStore(run / "checkpoints") as store:
         store.save(0, {"params": select(policy.params, is_adapter)}, {"base": base_files(run / "base")})
-    ours, theirs = (dict(named_params(one.params)) for one in (policy, load_policy(run)))
-    assert all(np.array_equal(ours[path], theirs[path]) for path in ours if is_adapter(path))
+    return policy
+
+
+def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
+    """Of weights, or of the architecture that config.json has."""
+    run = tmp_path / "run"
+    policy = saved(run)
     file = run / "base" / "config.json"
     kept = file.read_text()
     file.write_text(json.dumps(json.loads(kept) | {"rms_norm_eps": 0.1}))
     with pytest.raises(UserError, match=r"not the base .*: config\.json: got \w{64}, expected \w{64}\."):
         load_policy(run)
     file.write_text(kept)
-    build_policy(config.model_copy(update={"seed": 1})).save_base(run / "base")
+    build_policy(policy.config.model_copy(update={"seed": 1})).save_base(run / "base")
     with pytest.raises(UserError, match=r"not the base .*: model\.safetensors: got \w{64}"):
         load_policy(run)
+
+
+def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path) -> None:
+    given, run = tmp_path / "given", tmp_path / "run"
+    build_policy(tiny_config(run, **IN_BF16)).save_adapter(given, "/nowhere")
+    policy = saved(run, lora={"rank": 4, "alpha": 8.0, "path": str(given)}, warm_start=None)
+    shutil.rmtree(given)
+    ours, theirs = (dict(named_params(one.params)) for one in (policy, load_policy(run)))
+    assert all(np.array_equal(ours[path], theirs[path]) for path in ours if is_adapter(path))
+    GRPOTrainer(policy.config, reward_functions=[shorter], resume=True)
+    with pytest.raises(UserError, match=r"no adapter_config\.json"):
+        GRPOTrainer(policy.config, reward_functions=[shorter])
