@@ -323,9 +323,13 @@ class Run:
         return self.store.directory.parent / BASE_DIRECTORY
 
     def _start_params(self) -> nnx.State:
-        """The masters that the run begins with; in a resumed run with adapters those of its own base."""
+        """The masters that the run begins with; beside a checkpoint of adapters those of the run's own base.
+
+        A base without a checkpoint is of a start that was cut short, and is made again.
+        """
         policy = self.parts.policy
-        kept = self.config.lora is not None and self.directory.resumed and self.base_path.is_dir()
+        kept = self.config.lora is not None and self.directory.resumed and bool(self.store.steps())
+        kept = processes.exchange_json(kept)[0]
         return with_base(policy, self.base_path) if kept else policy.params
 
     def _save_base(self, params: nnx.State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -19,9 +20,11 @@ from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.parameters import named_params, select
 from jetrl_jax.record.checkpoint import CheckpointStore
+from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights
+from jetrl_jax.runs.run import Run
 from jetrl_jax.runs.sampler import PolicySampler
 
 FIELDS: dict[str, Any] = {
@@ -152,3 +155,20 @@ def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path)
     GRPOTrainer(policy.config, reward_functions=[shorter], resume=True)
     with pytest.raises(UserError, match=r"no adapter_config\.json"):
         GRPOTrainer(policy.config, reward_functions=[shorter])
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_run_without_a_checkpoint_makes_its_base_again(tmp_path: Path) -> None:
+    """Else it would train beside the base of a start that was cut short, and keep another one."""
+    run = tmp_path / "run"
+    config = saved(run, warm_start=None).config
+    build_policy(config.model_copy(update={"seed": 1})).save_base(run / "base")
+    shutil.rmtree(run / "checkpoints")
+    (run / METRICS_FILE).touch()
+    trainer = GRPOTrainer(config, reward_functions=[shorter], resume=True)
+    with contextlib.ExitStack() as stack:
+        published = Run(trainer.parts, stack, resume=True).step.state.published
+    on_disk = load_checkpoint(run / "base")[1]
+    trained_beside = {path: value for path, value in named_params(published) if not is_adapter(path)}
+    assert trained_beside.keys() == on_disk.keys()
+    assert all(np.array_equal(value, on_disk[path]) for path, value in trained_beside.items())
