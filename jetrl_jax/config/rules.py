@@ -88,6 +88,9 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     yield Rule(holds, "rollout.engine.speculative_config", what, "null, or lora: null")
     what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
     yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
+    what = "a warm start changes the base that these adapters were trained for"
+    holds = lora.path is None or config.warm_start is None
+    yield Rule(holds, "lora.path", what, "null, or warm_start: null")
     what = "a draft head is not trained beside adapters"
     holds = vllm or config.draft_head is None
     yield Rule(holds, "rollout.engine.speculation.kind", what, "lookup, or lora: null")

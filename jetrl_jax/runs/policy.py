@@ -41,6 +41,7 @@ from jetrl_jax.precision.numerics import kv_kinds
 from jetrl_jax.precision.parameters import jit, map_params, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
+from jetrl_jax.record.console import print_warning
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
@@ -189,7 +190,7 @@ def build_policy(
         kept = numerics.dtype if adapters is not None and config.warm_start is None else None
         built = _read_model(path, sizes, numerics, adapters, kept)
     if adapters is not None and getattr(model, "adapters", None) is None:
-        nnx.update(built, _start_adapters(built, config, restored))
+        nnx.update(built, _start_adapters(built, config, path, restored))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
@@ -297,8 +298,8 @@ def load_policy(
     return _build(policy_config(path, overrides, rollout=lengths))
 
 
-def _start_adapters(model: Decoder, config: RunConfig, restored: bool) -> nnx.State:
-    """New adapters, or those of `lora.path`."""
+def _start_adapters(model: Decoder, config: RunConfig, base: str | None, restored: bool) -> nnx.State:
+    """New adapters, or those of `lora.path`; base: the directory of the model."""
     fresh, section = start(model, config.seed), config.lora
     assert section is not None
     if section.path is None or restored:
@@ -316,6 +317,12 @@ def _start_adapters(model: Decoder, config: RunConfig, restored: bool) -> nnx.St
     ]
     if problems:
         raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
+    same = base is not None and user_path(base).resolve() == user_path(found.base or base).resolve()
+    if found.base is not None and not same:
+        print_warning(
+            f"lora.path: {section.path} names another base: got base_model_name_or_path={found.base!r}, expected "
+            f"model.path = {base!r}. Adapters fit only the weights that they were trained beside."
+        )
     return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
 
 

@@ -89,16 +89,21 @@ def test_run_with_adapters_is_exact_resumes_and_is_read_again(tmp_path: Path) ->
     assert done.returncode != 0 and "cannot merge" in done.stderr
 
 
-def test_adapters_of_a_directory_must_be_those_of_the_config(tmp_path: Path) -> None:
+def test_adapters_of_a_directory_must_be_those_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(tmp_path / "run", **FIELDS)
     policy = build_policy(config)
     policy.save_adapter(tmp_path / "adapter", "/nowhere")
     lora = {"rank": 4, "alpha": 8.0, "path": str(tmp_path / "adapter")}
-    given = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora}))
+    fields = FIELDS | {"lora": lora, "warm_start": None}
+    capsys.readouterr()
+    given = build_policy(tiny_config(tmp_path / "run", **fields))
+    assert "base_model_name_or_path='/nowhere', expected model.path = None" in capsys.readouterr().err
     ours, theirs = (dict(named_params(one.params)) for one in (policy, given))
     assert all(np.array_equal(ours[path], theirs[path]) for path in ours)
     with pytest.raises(UserError, match=r"lora\.path: .* got alpha=8\.0, expected lora\.alpha = 4\.0"):
-        build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora | {"alpha": 4.0}}))
+        build_policy(tiny_config(tmp_path / "run", **fields | {"lora": lora | {"alpha": 4.0}}))
     with pytest.raises(UserError, match="the base is not there: got base_model_name_or_path='/nowhere'"):
         load_policy(tmp_path / "adapter")
 

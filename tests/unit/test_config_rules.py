@@ -56,6 +56,9 @@ lora.targets: a layer stands twice
 lora.rank: vLLM has no place for adapters of this rank
     rollout: {engine: vllm}, lora: {rank: 1024, alpha: 1024}
     rollout: {engine: vllm}, lora: {rank: 512, alpha: 512}
+lora.path: a warm start changes the base that these adapters were trained for
+    lora: {path: adapter}, warm_start: {steps: 3}
+    lora: {path: adapter}
 precision.preset: the base is frozen in one format, and this flow trains in another one than it samples in
     precision: {preset: fp8_rollout_only}, lora: {}
     precision: {preset: fp8_forward}, lora: {}
