@@ -35,7 +35,7 @@ def adapter_sections(path: Path) -> dict[str, Any]:
       UserError: it is no plain LoRA, or its base is not on this machine.
     """
     values = read_adapter_config(path)
-    base, targets = values.get("base_model_name_or_path"), values["target_modules"]
+    base, targets = values.get("base_model_name_or_path"), values.get("target_modules")
     if not isinstance(base, str) or not (user_path(base) / "config.json").is_file():
         raise UserError(
             f"{path / CONFIG_FILE}: the base is not there: got base_model_name_or_path={base!r}, expected a "
