@@ -44,10 +44,10 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.temperature: vLLM samples at another temperature than the trainer scores at, or refuses it
     rollout: {temperature: 0.005, engine: vllm}
     rollout: {temperature: 0.01, engine: vllm}
-lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+lora.alpha: the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies
     lora: {rank: 32, alpha: 48}
     lora: {rank: 32, alpha: 16}
-lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+lora.alpha: the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies
     lora: {rank: 32, alpha: 32, rslora: true}
     lora: {rank: 64, alpha: 32, rslora: true}
 lora.targets: a layer stands twice
