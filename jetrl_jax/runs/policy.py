@@ -48,6 +48,7 @@ from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
 from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
+from pallas_kernels import ScaledArray
 
 ACCURACY = "eval/accuracy"
 BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
@@ -92,17 +93,24 @@ class Policy:
         )
 
     def merged(self) -> dict[str, np.ndarray]:
-        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
-        values = {
-            path: np.asarray(jnp.asarray(value, self.plan.value.dtype)).astype(np.float64)
-            for path, value in named_params(self.params)
-        }
+        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied.
+
+        Those of an FP8 base are its dequantised codes.  One matrix at a time is in float64.
+        """
+        masters = dict(named_params(self.params))
         scale = self.model.adapters.scale if self.model.adapters is not None else 0.0
+
+        def values(path: str) -> np.ndarray:
+            published = self.plan.publish_one(path, masters[path])
+            held = published.dequantize() if isinstance(published, ScaledArray) else published
+            return np.asarray(held, np.float64)
+
         made = {}
-        for path, value in values.items():
+        for path in masters:
             if not is_adapter(path):
-                a, b = (values.get(path.removesuffix("weight") + f"lora_{side}.weight") for side in "AB")
-                made[path] = (value if a is None or b is None else value + scale * b @ a).astype(np.float32)
+                a, b = (path.removesuffix("weight") + f"lora_{side}.weight" for side in "AB")
+                added = scale * values(b) @ values(a) if a in masters else 0.0
+                made[path] = (values(path) + added).astype(np.float32)
         return made
 
     def save_adapter(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import rows, run_here, shorter, tiny_config
 
 from bridge.hf.read import load_checkpoint
@@ -26,6 +27,8 @@ from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights
 from jetrl_jax.runs.run import Run
 from jetrl_jax.runs.sampler import PolicySampler
+from tests.oracles import fp8_oracle
+from tests.parity.small_policy import with_adapters
 
 FIELDS: dict[str, Any] = {
     "model": {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4},  # layers that vLLM holds in FP8
@@ -78,7 +81,7 @@ def test_run_with_adapters_is_exact_resumes_and_is_read_again(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     merged = load_checkpoint(tmp_path / "merged")[1]
     assert not any(map(is_adapter, merged))
-    base = np.asarray(params["layers.0.mlp.up_proj.weight"], np.float64)
+    base = np.asarray(dict(named_params(weights))["layers.0.mlp.up_proj.weight"].dequantize(), np.float64)
     a, b = (np.asarray(params[f"layers.0.mlp.up_proj.lora_{side}.weight"], np.float64) for side in "AB")
     whole_weight = base + 2.0 * b @ a
     bound = 2.0**-8 * (np.abs(whole_weight) + 3 * 2 * np.abs(b) @ np.abs(a))
@@ -177,3 +180,25 @@ def test_run_without_a_checkpoint_makes_its_base_again(tmp_path: Path) -> None:
     trained_beside = {path: value for path, value in named_params(published) if not is_adapter(path)}
     assert trained_beside.keys() == on_disk.keys()
     assert all(np.array_equal(value, on_disk[path]) for path, value in trained_beside.items())
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8_unified"])
+def test_merged_policy_has_the_values_that_were_multiplied(tmp_path: Path, preset: str) -> None:
+    """Of an FP8 base its codes times their scales, which differ from the weights that were rounded to codes."""
+    policy = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"precision": {"preset": preset}}))
+    nnx.update(policy.model, with_adapters(policy.params, 0))
+    merged, weights = policy.merged(), dict(named_params(published_weights(policy)))
+    assert not any(map(is_adapter, merged)) and merged.keys() == {*filter(lambda p: not is_adapter(p), weights)}
+    for path, value in merged.items():
+        held = weights[path]
+        if preset == "fp8_unified" and path.endswith("_proj.weight"):
+            codes = np.asarray(held.qvalue).view(np.uint8)
+            held = fp8_oracle.dequantize(codes, np.asarray(held.scale), held.block_shape)
+        expected = np.asarray(held, np.float64)
+        if path.endswith("_proj.weight"):
+            a, b = (
+                np.asarray(weights[path.removesuffix("weight") + f"lora_{side}.weight"], np.float64)
+                for side in "AB"
+            )
+            expected = expected + 2.0 * b @ a
+        assert np.abs(value - expected).max() <= 4 * 2.0**-24 * np.abs(expected).max(), path
