@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine, Generator, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jetrl_jax.errors import UserError
 
@@ -51,14 +51,14 @@ class Limit:
 class Call:
     """A request to a server, and the limit within which it must be answered.
 
-    words: whether the answer to a success is text for people, which is dropped.
+    form: of the answer to a success: JSON, plain text, or text for people, which is dropped.
     """
 
     method: str
     url: str
     body: dict[str, Any] | None
     limit: Limit
-    words: bool = False
+    form: Literal["json", "text", "dropped"] = "json"
 
 
 class Client:
@@ -85,10 +85,10 @@ class Client:
         self._thread.start()
 
     def call(self, call: Call) -> Any:
-        """The JSON of the answer; {} if it is empty.
+        """The answer in the form of the call; {} if it is dropped, or is to be JSON and is empty.
 
         Raises:
-          CallFailed: no connection, no answer in time, an error status, or an answer that is not JSON.
+          CallFailed: no connection, no answer in time, an error status, or an answer of another form.
         """
         return self._start(self._answer(call)).result()
 
@@ -137,9 +137,11 @@ class Client:
             raise CallFailed(f": {type(error).__name__}: {error}.") from error
         if not response.is_success:
             raise CallFailed(f" failed with status {response.status_code}: {response.text[:600]}")
-        if call.words:
+        if call.form == "dropped":
             return {}
-        if response.headers.get("content-type", "").startswith("text/plain"):
+        if call.form == "text":
+            if not response.headers.get("content-type", "").startswith("text/plain"):
+                raise CallFailed(f" answered no plain text: {response.content[:100]!r}.")
             return response.text
         try:
             return response.json() if response.content.strip() else {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class VllmEngine(RolloutEngine):
         self._base: list[Any] | None = None  # the arrays of a frozen base that vLLM holds
         self._adapters = 0  # number of adapters that it was given
         self._counts: dict[str, int] = {}
+        self._process_number = 0  # of vLLM's; a new process counts from 0
 
     def held(self, names: Sequence[str]) -> Manifest:
         """The manifest of the checkpoint tensors `names` as vLLM holds them; errors as `score`."""
@@ -93,7 +95,10 @@ class VllmEngine(RolloutEngine):
         self._hand_over_draft(draft_tensors(head))
 
     def counts(self) -> Mapping[str, int]:
-        """Of vLLM's own speculation: as `RolloutEngine.counts`; nothing without."""
+        """Of vLLM's own speculation: as `RolloutEngine.counts`.
+
+        Nothing without speculation, after a restart within the submission, or if vLLM's metrics failed.
+        """
         return self._counts
 
     def _load(self, published: Any, version: int) -> Manifest:
@@ -104,11 +109,16 @@ class VllmEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request], sampling: SamplingParams) -> Results:
         asked = [(request.prompt_ids, sampling_fields(sampling, request)) for request in requests]
-        before = self._speculated()
+        self._counts = {}
+        before, process = self._speculated(), self._process_number
         with contextlib.closing(self._ask(asked)) as answers:
             for place, answer in answers:
                 yield trajectory(requests[place], *self._completion(answer), sampling, self._version)
-        self._counts = {name: count - before[name] for name, count in self._speculated().items()}
+        after = self._speculated()
+        if before and after and process == self._process_number:
+            counts = {name: count - before[name] for name, count in after.items()}
+            # a server that somebody else restarted counts from 0
+            self._counts = counts if min(counts.values()) >= 0 else {}
 
     def _score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         check_sequences(sequences, self.settings.longest, self.model.vocab_size)
@@ -158,11 +168,15 @@ class VllmEngine(RolloutEngine):
         return name, self._adapters, save_adapter(directory / name, made)
 
     def _speculated(self) -> dict[str, int]:
-        """Counts of vLLM's speculation since it began; none without."""
+        """Counts of vLLM's speculation since its process began; none without, or if its metrics failed."""
         told = self.settings.described_speculation
         if told is None:
             return {}
-        return speculation_counts(self._metrics(), told["draft"]["num_speculative_tokens"])
+        try:
+            return speculation_counts(self._metrics(), told["draft"]["num_speculative_tokens"])
+        except EngineFailed as error:  # the next call of a dead server restarts it, or ends the run
+            print(f"the metrics of vLLM's speculation are left out: {error}", file=sys.stderr, flush=True)
+            return {}
 
     # How vLLM is run; each raises EngineFailed on failure
 

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -182,7 +182,7 @@ class ServerEngine(VllmEngine):
         return completion
 
     def _metrics(self) -> str:
-        return str(self._request("GET", "/metrics", self._sync_limit()))
+        return self._request("GET", "/metrics", self._sync_limit(), form="text")
 
     def _of_prompt(self, answer: Any, tokens: Sequence[int]) -> list[float]:
         with _reading(answer):
@@ -314,13 +314,24 @@ class ServerEngine(VllmEngine):
     def _of_worker(self, method: str, *arguments: Any, limit: Limit) -> Any:
         """The result of a method of this project's worker extension (`worker.transfer`)."""
         body = {"method": method, "args": arguments, "timeout": self.limits.sync_timeout_s}
-        return self._post("/collective_rpc", body, limit)["results"][0]
+        answer = self._post("/collective_rpc", body, limit)
+        with _reading(answer):
+            return answer["results"][0]
 
-    def _request(self, method: str, route: str, limit: Limit, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer of a route; {} if it is empty, or words."""
+    def _request(
+        self,
+        method: str,
+        route: str,
+        limit: Limit,
+        body: dict[str, Any] | None = None,
+        form: Literal["json", "text"] = "json",
+    ) -> Any:
+        """The answer of a route; {} if it is empty, or words for people."""
         with self._failing(route):
-            words = route.startswith("/v1/")
-            return self._client.call(Call(method, f"{self.url}{route}", body, limit, words))
+            call = Call(
+                method, f"{self.url}{route}", body, limit, "dropped" if route.startswith("/v1/") else form
+            )
+            return self._client.call(call)
 
     @contextlib.contextmanager
     def _failing(self, route: str) -> Iterator[None]:
@@ -345,7 +356,9 @@ class ServerEngine(VllmEngine):
         if self.owned:
             self._start()
         limit = self._sync_limit()
-        self._vllm = self._request("GET", "/version", limit).get("version", "?")
+        answer = self._request("GET", "/version", limit)
+        with _reading(answer):
+            self._vllm = answer.get("version", "?")
         check_version(self._vllm)
         self.operations = self._of_worker("jetrl_operations", limit=limit)
         if self.owned:
@@ -354,6 +367,7 @@ class ServerEngine(VllmEngine):
 
     def _start(self) -> None:
         """Starts the server and waits until it answers."""
+        self._process_number += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -417,7 +431,7 @@ def _reading(answer: Any) -> Iterator[None]:
     """Turns missing or malformed parts of an answer into `EngineFailed`."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineFailed(
             f"vLLM: an answer cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]}"
         ) from error

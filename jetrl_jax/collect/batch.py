@@ -37,11 +37,13 @@ class Group:
     def turn_rewards(self, weights: Mapping[str, float]) -> list[np.ndarray]:
         """Of each episode the weighted reward of each of the policy's turns, float64 [turns].
 
-        Reward functions other than the environment's see the whole episode and belong to its last turn.
+        Reward functions other than the environment's see the whole episode and belong to its last turn.  A
+        function of weight 0 is left out, as in the total, so that it may fail.
         """
         others = np.zeros(len(self.trajectories))
         for name, values in self.parts.items():
-            others += weights[name] * values if name != ENVIRONMENT_REWARD else 0.0
+            if name != ENVIRONMENT_REWARD and weights[name] != 0.0:
+                others += weights[name] * values
         rewards = []
         for trajectory, episode, rest in zip(self.trajectories, self.episodes, others, strict=True):
             turns = np.zeros(sum(turn.role == "policy" for turn in trajectory.turns))

@@ -74,6 +74,13 @@ class Collector:
             kept[:wanted] or batch.groups, failures if kept else batch.failures, rounds, counts
         )
 
+    def turn_rewards(self, batch: RolloutBatch) -> list[np.ndarray] | None:
+        """The rewards of each trajectory's turns, adding up to its reward; None if credit is per episode."""
+        if self.algorithm.credit == "episode":
+            return None
+        weights = self.rewards.weights
+        return [rewards for group in batch.groups for rewards in group.turn_rewards(weights)]
+
     def _sample(self, step: int, round_index: int, count: int, clock: StepClock) -> RolloutBatch:
         rollout, group = self.config.rollout, self.config.rollout.group_size
         prompts = self.prompts.take(count)

@@ -187,8 +187,8 @@ class EpisodePlayer:
 
         Args:
           seeds: turn -> a seed for each prompt.
-          clock: takes the seconds of ``rollout`` and ``environment``; of a stream those in which the engine
-            has nothing to do but wait for environments.
+          clock: takes the seconds of ``rollout`` and ``environment``; of a stream ``environment`` is the
+            resets, and the time in which the engine has nothing to do but wait for environments.
         """
         played = [_Played.begin(prompt) for prompt in prompts]
         counts: Counter[str] = Counter()

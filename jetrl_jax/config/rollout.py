@@ -20,6 +20,7 @@ from jetrl_jax.config.types import (
     Section,
     Text,
     UserPath,
+    has_home,
     must,
     option,
 )
@@ -75,6 +76,14 @@ VllmSpeculation = Annotated[
         lambda given: (given["method"] == "eagle3") == ("model" in given),
         "only a draft of eagle3 has weights",
         "model: its directory with method: eagle3, and no model with another one",
+    ),
+    must(
+        lambda given: (
+            "model" not in given
+            or (isinstance(given["model"], str) and given["model"] != "" and has_home(given["model"]))
+        ),
+        "a draft's model is not a directory",
+        "model: a path, such as runs/earlier/draft_head",
     ),
 ]
 

@@ -215,6 +215,11 @@ class RewardFunctions:
         """Names of the functions, in order."""
         return tuple(reward.name for reward in self._rewards)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Name -> weight in the total."""
+        return {reward.name: reward.weight for reward in self._rewards}
+
     def start(self) -> None:
         """Starts every worker and imports its function, so that a wrong name is a `UserError` early."""
         for reward in self._rewards:

@@ -113,7 +113,7 @@ def assemble(
     lengths = np.array([t.sampled_tokens for t in trajectories])
     values: Any
     if algorithm.credit == "turn":
-        values = _of_turns(algorithm, trajectories, turn_rewards or (), lengths, counted, sizes)
+        values = _of_turns(algorithm, trajectories, turn_rewards or (), total, lengths, counted, sizes)
     else:
         values = advantages.of_groups(
             algorithm.advantage, algorithm.shape_rewards(total, lengths), counted, sizes
@@ -164,6 +164,7 @@ def _of_turns(
     algorithm: ResolvedAlgorithm,
     trajectories: Sequence[Trajectory],
     turn_rewards: Sequence[NDArray[np.float64]],
+    total: NDArray[np.float64],
     lengths: NDArray[np.int64],
     counted: NDArray[np.bool_],
     sizes: Sequence[int],
@@ -177,6 +178,13 @@ def _of_turns(
             f"{list(map(len, turns))[:8]}, one for each of the policy's turns."
         )
     shaped = [np.array(rewards, np.float64) for rewards in turn_rewards]
+    for index in np.flatnonzero(counted):
+        off = abs(shaped[index].sum() - total[index])
+        if not off <= 1e-6 * (np.abs(shaped[index]).sum() + abs(total[index])):
+            raise ValueError(
+                "assemble: rewards of turns do not add up to the sample's: got "
+                f"{shaped[index].tolist()} of sample {index}, expected the sum {total[index]:g}."
+            )
     last = algorithm.shape_rewards(np.array([rewards[-1] for rewards in shaped]), lengths)
     for rewards, value in zip(shaped, last, strict=True):
         rewards[-1] = value

@@ -163,13 +163,18 @@ def sampling_engine(policy: Policy) -> RolloutEngine:
         draft = HeadDraft.of(policy.head, section.lengths)
     elif section is not None:
         on_stderr(
-            "rollout.engine.speculation: no trained draft head is there, so a forward samples one token; "
-            "rollout.engine.speculation.head_path names one."
+            "rollout.engine.speculation: no trained draft head is there, so a forward samples one token: got "
+            "head_path: null and weights without a head, expected a run's checkpoint, or "
+            "rollout.engine.speculation.head_path: the directory of a head, such as a run's draft_head."
         )
     engine = build_engine(policy, rollout, draft=draft)
-    engine.load(published_weights(policy), 0)
-    if policy.head is not None:
-        engine.load_draft(policy.head)
+    try:
+        engine.load(published_weights(policy), 0)
+        if policy.head is not None:
+            engine.load_draft(policy.head)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

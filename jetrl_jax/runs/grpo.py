@@ -97,6 +97,11 @@ class GRPOTrainer:
                 f"GRPOTrainer: a dataset has no turns: got dataset={type(dataset).__name__} with task.kind: "
                 "environment, expected one of the two."
             )
+        if config.algorithm.credit == "turn" and "task" not in (reward_functions or ["task"]):
+            raise UserError(
+                "GRPOTrainer: no turn has a reward of its own: got reward_functions without 'task' with "
+                "algorithm.credit: turn, expected the name 'task' among them, or credit: episode."
+            )
 
         def inputs() -> tuple[Task, Tokenizer]:
             made = build_task(config.task, config.seed) if dataset is None else as_task(dataset, config.task)

@@ -57,13 +57,15 @@ class Run:
       resume: continue from the latest checkpoint, if there is one.
 
     Raises:
-      UserError: the run directory is taken, or is resumed with another config or other data.
+      UserError: the run directory is taken, or is resumed with another config or other data; or, before
+        it is opened, the draft head is not one of this policy.
     """
 
     def __init__(self, parts: Parts, stack: contextlib.ExitStack, *, resume: bool) -> None:
         self.parts = parts
         self.config = parts.config
         self.console = parts.console
+        self.drafter = parts.new_drafter()  # before a file is written, since a head may be refused
         self.directory, checkpoints = self._open_directory(stack, resume)
         stack.enter_context(self.console)
         rewards = stack.enter_context(parts.new_rewards(self.directory.path))
@@ -86,7 +88,6 @@ class Run:
         self.done = 0
         self.profiling = False
         state = parts.programs.init(self._start_params())
-        self.drafter = parts.new_drafter()
         restored = self._restored(state)
         if restored is None:
             counters, state = Counters(), parts.calibrated(self._warm_start(state))

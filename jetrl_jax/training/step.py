@@ -160,7 +160,7 @@ class RLStep:
             microbatch_tokens=self.config.microbatch_tokens,
             seed=(self.config.seed, step),
             segment_unit=self.programs.segment_unit,
-            turn_rewards=self._turn_rewards(batch),
+            turn_rewards=self.collector.turn_rewards(batch),
         )
         if assembly.trained.any():
             self.counters.without_signal = 0 if assembly.signal else self.counters.without_signal + 1
@@ -203,12 +203,6 @@ class RLStep:
         row |= {"optimizer/grad_norm": float(np.mean(finite)) if finite else float("nan")}
         row |= {"count/train_tokens": tokens, "count/padding_fraction": 1 - tokens / places}
         return row
-
-    def _turn_rewards(self, batch: RolloutBatch) -> list[np.ndarray] | None:
-        if self.algorithm.credit == "episode":
-            return None
-        weights = {reward.name: reward.weight for reward in self.config.rewards}
-        return [rewards for group in batch.groups for rewards in group.turn_rewards(weights)]
 
     def _score(
         self, clock: StepClock, micro: list[TrainBatch]

@@ -8,8 +8,8 @@
     it breaks the contract            `UserError`: this is the author's error
 
 An episode that fails has no reward, so its sample is masked like one whose reward function failed.
-After `MAX_HANGS` time-outs in one call, or in one `Conversation`, the remaining episodes of the worker fail
-without a try.
+After `MAX_HANGS` time-outs or `MAX_CRASHES` crashes in one call, or in one `Conversation`, the remaining
+episodes of the worker fail without a try.
 """
 
 from __future__ import annotations
@@ -101,9 +101,13 @@ class _EnvironmentProcess(WorkerProcess):
             self.probe = Answer.of(self._ready["probe"])
             self._start_message["environment"] |= {"check": False}
 
+    @property
+    def _given_up(self) -> bool:
+        return self._hangs >= MAX_HANGS or self._crashes >= MAX_CRASHES
+
     def begin(self, jobs: Sequence[Job], keep: Sequence[int]) -> None:
         """Sends jobs, whose answers `finish` yields; closes environments of other episodes than `keep`."""
-        if jobs:
+        if jobs and not self._given_up:
             self._awake()
             try:
                 self._ask(jobs, keep)
@@ -115,7 +119,8 @@ class _EnvironmentProcess(WorkerProcess):
         """The answers; a worker that hangs or ends is started again and goes on after the job at fault."""
         rest = list(jobs)
         while rest:
-            if self._hangs >= MAX_HANGS or self._crashes >= MAX_CRASHES:
+            if self._given_up:
+                self._stop()  # no reply may answer a job of the next count
                 why = f"given up after {self._hangs} time-outs and {self._crashes} crashes"
                 failed = "timeout" if self._hangs >= MAX_HANGS else "exception"
                 yield from (Answer(failed, why) for _ in rest)

@@ -22,6 +22,7 @@ from tiny import ROOT, TINY, command_environment, rows
 from jetrl_jax.collect.clock import StepClock
 from jetrl_jax.config.load import config_from_dict
 from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.errors import UserError
 from jetrl_jax.rl.batching import count_denominators, pack
 from jetrl_jax.rollout.types import Trajectory, Turn
 from jetrl_jax.runs.grpo import GRPOTrainer
@@ -74,6 +75,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
     trainer = GRPOTrainer(config(directory))
     outcome = trainer.train()
     return directory, outcome, trainer
+
+
+def test_credit_per_turn_needs_the_reward_of_the_environment(tmp_path):
+    """Also among functions given in Python, which replace the config's."""
+    plain = config(tmp_path / "run")
+    turn = plain.model_copy(update={"algorithm": plain.algorithm.model_copy(update={"credit": "turn"})})
+    with pytest.raises(UserError, match="got reward_functions without 'task'"):
+        GRPOTrainer(turn, reward_functions=[lambda completions, **columns: [0.0] * len(completions)])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_episodes_is_exact_and_leaves_its_record(finished):

@@ -98,6 +98,18 @@ rollout.engine.speculative_config: a rule of acceptance that does not keep the d
 rollout.engine.speculative_config: only a draft of eagle3 has weights
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1}}}
     rollout: {engine: {kind: vllm, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculative_config: a draft's model is not a directory
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: null}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculative_config: a draft's model is not a directory
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: 3}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculative_config: a draft's model is not a directory
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: ""}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
+rollout.engine.speculative_config: a draft's model is not a directory
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: ~nobody-here/a}}}
+    rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}
 rollout.engine.draft_learning_rate: has no effect here
     rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: suffix, num_speculative_tokens: 1}}}
     rollout: {engine: {kind: vllm, draft_learning_rate: 1.0e-3, speculative_config: {method: eagle3, num_speculative_tokens: 1, model: a}}}

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from jetrl_jax.rollout.embedded.data_parallel import DataParallelEngine
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.engine import LoadReport, Reply, RolloutEngine
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
+from jetrl_jax.runs import engines
 from tests.oracles import decoder_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
 from tests.sections import engine_settings
@@ -412,6 +414,27 @@ def test_an_engine_describes_itself_in_json(case: Case) -> None:
     import json
 
     assert json.loads(json.dumps(case.engine.describe()))["mode"]
+
+
+@pytest.mark.parametrize("head", [None, "a head"])
+def test_a_sampling_engine_that_cannot_be_loaded_is_closed(
+    head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are refused, or, once they are there, its draft's."""
+    engine = ScriptedEngine(None)
+
+    def refuse(*_: Any) -> None:
+        raise EngineFailed("refused")
+
+    if head is None:
+        engine.after_load.append(refuse)
+    monkeypatch.setattr(engines, "build_engine", lambda *_, **__: engine)
+    monkeypatch.setattr(engines, "published_weights", lambda policy: None)
+    policy: Any = SimpleNamespace(config=SimpleNamespace(rollout=None, draft_head=None), head=head)
+    with pytest.raises((EngineFailed, NotImplementedError), match="refused" if head is None else "no draft"):
+        engines.sampling_engine(policy)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.sleep()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bridge.vllm.client import Call, Client, Limit
 from bridge.vllm.server import ServerEngine
 from bridge.vllm.settings import EngineFailed, require_exact, speculation_counts
-from jetrl_jax.config.load import load_config
+from jetrl_jax.config.load import config_from_dict, load_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.rollout.types import Request, SamplingParams
 from jetrl_jax.runs import engines
@@ -209,6 +212,10 @@ ANSWERS = {
         r"/sleep failed with status 302",
     ),
     "no_json": (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes!", r"/sleep answered no JSON: b'yes!'"),
+    "plain_text": (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\nyes!",
+        r"/sleep answered no JSON: b'yes!'",
+    ),
     "no_http": (b"SSH-2.0-server\r\n", r"/sleep: RemoteProtocolError: "),
 }
 
@@ -305,6 +312,20 @@ def test_nobody_listening_is_one_message_with_the_reason():
         engine.close()
 
 
+def test_an_answer_of_another_form_is_one_message(monkeypatch):
+    with StubServer() as server:  # each GET gets JSON
+        engine = engine_with(url=server.url)
+        with pytest.raises(EngineFailed, match=r"^vLLM: /metrics answered no plain text: b'{"):
+            engine._metrics()
+        engine._ready = False
+        monkeypatch.setattr(engine._client, "call", lambda call: ["0.32.0"])
+        with pytest.raises(EngineFailed, match=r"^vLLM: an answer cannot be read .AttributeError"):
+            engine._ensure_ready()
+        with pytest.raises(EngineFailed, match=r"^vLLM: an answer cannot be read .TypeError"):
+            engine._of_worker("jetrl_operations", limit=engine._sync_limit())
+        engine.close()
+
+
 def test_no_connection_outlives_its_call():
     """vLLM closes a connection after an error: a call on one that was kept may meet the closing."""
     policy = SmallPolicy("fp8_unified", QWEN3)
@@ -372,3 +393,54 @@ def test_counts_of_speculation_are_read_from_vllms_metrics() -> None:
     expected = {"drafted": 9, "accepted": 6, "verified": 5, "asked": 10, "accepted_1": 4, "accepted_2": 2}
     assert speculation_counts(text, 2) == expected | {"drafted_1": 5, "drafted_2": 5}
     assert set(speculation_counts("", 1).values()) == {0}
+
+
+LOST: dict[
+    str, tuple[list[int | None], int, bool]
+] = {  # counts before and after, processes between, whether kept
+    "same process": ([3, 8], 0, True),
+    "dead before": ([None, 8], 1, False),
+    "dead after": ([3, None], 0, False),
+    "restarted between": ([3, 8], 1, False),
+    "restarted by somebody else": ([8, 3], 0, False),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_server_that_dies_loses_counts_of_speculation_and_no_answer(kind, monkeypatch, capsys):
+    told, started, kept = LOST[kind]
+    engine, answered = engine_with(restarts=1), iter(told)
+    draft = {"method": "ngram", "num_speculative_tokens": 1}
+    engine.settings = changed(engine.settings, speculative_config=draft)
+
+    def metrics() -> str:
+        count = next(answered)
+        if count is None:
+            raise EngineFailed("vLLM: /metrics: Connection refused.")
+        return f'vllm:spec_decode_num_drafts_total{{engine="0"}} {count}\n'
+
+    def ask(asked):
+        engine._process_number += started
+        yield 0, None
+
+    monkeypatch.setattr(engine, "_metrics", metrics)
+    monkeypatch.setattr(engine, "_ask", ask)
+    monkeypatch.setattr(engine, "_completion", lambda answer: ([TOKEN], [-0.5], "stop"))
+    engine._counts = {"verified": 1}
+    assert [one.token_ids.tolist() for one in engine._sample(REQUESTS, SAMPLING)] == [[3, 4, 5, TOKEN]]
+    assert engine.counts().get("verified") == (5 if kept else None)
+    assert ("are left out: vLLM: /metrics" in capsys.readouterr().err) == (None in told)
+    engine.close()
+
+
+def test_a_missing_draft_head_is_told_with_what_is_expected(monkeypatch, capsys):
+    config = config_from_dict(
+        {"model": {"num_layers": 4}, "rollout": {"engine": {"speculation": {"kind": "head"}}}}
+    )
+    policy: Any = SimpleNamespace(config=config, head=None)
+    monkeypatch.setattr(engines, "published_weights", lambda policy: None)
+    monkeypatch.setattr(engines, "build_engine", lambda *_, draft: SimpleNamespace(load=lambda *_: draft))
+    engines.sampling_engine(policy)
+    assert re.search(
+        "no trained draft head .* got head_path: null .* expected .*head_path:", capsys.readouterr().err
+    )

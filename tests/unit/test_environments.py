@@ -199,6 +199,25 @@ def test_a_conversation_has_the_answers_of_play(module, fault):
         assert times[0, 3] < times[1, 2] and times[4, 2] < times[1, 2]
 
 
+@pytest.mark.parametrize(("limit", "fault"), [("MAX_HANGS", "hangs"), ("MAX_CRASHES", "dies")])
+def test_a_conversation_that_gave_up_leaves_no_answer_to_play(module, monkeypatch, limit, fault):
+    """Jobs after the limit are asked in a batch of their own, which `begin` must not send."""
+    monkeypatch.setattr(environments, limit, 1)
+    pool = pool_of(module, timeout_s=1.0)
+    first, second = pool.play([Job(0, 10), Job(1, 11)])
+    conversation, messages = pool.conversation(), []
+    conversation.begin([0, 1])
+    for job in (Job(0, 10, (fault,), first.digest), Job(1, 11, ("a",), second.digest)):
+        conversation.ask(job)
+        ((key, answer),) = conversation.answers(wait=True)
+        assert key == job.key
+        messages.append(answer.message)
+    conversation.close()
+    assert "given up" not in messages[0] and "given up" in messages[1]
+    assert [answer.observation for answer in pool.play([Job(0, 20), Job(1, 21)])] == ["20", "21"]
+    pool.close()
+
+
 def test_a_conversation_raises_on_a_broken_contract(module):
     pool = pool_of(module, "LateBreach")
     with pytest.raises(UserError, match="terminated='no', expected True or False"):

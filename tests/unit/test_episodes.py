@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jetrl_jax.collect.batch import Group
 from jetrl_jax.collect.clock import StepClock
 from jetrl_jax.collect.collector import Collector
 from jetrl_jax.collect.episodes import EpisodePlayer, episode_metrics
@@ -353,8 +354,13 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
             "prompts_per_step": 2,
             "group_size": 2,
         },
+        "rewards": [{"weight": 7.0}],  # replaced by functions with weights of their own
     }
     config = config_from_dict(data)
+
+    def ten(prompts: Any, completions: Any, answers: Any) -> list[float]:
+        return [10.0] * len(completions)
+
     pool = Pool(
         {(2, 1): Answer("timeout", "no answer within 1 s")}
         | {(i, 1): Answer(reward=i, terminated=True, digest="d") for i in (0, 1, 3)}
@@ -368,9 +374,9 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
 
     collector = Collector(
         config=config,
-        algorithm=type("Algorithm", (), {"dynamic_sampling": False})(),
+        algorithm=type("Algorithm", (), {"dynamic_sampling": False, "credit": "turn"})(),
         engine=ScriptedEngine([["a|"]] * 4),
-        rewards=RewardFunctions.from_config((RewardSection(),), Task()),
+        rewards=RewardFunctions.from_functions(["task", ten], Task(), weights=[2.0, 1.0]),
         tokenizer=TOKENIZER,
         prompts=Stream(),
         console=Console(1),
@@ -382,6 +388,35 @@ def test_collector_puts_episodes_into_groups_and_says_what_failed(capsys):
         "rollout",
         "environment",
     } <= clock.seconds.keys()
-    assert np.array_equal(batch.rewards, [0, 1, np.nan, 3], equal_nan=True)
-    assert [r.tolist() for r in batch.groups[0].turn_rewards({"task": 2.0})] == [[0.0], [2.0]]
+    assert np.array_equal(batch.rewards, [10, 12, np.nan, 16], equal_nan=True)
+    turns = [r.tolist() for r in collector.turn_rewards(batch)]
+    assert turns[:2] == [[10.0], [12.0]] and turns[3] == [16.0]
     assert "environment: timeout: no answer within 1 s" in capsys.readouterr().out
+
+
+def test_rewards_of_turns_add_up_to_the_total_where_a_function_of_weight_0_fails():
+    episodes, _, _ = play(
+        [["a|", "b|", "c|"], ["d|"]],
+        {
+            (0, 1): Answer(observation="<", reward=0.25, digest="d"),
+            (0, 2): Answer(observation="<", reward=-0.5, digest="d"),
+            (0, 3): Answer(reward=1.0, terminated=True),
+            (1, 1): Answer(reward=0.125, terminated=True),
+        },
+    )
+
+    def finished(prompts: Any, completions: Any, answers: Any) -> list[float]:
+        return [0.5, 0.75]
+
+    def fails(prompts: Any, completions: Any, answers: Any) -> list[float | None]:
+        return [None, 3.0]
+
+    functions = RewardFunctions.from_functions(["task", finished, fails], Task(), weights=[2, -1, 0])
+    examples, ids = [e.example for e in episodes], [e.trajectory.completion_ids for e in episodes]
+    result = functions(["?"] * 2, [""] * 2, examples, ["stop"] * 2, ids)
+    assert np.isnan(result.parts["fails"][0])
+    trajectories = [e.trajectory for e in episodes]
+    group = Group(prompts(1)[0], trajectories, [""] * 2, result.total, result.parts, episodes)
+    turns = group.turn_rewards(functions.weights)
+    assert [r.tolist() for r in turns] == [[0.5, -1.0, 1.5], [-0.5]]
+    assert [r.sum() for r in turns] == result.total.tolist() == [1.0, -0.5]

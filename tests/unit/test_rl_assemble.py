@@ -168,6 +168,11 @@ def test_credit_per_turn_is_that_of_process_supervision(name):
             given, rewards, resolved, correction_section(), unwanted,
             row_tokens=24, microbatch_tokens=48, seed=(3, 1), turn_rewards=flat[1:],
         )  # fmt: skip
+    with pytest.raises(ValueError, match=r"do not add up to the sample's: got \[.*\] of sample 0, expected"):
+        assemble(
+            given, rewards, resolved, correction_section(), unwanted,
+            row_tokens=24, microbatch_tokens=48, seed=(3, 1), turn_rewards=[2 * turns for turns in flat],
+        )  # fmt: skip
 
 
 def test_sizes_that_do_not_add_up_are_refused():

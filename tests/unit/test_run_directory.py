@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.errors import UserError
 from jetrl_jax.record import run_directory
+from jetrl_jax.record.console import Console
 from jetrl_jax.record.run_directory import (
     MAX_BAD_BATCHES,
     RunDirectory,
@@ -25,6 +30,7 @@ from jetrl_jax.record.run_directory import (
     read_jsonl,
     truncate_jsonl,
 )
+from jetrl_jax.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -267,3 +273,14 @@ def test_bad_batches_do_not_fill_the_disk(tmp_path: Path) -> None:
         assert len(list(run.bad_batches.iterdir())) == MAX_BAD_BATCHES
     assert len(warnings) == 1
     assert f"step {MAX_BAD_BATCHES}: loss" in warnings[0]
+
+
+def test_a_draft_head_of_another_policy_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise UserError("read_draft_head: another policy's")
+
+    config = RunConfig.model_validate({"run": {"directory": str(tmp_path / "run")}})
+    parts: Any = SimpleNamespace(config=config, console=Console(), new_drafter=refuse)
+    with contextlib.ExitStack() as stack, pytest.raises(UserError, match="another policy's"):
+        Run(parts, stack, resume=False)
+    assert list(tmp_path.iterdir()) == []

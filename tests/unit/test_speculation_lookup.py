@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
+from jetrl_jax.rollout.embedded.continuous_batching import EngineStatistics, Generation
 from jetrl_jax.rollout.embedded.draft_length import MEASURED, TRIED_AGAIN, DraftLength
-from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Lookup, Texts, repeated
+from jetrl_jax.rollout.embedded.speculation import NOTHING, REFUSED, Completions, Lookup, Texts, repeated
 
 
 def slow_lookup(text: list[int], last: int, tokens: int, longest: int) -> list[int]:
@@ -116,6 +120,27 @@ def test_a_draft_length_is_the_fastest_by_counts_and_times() -> None:
     assert sorted(others) in ([0, 0, 3], [0, 3, 3])
     assert length.speed(shape, 1) == pytest.approx(1.9 / 1.2)
     assert length.speed(shape, 3) == pytest.approx(1.9 / 1.6)
+
+
+def test_a_draft_length_follows_guesses_of_chunks_that_are_not_timed() -> None:
+    """Each chunk comes after an insert, so only those to be measured are timed; a head learns after the first
+    ones.
+    """
+    statistics, busy = EngineStatistics(), np.zeros(8, np.int64)
+    length = DraftLength((0, 1))
+    chosen: list[int] = []
+    while len(chosen) < 4 * TRIED_AGAIN:
+        k = length.choose((8, 64))
+        chunk = np.zeros((k + 1, 8), np.int32)  # of one step: token 0 in each slot, and the guess is kept
+        if len(chosen) < 2 * MEASURED:
+            chunk[1:] = REFUSED
+        began = time.perf_counter() - (1.5 if k else 1.0)
+        told = {"occupant": busy, "statistics": statistics, "state": SimpleNamespace(shape=(8, 64))}
+        now = {"drafted": k, "timed": length.measuring, "started": began, "length": length}
+        Generation._count(SimpleNamespace(**told, **now), chunk)  # type: ignore[arg-type]
+        chosen.append(k)
+    assert set(chosen[2 * MEASURED : TRIED_AGAIN]) == {0}
+    assert set(chosen[-TRIED_AGAIN + 1 :]) == {1}
 
 
 def test_a_draft_length_is_measured_for_each_shape() -> None:

@@ -344,8 +344,8 @@ class Generation:
             statistics.drafted += drafted
             statistics.accepted += accepted
             statistics.places.update({f"drafted_{place}": drafted, f"accepted_{place}": accepted})
-        if count and self.timed:
-            seconds = (time.perf_counter() - self.started) / count
+        if count:
+            seconds = (time.perf_counter() - self.started) / count if self.timed else None
             self.length.add(self.state.shape, self.drafted, seconds, active[:, 1:] >= 0)
 
     def _trajectory(self, index: int, version: int) -> Trajectory:

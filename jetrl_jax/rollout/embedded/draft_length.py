@@ -32,7 +32,7 @@ class DraftLength:
         self.kept = np.zeros(max(lengths))  # of the j-th guesses, those kept
         self.steps = np.zeros(max(lengths))  # of a sequence, that had a j-th guess
         self._seconds: dict[tuple[Shape, int], float] = {}
-        self._chunks: dict[tuple[Shape, int], int] = {}  # that were measured
+        self._chunks: dict[tuple[Shape, int], int] = {}
 
     def choose(self, shape: Shape) -> int:
         """The length of the next chunk."""
@@ -47,10 +47,13 @@ class DraftLength:
         """Tokens of a sequence in a second."""
         return float(1 + (self.kept / np.maximum(self.steps, 1))[:k].sum()) / self._seconds[shape, k]
 
-    def add(self, shape: Shape, k: int, seconds: float, kept: np.ndarray) -> None:
-        """Takes a chunk: seconds of a step, and whether each guess was kept, bool [steps, k]."""
+    def add(self, shape: Shape, k: int, seconds: float | None, kept: np.ndarray) -> None:
+        """Takes a chunk: seconds of a step, None where it was not timed, and whether each guess was kept,
+        bool [steps, k].
+        """
         self._chunks[shape, k] = self._chunks.get((shape, k), 0) + 1
-        self._seconds[shape, k] = min(seconds, self._seconds.get((shape, k), seconds))
+        if seconds is not None:
+            self._seconds[shape, k] = min(seconds, self._seconds.get((shape, k), seconds))
         self.kept[:k] += kept.sum(axis=0)
         self.steps[:k] += len(kept)
         older = np.where(self.steps > REMEMBERED, 0.5, 1.0)
