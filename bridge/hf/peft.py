@@ -40,8 +40,8 @@ _IGNORED = (
     "revision",
     "task_type",
 )
-# With another value of init_lora_weights PEFT changes the base when it loads an adapter, or reads a section of
-# settings (eva).
+# With another value of init_lora_weights PEFT changes the base when it loads an adapter, or reads settings of
+# its own (eva).
 _STARTS = (True, False, None, "gaussian", "orthogonal")
 _OFF: tuple[Any, ...] = (None, False, "none", {}, [])
 
@@ -161,7 +161,7 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> PeftAdapter:
     values, root = read_adapter_config(directory), user_path(directory)
     if not (root / WEIGHTS_FILE).is_file():
         raise UserError(
-            f"read_adapter: no {WEIGHTS_FILE}: got {str(root)!r}, expected a directory of PEFT with its weights."
+            f"read_adapter: no {WEIGHTS_FILE}: got {str(root)!r}, expected them beside {CONFIG_FILE}."
         )
     found = read_header(root / WEIGHTS_FILE)
     names, known = values.get("target_modules"), [matrix.name for matrix in MATRICES]

@@ -73,7 +73,9 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     if lora is None:
         return
     divisor = "the root of lora.rank" if lora.rslora else "lora.rank"
-    what = "the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies"
+    what = (
+        "the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies"
+    )
     holds = not config.numerics.exact or math.frexp(lora.scale)[0] == 0.5
     yield Rule(holds, "lora.alpha", what, f"a power of two times {divisor}, or numerics.exact: false")
     holds = config.precision.preset != "fp8_rollout_only"

@@ -4,9 +4,9 @@
 
 x is the layer's input before quantisation, A [r, in] and B [out, r] are rounded like every other parameter,
 and `round` is to the dtype between operations.  vLLM rounds at the same places, and its version 0.32
-multiplies B by s as it loads an adapter, for every device.  An exact run need not rely on this: it accepts only
-a power of two, for which s may stand at t or at B.  With `numerics.exact` both products are in float64 and
-rounded once, so that their bits do not depend on shapes.
+multiplies B by s as it loads an adapter, for every device.  An exact run need not rely on this: it accepts
+only a power of two, for which s may stand at t or at B.  With `numerics.exact` both products are in float64
+and rounded once, so that their bits do not depend on shapes.
 
     dt = dy (s B)     dB = s dy^T t     dA = dt^T x     dx = dt A
 

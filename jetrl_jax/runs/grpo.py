@@ -126,8 +126,7 @@ class GRPOTrainer:
         )
         self.task, tokenizer = early or inputs()
         restored = resume and has_checkpoint(self.config.run.directory)
-        options = {"model": model, "tokenizer": tokenizer, "restored": restored}
-        self.policy: Policy = build_policy(self.config, **options)
+        self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer, restored=restored)
         check_device(self.config, jax.default_backend() == "gpu")
         self.parts = self._new_parts(reward_functions, verifier)
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 from bridge.hf.draft import read_draft_head
 from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
-from bridge.hf.read import load_checkpoint, read_config, read_into
+from bridge.hf.read import open_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
@@ -73,7 +73,7 @@ class Policy:
 
     @property
     def params(self) -> nnx.State:
-        """The FP32 masters."""
+        """The FP32 masters; a base that nothing trains may be in the format in which it is published."""
         return nnx.state(self.model, nnx.Param)
 
     def save_base(self, directory: str | Path, params: nnx.State | None = None) -> None:
@@ -178,7 +178,8 @@ def build_policy(
       config: the run's config.
       model: a `Decoder` or a Hugging Face directory, in place of the config's; None takes the config's.
       tokenizer: replaces the config's.
-      restored: a checkpoint's adapters will replace these, so that `lora.path` is not read.
+      restored: a checkpoint follows: of a policy with adapters the base is not trained again, and `lora.path`
+        is not read.
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
@@ -195,7 +196,8 @@ def build_policy(
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
         # a base that nothing trains stays on the host until it is published
-        kept = numerics.dtype if adapters is not None and config.warm_start is None else None
+        frozen = adapters is not None and (restored or config.warm_start is None)
+        kept = numerics.dtype if frozen else None
         built = _read_model(path, sizes, numerics, adapters, kept)
     if adapters is not None and getattr(model, "adapters", None) is None:
         nnx.update(built, _start_adapters(built, config, path, restored))
@@ -274,7 +276,9 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         settings = policy_config(path, overrides, config)
-        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None, restored=True)
+        policy = _build(
+            settings, model=path / BASE_DIRECTORY if settings.lora is not None else None, restored=True
+        )
         scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
         template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         kept = trained.precision.kv_cache, trained.precision.kv_query
@@ -328,8 +332,8 @@ def _start_adapters(model: Decoder, config: RunConfig, base: str | None, restore
     same = base is not None and user_path(base).resolve() == user_path(found.base or base).resolve()
     if found.base is not None and not same:
         print_warning(
-            f"lora.path: {section.path} names another base: got base_model_name_or_path={found.base!r}, expected "
-            f"model.path = {base!r}. Adapters fit only the weights that they were trained beside."
+            f"lora.path: {section.path} names another base: got base_model_name_or_path={found.base!r}, "
+            f"expected model.path = {base!r}. Adapters fit only the weights that they were trained beside."
         )
     return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
 
@@ -350,13 +354,15 @@ def _check_base(run: Path, metadata: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise UserError(
-            f"load_policy: {run / BASE_DIRECTORY} is not the base of the run's adapters: {'; '.join(differing)}."
+            f"load_policy: {run / BASE_DIRECTORY} is not the base of the run's adapters: "
+            f"{'; '.join(differing)}."
         )
 
 
 def with_base(policy: Policy, directory: Path) -> nnx.State:
-    """The parameters of a policy with the base in a directory, as `Policy.save_base` wrote it."""
-    arrays = load_checkpoint(directory)[1]
+    """The parameters of a policy with the base that `Policy.save_base` wrote, in the format it has there."""
+    dtype = jnp.dtype(policy.plan.value.dtype)
+    arrays = {path: array.astype(dtype) for path, array in open_checkpoint(directory).arrays()}
     return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
@@ -456,7 +462,7 @@ def kv_scales(policy: Policy) -> jax.Array | None:
     count = min(PROBE_TOKENS, policy.config.max_sequence_tokens)
     ids = np.random.default_rng(PROBE_SEED).integers(0, policy.model.config.vocab_size, (1, count))
     (batch,) = padded_rows(ids.tolist(), 1, count)
-    params, publish, graphdef = _masters(policy), jit(policy.plan.publish), nnx.graphdef(policy.model)
+    params, publish, graphdef = policy.params, jit(policy.plan.publish), nnx.graphdef(policy.model)
     program = jit(lambda weights, *arrays: nnx.merge(graphdef, weights).with_use(*arrays)[1])
     for _ in range(2):  # with scales of 1, then with the first pass's
         largest = program(publish(params, scales), *batch).largest
@@ -466,8 +472,4 @@ def kv_scales(policy: Policy) -> jax.Array | None:
 
 def published_weights(policy: Policy) -> nnx.State:
     """The policy's weights in the form that an engine multiplies, with `kv_scales`."""
-    return jit(policy.plan.publish)(_masters(policy), kv_scales(policy))
-
-
-def _masters(policy: Policy) -> nnx.State:
-    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
+    return jit(policy.plan.publish)(policy.params, kv_scales(policy))

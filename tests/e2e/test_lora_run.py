@@ -24,7 +24,7 @@ from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.grpo import GRPOTrainer
-from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights
+from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights, with_base
 from jetrl_jax.runs.run import Run
 from jetrl_jax.runs.sampler import PolicySampler
 from tests.oracles import fp8_oracle
@@ -153,6 +153,18 @@ def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
         load_policy(run)
 
 
+def test_base_that_is_read_again_keeps_its_format(tmp_path: Path) -> None:
+    """Not FP32, in a policy that is loaded or resumed after a warm start too."""
+    policy = saved(tmp_path / "run")
+    read = load_policy(tmp_path / "run")
+    for params in (read.params, with_base(policy, tmp_path / "run" / "base")):
+        for path, value in named_params(params):
+            assert value.dtype == ("float32" if is_adapter(path) else "bfloat16"), path
+    weights = dict(named_params(published_weights(read)))
+    for path, value in named_params(policy.params):
+        assert np.array_equal(weights[path], value.astype("bfloat16")), path
+
+
 def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path) -> None:
     given, run = tmp_path / "given", tmp_path / "run"
     build_policy(tiny_config(run, **IN_BF16)).save_adapter(given, "/nowhere")
@@ -188,7 +200,9 @@ def test_merged_policy_has_the_values_that_were_multiplied(tmp_path: Path, prese
     policy = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"precision": {"preset": preset}}))
     nnx.update(policy.model, with_adapters(policy.params, 0))
     merged, weights = policy.merged(), dict(named_params(published_weights(policy)))
-    assert not any(map(is_adapter, merged)) and merged.keys() == {*filter(lambda p: not is_adapter(p), weights)}
+    assert not any(map(is_adapter, merged)) and merged.keys() == {
+        *filter(lambda p: not is_adapter(p), weights)
+    }
     for path, value in merged.items():
         held = weights[path]
         if preset == "fp8_unified" and path.endswith("_proj.weight"):

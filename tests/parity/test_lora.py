@@ -249,7 +249,9 @@ def test_fp16_with_adapters_is_exact_and_scales_its_loss() -> None:
         loss_scale=scale_of(2.0**10),
     )
     sizes = {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 6}
-    engine = JaxEngine(small.model, small.plan, max_prompt_tokens=8, max_completion_tokens=12, pad_id=0, **sizes)
+    engine = JaxEngine(
+        small.model, small.plan, max_prompt_tokens=8, max_completion_tokens=12, pad_id=0, **sizes
+    )
     state, algorithm = programs.init(small.params), resolve_algorithm(algorithm_section(), 12)
     asked = [Request(i, [3 + i, 7, 9 + i][: 1 + i % 3], 100 + i) for i in range(8)]
     for version in range(2):
