@@ -28,7 +28,8 @@ from jetrl_jax.models.config import ModelConfig
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path")
-# These describe the past of an adapter, or the settings of a feature that another key turns on.
+# These describe the past of an adapter, or the settings of a feature that another key turns on.  Dropout was
+# of its training: nothing here drops inputs, and a run that goes on from the adapter does not either.
 _IGNORED = (
     "auto_mapping",
     "inference_mode",
@@ -39,8 +40,9 @@ _IGNORED = (
     "revision",
     "task_type",
 )
-# With another value of init_lora_weights PEFT changes the base when it loads an adapter.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# With another value of init_lora_weights PEFT changes the base when it loads an adapter, or reads settings of
+# its own (eva).
+_STARTS = (True, False, None, "gaussian", "orthogonal")
 _OFF: tuple[Any, ...] = (None, False, "none", {}, [])
 
 
@@ -158,7 +160,9 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> PeftAdapter:
     """
     values, root = read_adapter_config(directory), user_path(directory)
     if not (root / WEIGHTS_FILE).is_file():
-        raise UserError(f"read_adapter: no {WEIGHTS_FILE}: got {str(root)!r}.")
+        raise UserError(
+            f"read_adapter: no {WEIGHTS_FILE}: got {str(root)!r}, expected them beside {CONFIG_FILE}."
+        )
     found = read_header(root / WEIGHTS_FILE)
     names, known = values.get("target_modules"), [matrix.name for matrix in MATRICES]
     if not isinstance(names, list):  # a pattern: the tensors tell

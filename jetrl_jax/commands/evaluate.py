@@ -1,7 +1,7 @@
 """`python -m jetrl_jax evaluate --checkpoint RUN`: held-out accuracy, pass@k and greedy accuracy of a policy.
 
 For a run directory, the run's own config gives task and sizes, and `--step` chooses the checkpoint.  A
-Hugging Face directory needs `--config`.  Prints one JSON object.
+Hugging Face directory, or one of PEFT, needs `--config`.  Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def main(argv: list[str]) -> int:
         type=user_path,
         required=True,
         metavar="DIR",
-        help="run directory, or Hugging Face directory",
+        help="run directory, Hugging Face directory, or one of PEFT",
     )
     add_step_argument(parser)
     parser.add_argument(
         "--config",
         type=user_path,
         metavar="FILE",
-        help="config with the task, needed for a Hugging Face directory",
+        help="config with the task, needed if DIR is no run",
     )
     parser.add_argument(
         "--set",
@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     policy_config(arguments.checkpoint, arguments.overrides, arguments.config)
     if arguments.config is None and not is_run(arguments.checkpoint):
         raise UserError(
-            f"evaluate: no task: got the Hugging Face directory {arguments.checkpoint} without "
-            "--config, expected --config FILE."
+            f"evaluate: no task: got {arguments.checkpoint}, which is no run, without --config, expected "
+            "--config FILE."
         )
 
     from jetrl_jax.runs.engines import sampling_engine

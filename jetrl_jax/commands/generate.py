@@ -1,7 +1,7 @@
 """`python -m jetrl_jax generate --checkpoint DIR --prompt TEXT`: talk to a trained policy.
 
-DIR is a run directory (`--step` chooses the checkpoint) or a Hugging Face directory.  Without --prompt, each
-line of standard input is a prompt, answered as it arrives.
+DIR is a run directory (`--step` chooses the checkpoint), a Hugging Face directory, or one of PEFT.  Without
+--prompt, each line of standard input is a prompt, answered as it arrives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         type=user_path,
         required=True,
         metavar="DIR",
-        help="run directory, or Hugging Face directory",
+        help="run directory, Hugging Face directory, or one of PEFT",
     )
     add_step_argument(parser)
     parser.add_argument(

@@ -73,7 +73,9 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     if lora is None:
         return
     divisor = "the root of lora.rank" if lora.rslora else "lora.rank"
-    what = "the factor of an adapter is no power of two, and vLLM then rounds elsewhere"
+    what = (
+        "the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies"
+    )
     holds = not config.numerics.exact or math.frexp(lora.scale)[0] == 0.5
     yield Rule(holds, "lora.alpha", what, f"a power of two times {divisor}, or numerics.exact: false")
     holds = config.precision.preset != "fp8_rollout_only"
@@ -88,6 +90,9 @@ def _lora(config: RunConfig) -> Iterator[Rule]:
     yield Rule(holds, "rollout.engine.speculative_config", what, "null, or lora: null")
     what, expected = "vLLM has no place for adapters of this rank", f"at most {VLLM_LORA_RANK}"
     yield Rule(not vllm or lora.rank <= VLLM_LORA_RANK, "lora.rank", what, expected)
+    what = "a warm start changes the base that these adapters were trained for"
+    holds = lora.path is None or config.warm_start is None
+    yield Rule(holds, "lora.path", what, "null, or warm_start: null")
     what = "a draft head is not trained beside adapters"
     holds = vllm or config.draft_head is None
     yield Rule(holds, "rollout.engine.speculation.kind", what, "lookup, or lora: null")

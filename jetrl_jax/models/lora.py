@@ -3,9 +3,10 @@
     y = round(base(x) + round(t . (s B)^T)),   t = round(x . A^T)       s = alpha / r, or alpha / sqrt(r)
 
 x is the layer's input before quantisation, A [r, in] and B [out, r] are rounded like every other parameter,
-and `round` is to the dtype between operations.  vLLM rounds at the same places.  It multiplies B by s on a
-CPU and t on a GPU, which is the same for a power of two; an exact run accepts no other s.  With
-`numerics.exact` both products are in float64 and rounded once, so that their bits do not depend on shapes.
+and `round` is to the dtype between operations.  vLLM rounds at the same places, and its version 0.32
+multiplies B by s as it loads an adapter, for every device.  An exact run need not rely on this: it accepts
+only a power of two, for which s may stand at t or at B.  With `numerics.exact` both products are in float64
+and rounded once, so that their bits do not depend on shapes.
 
     dt = dy (s B)     dB = s dy^T t     dA = dt^T x     dx = dt A
 

@@ -186,16 +186,15 @@ class PrecisionPlan:
                 f"expected {None if not self.kinds else 'one for each layer and'} {self.kinds} in FP8."
             )
 
-        def publish_one(path: str, value: jax.Array) -> Any:
-            # a copy even in FP32, because an update donates the masters' buffers
-            source = jnp.array(value, self.value.dtype)
-            blocks = self.flow(path).rollout.blocks
-            return (
-                source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
-            )
-
-        published = map_params(publish_one, params)
+        published = map_params(self.publish_one, params)
         return published if scales is None else kv_cache.with_scales(published, self.by_path(scales))
+
+    def publish_one(self, path: str, value: jax.Array) -> Any:
+        """One parameter as the engine multiplies it, of its FP32 master."""
+        # a copy even in FP32, because an update donates the masters' buffers
+        source = jnp.array(value, self.value.dtype)
+        blocks = self.flow(path).rollout.blocks
+        return source if blocks is None else quantize(source, blocks.weight, scale_format=self.scale_format)
 
     def by_path(self, scales: Any) -> dict[str, Any]:
         """Path -> scale, of scales [L, n]."""

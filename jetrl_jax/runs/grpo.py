@@ -43,7 +43,7 @@ from jetrl_jax.record.stop_signals import StopSignals
 from jetrl_jax.rewards.functions import check_answers
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.runs.parts import Parts
-from jetrl_jax.runs.policy import Policy, build_policy, policy_parts
+from jetrl_jax.runs.policy import Policy, build_policy, has_checkpoint, policy_parts
 from jetrl_jax.runs.run import Run
 from jetrl_jax.tasks.base import Task
 from jetrl_jax.tasks.environment import EnvironmentTask
@@ -125,7 +125,8 @@ class GRPOTrainer:
             self.config.run.steps, stream=None if processes.is_first() else open(os.devnull, "w")
         )
         self.task, tokenizer = early or inputs()
-        self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer)
+        restored = resume and has_checkpoint(self.config.run.directory)
+        self.policy: Policy = build_policy(self.config, model=model, tokenizer=tokenizer, restored=restored)
         check_device(self.config, jax.default_backend() == "gpu")
         self.parts = self._new_parts(reward_functions, verifier)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from flax import nnx
 
 from bridge.hf.draft import read_draft_head
 from bridge.hf.peft import PeftAdapter, read_adapter, save_adapter
-from bridge.hf.read import load_checkpoint, read_config, read_into
+from bridge.hf.read import open_checkpoint, read_config, read_into
 from bridge.hf.write import decoder_parameters, save_checkpoint
 from jetrl_jax.config.arithmetic import build_adapters, build_numerics, build_plan
 from jetrl_jax.config.load import load_config, override_config
@@ -41,11 +41,14 @@ from jetrl_jax.precision.numerics import kv_kinds
 from jetrl_jax.precision.parameters import jit, map_params, named_params, select
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.record.checkpoint import CheckpointStore, CorruptCheckpoint, Restored
+from jetrl_jax.record.console import print_warning
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
 from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
+from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
+from pallas_kernels import ScaledArray
 
 ACCURACY = "eval/accuracy"
 BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
@@ -70,7 +73,7 @@ class Policy:
 
     @property
     def params(self) -> nnx.State:
-        """The FP32 masters."""
+        """The FP32 masters; a base that nothing trains may be in the format in which it is published."""
         return nnx.state(self.model, nnx.Param)
 
     def save_base(self, directory: str | Path, params: nnx.State | None = None) -> None:
@@ -90,17 +93,24 @@ class Policy:
         )
 
     def merged(self) -> dict[str, np.ndarray]:
-        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied."""
-        values = {
-            path: np.asarray(jnp.asarray(value, self.plan.value.dtype)).astype(np.float64)
-            for path, value in named_params(self.params)
-        }
+        """Path -> float32 of the policy without adapters: W + s B A, of the values that are multiplied.
+
+        Those of an FP8 base are its dequantised codes.  One matrix at a time is in float64.
+        """
+        masters = dict(named_params(self.params))
         scale = self.model.adapters.scale if self.model.adapters is not None else 0.0
+
+        def values(path: str) -> np.ndarray:
+            published = self.plan.publish_one(path, masters[path])
+            held = published.dequantize() if isinstance(published, ScaledArray) else published
+            return np.asarray(held, np.float64)
+
         made = {}
-        for path, value in values.items():
+        for path in masters:
             if not is_adapter(path):
-                a, b = (values.get(path.removesuffix("weight") + f"lora_{side}.weight") for side in "AB")
-                made[path] = (value if a is None or b is None else value + scale * b @ a).astype(np.float32)
+                a, b = (path.removesuffix("weight") + f"lora_{side}.weight" for side in "AB")
+                added = scale * values(b) @ values(a) if a in masters else 0.0
+                made[path] = (values(path) + added).astype(np.float32)
         return made
 
     def save_adapter(
@@ -156,7 +166,11 @@ def new_model_config(section: NewModelSection, tokenizer: Tokenizer) -> ModelCon
 
 
 def build_policy(
-    config: RunConfig, *, model: Decoder | str | Path | None = None, tokenizer: Tokenizer | None = None
+    config: RunConfig,
+    *,
+    model: Decoder | str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    restored: bool = False,
 ) -> Policy:
     """The policy that a run starts from.
 
@@ -164,6 +178,8 @@ def build_policy(
       config: the run's config.
       model: a `Decoder` or a Hugging Face directory, in place of the config's; None takes the config's.
       tokenizer: replaces the config's.
+      restored: a checkpoint follows: of a policy with adapters the base is not trained again, and `lora.path`
+        is not read.
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
@@ -180,10 +196,11 @@ def build_policy(
             nnx.update(built, nnx.state(model, nnx.Param))
     else:
         # a base that nothing trains stays on the host until it is published
-        kept = numerics.dtype if adapters is not None and config.warm_start is None else None
+        frozen = adapters is not None and (restored or config.warm_start is None)
+        kept = numerics.dtype if frozen else None
         built = _read_model(path, sizes, numerics, adapters, kept)
     if adapters is not None and getattr(model, "adapters", None) is None:
-        nnx.update(built, _start_adapters(built, config))
+        nnx.update(built, _start_adapters(built, config, path, restored))
     built.remat = config.batch.remat == "layer"
     plan = build_plan([name for name, _ in named_params(nnx.state(built, nnx.Param))], config.precision)
     return Policy(built, tokenizer, plan, config)
@@ -259,7 +276,9 @@ def load_policy(
     path = user_path(directory)
     if is_run(path):
         settings = policy_config(path, overrides, config)
-        policy = _build(settings, model=path / BASE_DIRECTORY if settings.lora is not None else None)
+        policy = _build(
+            settings, model=path / BASE_DIRECTORY if settings.lora is not None else None, restored=True
+        )
         scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
         template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         kept = trained.precision.kv_cache, trained.precision.kv_query
@@ -270,6 +289,8 @@ def load_policy(
             head = head or first_head(policy)
             template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
+        if settings.lora is not None:
+            _check_base(path, restored.metadata)
         nnx.update(policy.model, restored.state["params"])
         if "draft" in template:
             nnx.update(head, restored.state["draft"]["params"])
@@ -282,17 +303,18 @@ def load_policy(
             "(config.yaml)."
         )
     if config is not None:
-        return _build(policy_config(path, overrides, config), model=path)
+        model = None if is_adapter_directory(path) else path
+        return _build(policy_config(path, overrides, config), model=model)
     base = user_path(adapter_sections(path)["model"]["path"]) if is_adapter_directory(path) else path
     lengths = _lengths(read_config(base)) if (base / "config.json").is_file() else None
     return _build(policy_config(path, overrides, rollout=lengths))
 
 
-def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
-    """New adapters, or those of `lora.path`."""
+def _start_adapters(model: Decoder, config: RunConfig, base: str | None, restored: bool) -> nnx.State:
+    """New adapters, or those of `lora.path`; base: the directory of the model."""
     fresh, section = start(model, config.seed), config.lora
     assert section is not None
-    if section.path is None:
+    if section.path is None or restored:
         return fresh
     found = read_adapter(section.path, model.config)
     problems = [
@@ -307,12 +329,40 @@ def _start_adapters(model: Decoder, config: RunConfig) -> nnx.State:
     ]
     if problems:
         raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
+    same = base is not None and user_path(base).resolve() == user_path(found.base or base).resolve()
+    if found.base is not None and not same:
+        print_warning(
+            f"lora.path: {section.path} names another base: got base_model_name_or_path={found.base!r}, "
+            f"expected model.path = {base!r}. Adapters fit only the weights that they were trained beside."
+        )
     return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
 
 
+def base_files(directory: Path) -> dict[str, str]:
+    """The hash of each file that makes the base of adapters: its weights and its architecture."""
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")])
+    return {file.name: sha256_of(file) for file in files}
+
+
+def _check_base(run: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises if the base of a run is not the one that its adapters were trained for."""
+    found, expected = base_files(run / BASE_DIRECTORY), metadata.get("base") or {}
+    differing = [
+        f"{name}: got {found.get(name, '(absent)')}, expected {expected.get(name, '(absent)')}"
+        for name in sorted({*found, *expected})
+        if found.get(name) != expected.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"load_policy: {run / BASE_DIRECTORY} is not the base of the run's adapters: "
+            f"{'; '.join(differing)}."
+        )
+
+
 def with_base(policy: Policy, directory: Path) -> nnx.State:
-    """The parameters of a policy with the base in a directory, as `Policy.save_base` wrote it."""
-    arrays = load_checkpoint(directory)[1]
+    """The parameters of a policy with the base that `Policy.save_base` wrote, in the format it has there."""
+    dtype = jnp.dtype(policy.plan.value.dtype)
+    arrays = {path: array.astype(dtype) for path, array in open_checkpoint(directory).arrays()}
     return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
@@ -333,13 +383,13 @@ def first_head(policy: Policy) -> DraftHead:
         raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
 
 
-def _build(config: RunConfig, model: Path | None = None) -> Policy:
+def _build(config: RunConfig, model: Path | None = None, *, restored: bool = False) -> Policy:
     """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
     # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
         config = override_config(config, ["rollout.engine.sleep=false"])
-    policy = build_policy(config, model=model)
+    policy = build_policy(config, model=model, restored=restored)
     section = config.draft_head
     return (
         policy
@@ -375,6 +425,11 @@ def _restore(run: Path, step: int | Literal["last", "best"], template: Any) -> R
             ) from error
 
 
+def has_checkpoint(run: str | Path) -> bool:
+    """Whether a run directory has a checkpoint, whole or damaged."""
+    return bool(CheckpointStore(user_path(run) / "checkpoints", read_only=True).steps())
+
+
 def _best_step(run: Path, steps: Sequence[int]) -> int:
     """The step among `steps` with the highest recorded `eval/accuracy`, the last of equals."""
     rows = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
@@ -407,7 +462,7 @@ def kv_scales(policy: Policy) -> jax.Array | None:
     count = min(PROBE_TOKENS, policy.config.max_sequence_tokens)
     ids = np.random.default_rng(PROBE_SEED).integers(0, policy.model.config.vocab_size, (1, count))
     (batch,) = padded_rows(ids.tolist(), 1, count)
-    params, publish, graphdef = _masters(policy), jit(policy.plan.publish), nnx.graphdef(policy.model)
+    params, publish, graphdef = policy.params, jit(policy.plan.publish), nnx.graphdef(policy.model)
     program = jit(lambda weights, *arrays: nnx.merge(graphdef, weights).with_use(*arrays)[1])
     for _ in range(2):  # with scales of 1, then with the first pass's
         largest = program(publish(params, scales), *batch).largest
@@ -417,8 +472,4 @@ def kv_scales(policy: Policy) -> jax.Array | None:
 
 def published_weights(policy: Policy) -> nnx.State:
     """The policy's weights in the form that an engine multiplies, with `kv_scales`."""
-    return jit(policy.plan.publish)(_masters(policy), kv_scales(policy))
-
-
-def _masters(policy: Policy) -> nnx.State:
-    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), policy.params)
+    return jit(policy.plan.publish)(policy.params, kv_scales(policy))

@@ -6,6 +6,7 @@ it names, runs in BF16, or as a config file says.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def adapter_sections(path: Path) -> dict[str, Any]:
       UserError: it is no plain LoRA, or its base is not on this machine.
     """
     values = read_adapter_config(path)
-    base, targets = values.get("base_model_name_or_path"), values["target_modules"]
+    base, targets = values.get("base_model_name_or_path"), values.get("target_modules")
     if not isinstance(base, str) or not (user_path(base) / "config.json").is_file():
         raise UserError(
             f"{path / CONFIG_FILE}: the base is not there: got base_model_name_or_path={base!r}, expected a "
@@ -65,7 +66,7 @@ def policy_config(
     Args:
       directory: a run directory, a Hugging Face directory or one of PEFT.
       overrides: changes of the config (`a.b=c`), as after ``--set``.
-      config: YAML file in place of the run's.
+      config: YAML file in place of the run's; its `model` and `lora` give way to those of a PEFT directory.
       rollout: fields of `rollout` for a Hugging Face directory without a config.
 
     Raises:
@@ -78,6 +79,11 @@ def policy_config(
             f"no policy there: got {path}, expected a run directory (config.yaml), a Hugging Face "
             "directory (config.json) or one of PEFT (adapter_config.json)."
         )
+    if config is not None and adapter is not None and not is_run(path):
+        # the adapters are trained, and stand on a base that is
+        given = {**adapter, "warm_start": None}
+        own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items()]
+        return load_config(config, [*own, *overrides])
     if config is not None or is_run(path):
         return load_config(config or path / "config.yaml", overrides)
     fields = {

@@ -38,8 +38,7 @@ from jetrl_jax.record.resume_rules import (
 )
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
-from jetrl_jax.runs.policy import BASE_DIRECTORY, with_base
-from jetrl_jax.tasks.fingerprint import sha256_of
+from jetrl_jax.runs.policy import BASE_DIRECTORY, base_files, with_base
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
@@ -156,8 +155,7 @@ class Run:
         """Hashes of tokenizer and data, and of the files of the base of adapters."""
         found = dict(self.parts.fingerprints)
         if self.config.lora is not None:
-            files = sorted(self.base_path.glob("*.safetensors"))
-            found["base"] = {file.name: sha256_of(file) for file in files}
+            found["base"] = base_files(self.base_path)
         return found
 
     @property
@@ -326,9 +324,13 @@ class Run:
         return self.store.directory.parent / BASE_DIRECTORY
 
     def _start_params(self) -> nnx.State:
-        """The masters that the run begins with; in a resumed run with adapters those of its own base."""
+        """The masters that the run begins with; beside a checkpoint of adapters those of the run's own base.
+
+        A base without a checkpoint is of a start that was cut short, and is made again.
+        """
         policy = self.parts.policy
-        kept = self.config.lora is not None and self.directory.resumed and self.base_path.is_dir()
+        kept = self.config.lora is not None and self.directory.resumed and bool(self.store.steps())
+        kept = processes.exchange_json(kept)[0]
         return with_base(policy, self.base_path) if kept else policy.params
 
     def _save_base(self, params: nnx.State) -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import rows, run_here, shorter, tiny_config
 
 from bridge.hf.read import load_checkpoint
+from jetrl_jax.commands import evaluate
+from jetrl_jax.config.load import dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import is_adapter
-from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.parameters import named_params, select
+from jetrl_jax.record.checkpoint import CheckpointStore
+from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rollout.embedded.score import Scorer
 from jetrl_jax.runs.grpo import GRPOTrainer
-from jetrl_jax.runs.policy import build_policy, load_policy, published_weights
+from jetrl_jax.runs.policy import Policy, base_files, build_policy, load_policy, published_weights, with_base
+from jetrl_jax.runs.run import Run
 from jetrl_jax.runs.sampler import PolicySampler
+from tests.oracles import fp8_oracle
+from tests.parity.small_policy import with_adapters
 
 FIELDS: dict[str, Any] = {
     "model": {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4},  # layers that vLLM holds in FP8
@@ -25,6 +36,7 @@ FIELDS: dict[str, Any] = {
     "algorithm": {"kl_coef": 0.1, "minibatches": 2},
     "optimizer": {"learning_rate": 0.02},
 }
+IN_BF16 = FIELDS | {"precision": {"preset": "bf16"}}
 
 
 def logits_of(weights: Any, policy: Any) -> np.ndarray:
@@ -69,7 +81,7 @@ def test_run_with_adapters_is_exact_resumes_and_is_read_again(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     merged = load_checkpoint(tmp_path / "merged")[1]
     assert not any(map(is_adapter, merged))
-    base = np.asarray(params["layers.0.mlp.up_proj.weight"], np.float64)
+    base = np.asarray(dict(named_params(weights))["layers.0.mlp.up_proj.weight"].dequantize(), np.float64)
     a, b = (np.asarray(params[f"layers.0.mlp.up_proj.lora_{side}.weight"], np.float64) for side in "AB")
     whole_weight = base + 2.0 * b @ a
     bound = 2.0**-8 * (np.abs(whole_weight) + 3 * 2 * np.abs(b) @ np.abs(a))
@@ -80,15 +92,127 @@ def test_run_with_adapters_is_exact_resumes_and_is_read_again(tmp_path: Path) ->
     assert done.returncode != 0 and "cannot merge" in done.stderr
 
 
-def test_adapters_of_a_directory_must_be_those_of_the_config(tmp_path: Path) -> None:
+def test_adapters_of_a_directory_must_be_those_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(tmp_path / "run", **FIELDS)
     policy = build_policy(config)
     policy.save_adapter(tmp_path / "adapter", "/nowhere")
     lora = {"rank": 4, "alpha": 8.0, "path": str(tmp_path / "adapter")}
-    given = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora}))
+    fields = FIELDS | {"lora": lora, "warm_start": None}
+    capsys.readouterr()
+    given = build_policy(tiny_config(tmp_path / "run", **fields))
+    assert "base_model_name_or_path='/nowhere', expected model.path = None" in capsys.readouterr().err
     ours, theirs = (dict(named_params(one.params)) for one in (policy, given))
     assert all(np.array_equal(ours[path], theirs[path]) for path in ours)
     with pytest.raises(UserError, match=r"lora\.path: .* got alpha=8\.0, expected lora\.alpha = 4\.0"):
-        build_policy(tiny_config(tmp_path / "run", **FIELDS | {"lora": lora | {"alpha": 4.0}}))
+        build_policy(tiny_config(tmp_path / "run", **fields | {"lora": lora | {"alpha": 4.0}}))
     with pytest.raises(UserError, match="the base is not there: got base_model_name_or_path='/nowhere'"):
         load_policy(tmp_path / "adapter")
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config gives task, tokenizer and formats; the directory gives the base and the adapters."""
+    policy = build_policy(tiny_config(tmp_path / "run", **IN_BF16))
+    policy.save_base(tmp_path / "base")
+    policy.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    file = tmp_path / "other.yaml"
+    file.write_text(dump_config(tiny_config(tmp_path / "run", **IN_BF16 | {"lora": {"rank": 2}})))
+    assert evaluate.main(["--checkpoint", str(tmp_path / "adapter"), "--config", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 8
+    read = load_policy(tmp_path / "adapter", config=file)
+    assert read.config.lora is not None and read.config.lora.rank == 4
+    ours, theirs = (jax.tree.leaves(published_weights(one)) for one in (policy, read))
+    assert all(map(np.array_equal, ours, theirs)) and len(ours) == len(theirs)
+
+
+def saved(run: Path, **fields: Any) -> Policy:
+    """The policy of a run of no steps, saved as one."""
+    config = tiny_config(run, **IN_BF16 | fields)
+    policy = build_policy(config)
+    policy.save_base(run / "base")
+    (run / "config.yaml").write_text(dump_config(config))
+    with CheckpointStore(run / "checkpoints") as store:
+        store.save(0, {"params": select(policy.params, is_adapter)}, {"base": base_files(run / "base")})
+    return policy
+
+
+def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
+    """Of weights, or of the architecture that config.json has."""
+    run = tmp_path / "run"
+    policy = saved(run)
+    file = run / "base" / "config.json"
+    kept = file.read_text()
+    file.write_text(json.dumps(json.loads(kept) | {"rms_norm_eps": 0.1}))
+    with pytest.raises(UserError, match=r"not the base .*: config\.json: got \w{64}, expected \w{64}\."):
+        load_policy(run)
+    file.write_text(kept)
+    build_policy(policy.config.model_copy(update={"seed": 1})).save_base(run / "base")
+    with pytest.raises(UserError, match=r"not the base .*: model\.safetensors: got \w{64}"):
+        load_policy(run)
+
+
+def test_base_that_is_read_again_keeps_its_format(tmp_path: Path) -> None:
+    """Not FP32, in a policy that is loaded or resumed after a warm start too."""
+    policy = saved(tmp_path / "run")
+    read = load_policy(tmp_path / "run")
+    for params in (read.params, with_base(policy, tmp_path / "run" / "base")):
+        for path, value in named_params(params):
+            assert value.dtype == ("float32" if is_adapter(path) else "bfloat16"), path
+    weights = dict(named_params(published_weights(read)))
+    for path, value in named_params(policy.params):
+        assert np.array_equal(weights[path], value.astype("bfloat16")), path
+
+
+def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path) -> None:
+    given, run = tmp_path / "given", tmp_path / "run"
+    build_policy(tiny_config(run, **IN_BF16)).save_adapter(given, "/nowhere")
+    policy = saved(run, lora={"rank": 4, "alpha": 8.0, "path": str(given)}, warm_start=None)
+    shutil.rmtree(given)
+    ours, theirs = (dict(named_params(one.params)) for one in (policy, load_policy(run)))
+    assert all(np.array_equal(ours[path], theirs[path]) for path in ours if is_adapter(path))
+    GRPOTrainer(policy.config, reward_functions=[shorter], resume=True)
+    with pytest.raises(UserError, match=r"no adapter_config\.json"):
+        GRPOTrainer(policy.config, reward_functions=[shorter])
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_run_without_a_checkpoint_makes_its_base_again(tmp_path: Path) -> None:
+    """Else it would train beside the base of a start that was cut short, and keep another one."""
+    run = tmp_path / "run"
+    config = saved(run, warm_start=None).config
+    build_policy(config.model_copy(update={"seed": 1})).save_base(run / "base")
+    shutil.rmtree(run / "checkpoints")
+    (run / METRICS_FILE).touch()
+    trainer = GRPOTrainer(config, reward_functions=[shorter], resume=True)
+    with contextlib.ExitStack() as stack:
+        published = Run(trainer.parts, stack, resume=True).step.state.published
+    on_disk = load_checkpoint(run / "base")[1]
+    trained_beside = {path: value for path, value in named_params(published) if not is_adapter(path)}
+    assert trained_beside.keys() == on_disk.keys()
+    assert all(np.array_equal(value, on_disk[path]) for path, value in trained_beside.items())
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8_unified"])
+def test_merged_policy_has_the_values_that_were_multiplied(tmp_path: Path, preset: str) -> None:
+    """Of an FP8 base its codes times their scales, which differ from the weights that were rounded to codes."""
+    policy = build_policy(tiny_config(tmp_path / "run", **FIELDS | {"precision": {"preset": preset}}))
+    nnx.update(policy.model, with_adapters(policy.params, 0))
+    merged, weights = policy.merged(), dict(named_params(published_weights(policy)))
+    assert not any(map(is_adapter, merged)) and merged.keys() == {
+        *filter(lambda p: not is_adapter(p), weights)
+    }
+    for path, value in merged.items():
+        held = weights[path]
+        if preset == "fp8_unified" and path.endswith("_proj.weight"):
+            codes = np.asarray(held.qvalue).view(np.uint8)
+            held = fp8_oracle.dequantize(codes, np.asarray(held.scale), held.block_shape)
+        expected = np.asarray(held, np.float64)
+        if path.endswith("_proj.weight"):
+            a, b = (
+                np.asarray(weights[path.removesuffix("weight") + f"lora_{side}.weight"], np.float64)
+                for side in "AB"
+            )
+            expected = expected + 2.0 * b @ a
+        assert np.abs(value - expected).max() <= 4 * 2.0**-24 * np.abs(expected).max(), path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,6 +21,9 @@ from jetrl_jax.precision.parameters import jit, merge, named_params, select
 from jetrl_jax.precision.trainable_weight import FrozenFp8Weight
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import count_denominators, pack
+from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
+from jetrl_jax.rollout.types import Request, SamplingParams
+from jetrl_jax.training.loss_scale import LossScale
 from jetrl_jax.training.programs import PolicyPrograms
 from pallas_kernels import ScaledArray, quantize
 from tests.oracles.tolerances import U_BF16, gamma
@@ -228,3 +232,52 @@ def test_adapters_start_as_pefts_do_and_leave_the_base_as_without_them() -> None
         assert np.array_equal(value, own[path]), path
     drawn = {np.asarray(value).tobytes() for path, value in first.items() if ".lora_A." in path}
     assert len(drawn) == len(EVERY)
+
+
+@pytest.mark.long
+def test_fp16_with_adapters_is_exact_and_scales_its_loss() -> None:
+    """Engine and trainer have the same bits, before and after an update; a scale of the loss changes a gradient
+    by FP16's roundings at most, and an overflow in an adapter's dt halves it and moves nothing.
+    """
+    small = SmallPolicy("fp16", adapters=ADAPTERS)
+    programs = PolicyPrograms(
+        small.model,
+        small.plan,
+        optax.adam(1e-2),
+        temperature=0.8,
+        chunk_tokens=1000,
+        loss_scale=scale_of(2.0**10),
+    )
+    sizes = {"slots": 4, "prefill_rows": 4, "decode_chunk_tokens": 6}
+    engine = JaxEngine(
+        small.model, small.plan, max_prompt_tokens=8, max_completion_tokens=12, pad_id=0, **sizes
+    )
+    state, algorithm = programs.init(small.params), resolve_algorithm(algorithm_section(), 12)
+    asked = [Request(i, [3 + i, 7, 9 + i][: 1 + i % 3], 100 + i) for i in range(8)]
+    for version in range(2):
+        engine.load(state.published, version)
+        answers = engine.generate(asked, SamplingParams(0.8, 12, (1, 2), 5))
+        (batch,) = pack(answers, np.linspace(-1, 1, 8), np.ones(8, bool), 160, 160)
+        denominators = count_denominators([batch], 12)
+        grads, _, logprobs = programs.policy_gradient(state, batch, denominators, algorithm)
+        mask = np.asarray(batch.loss_mask)
+        assert mask.sum() > 20
+        assert np.array_equal(np.asarray(logprobs)[mask], np.asarray(batch.rollout_logprobs)[mask])
+        unscaled = dataclasses.replace(state, loss_scale=scale_of(1.0))
+        plain = dict(named_params(programs.policy_gradient(unscaled, batch, denominators, algorithm)[0]))
+        for path, value in named_params(grads):
+            error = np.linalg.norm(value / 2.0**10 - plain[path])
+            assert 0 < error < 0.02 * np.linalg.norm(plain[path]), path
+        state, report = programs.update(state, grads)
+        expected = np.sqrt(sum(np.sum(np.square(value)) for value in plain.values()))
+        assert not report.nonfinite and report.grad_norm == pytest.approx(expected, rel=0.02)
+    before = bits(state.params)
+    state = dataclasses.replace(state, loss_scale=scale_of(2.0**24))
+    grads = programs.policy_gradient(state, batch, denominators, algorithm)[0]
+    state, report = programs.update(state, grads)
+    assert report.nonfinite and bits(state.params) == before
+    assert state.loss_scale is not None and state.loss_scale.factor == 2.0**23
+
+
+def scale_of(factor: float) -> LossScale:
+    return LossScale(jnp.float32(factor), jnp.int32(0), 100)

@@ -44,10 +44,10 @@ rollout.temperature: vLLM samples at another temperature than the trainer scores
 rollout.temperature: vLLM samples at another temperature than the trainer scores at, or refuses it
     rollout: {temperature: 0.005, engine: vllm}
     rollout: {temperature: 0.01, engine: vllm}
-lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+lora.alpha: the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies
     lora: {rank: 32, alpha: 48}
     lora: {rank: 32, alpha: 16}
-lora.alpha: the factor of an adapter is no power of two, and vLLM then rounds elsewhere
+lora.alpha: the factor of an adapter is no power of two, and bits then depend on the matrix that it multiplies
     lora: {rank: 32, alpha: 32, rslora: true}
     lora: {rank: 64, alpha: 32, rslora: true}
 lora.targets: a layer stands twice
@@ -56,6 +56,9 @@ lora.targets: a layer stands twice
 lora.rank: vLLM has no place for adapters of this rank
     rollout: {engine: vllm}, lora: {rank: 1024, alpha: 1024}
     rollout: {engine: vllm}, lora: {rank: 512, alpha: 512}
+lora.path: a warm start changes the base that these adapters were trained for
+    lora: {path: adapter}, warm_start: {steps: 3}
+    lora: {path: adapter}
 precision.preset: the base is frozen in one format, and this flow trains in another one than it samples in
     precision: {preset: fp8_rollout_only}, lora: {}
     precision: {preset: fp8_forward}, lora: {}

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from bridge.hf.peft import PeftAdapter, adapter_shapes, read_adapter, save_adapter
 from jetrl_jax.errors import UserError
+from jetrl_jax.runs.policy_config import adapter_sections
 from tests.small_model import MINUTE, small_model
 
 MODEL = small_model(**MINUTE)
@@ -82,6 +83,7 @@ def test_read_adapter_gives_back_what_was_written(directory: Path, tmp_path: Pat
         {"trainable_token_indices": [3]},
         {"init_lora_weights": "pissa_niter_16"},
         {"init_lora_weights": "olora"},
+        {"init_lora_weights": "eva"},
         {"fan_in_fan_out": True},
         {"something_new": 1},
     ],
@@ -123,3 +125,18 @@ def test_adapters_that_are_not_finite_are_neither_written_nor_read(directory: Pa
         read_adapter(directory, MODEL)
     with pytest.raises(UserError, match=r"no adapter_config\.json"):
         read_adapter(tmp_path, MODEL)
+    file.unlink()
+    with pytest.raises(UserError, match=r"no adapter_model\.safetensors: got .*, expected"):
+        read_adapter(directory, MODEL)
+
+
+def test_adapter_sections_needs_a_list_of_layers(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    edit(directory, base_model_name_or_path=str(tmp_path))
+    assert adapter_sections(directory)["lora"]["targets"] == sorted(TARGETS)
+    file = directory / "adapter_config.json"
+    values = json.loads(file.read_text())
+    del values["target_modules"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="target_modules=None, expected a list"):
+        adapter_sections(directory)
