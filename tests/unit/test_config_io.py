@@ -324,7 +324,9 @@ VALUES = {
     "number": st.floats(1e-300, 0.99) | st.sampled_from([1e-6, 3e-5, 0.1, 0.5]),
     "boolean": st.booleans(),
     "string": st.text(min_size=1, max_size=12) | st.sampled_from([text for text in HOSTILE if text]),
-    "integers": st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True).map(lambda more: [0, *more]),
+    "integers": st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True).map(
+        lambda more: [0, *more]
+    ),
     "texts": st.lists(st.sampled_from(["q_proj", "down_proj", "nothing"]), min_size=1, max_size=3),
     "object": st.dictionaries(st.text(max_size=5), plain, max_size=3),
 }
