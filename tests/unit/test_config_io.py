@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -363,8 +364,11 @@ def configs(draw: st.DrawFn) -> RunConfig:
         try:
             return config_from_dict(data)
         except UserError as error:
+            before = copy.deepcopy(data)
             for path in re.findall(r"^the config: ([\w.]+): ", str(error), re.MULTILINE):
                 take_out(data, path.split("."))
+            if data == before:  # a field that is missing is blamed
+                del data[next(iter(data))]
 
 
 def take_out(data: Any, path: list[str]) -> None:
