@@ -263,7 +263,13 @@ class ExactPunica:
         output_slices: tuple[int, ...],
         **options: Any,
     ) -> None:
-        """vLLM's call: adds to y [T, N] what the adapter of each token makes of x [T, K]."""
+        """vLLM's call: adds to y [T, N] what the adapter of each token makes of x [T, K].
+
+        Raises:
+          ValueError: a scale that is not 1, which a vLLM that multiplies t in place of B would give.
+        """
+        if scale != 1.0:
+            raise ValueError(f"exact adapters: got scale={scale}, expected 1.0, as B is multiplied already.")
         indices = self.token_lora_indices[: len(x)]  # type: ignore[attr-defined]
         flat, start = y.view(-1, y.shape[-1]), 0
         for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):

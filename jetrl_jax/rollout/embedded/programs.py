@@ -110,7 +110,9 @@ class EnginePrograms:
         streams: bool = False,
     ) -> None:
         if streams and draft is not None:
-            raise NotImplementedError("EnginePrograms: a stream drafts no tokens: got a draft.")
+            raise NotImplementedError(
+                "EnginePrograms: a stream drafts no tokens: got a draft, expected none."
+            )
         self.streams = streams
         self.config = model.config
         self.numerics = model.numerics
