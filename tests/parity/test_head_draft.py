@@ -23,25 +23,30 @@ from jetrl_jax.rollout.types import Request
 from jetrl_jax.training import draft
 from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms
-from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, resolved
+from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
 DEEP = dataclasses.replace(CONFIG, num_layers=4)
 
 
 LONG = pytest.mark.long
-HEADS = [
-    ("bf16", (0, 1)),
-    pytest.param("bf16", (0, 1, 3), marks=LONG),
-    pytest.param("fp16", (0, 7), marks=LONG),
-    pytest.param("fp8_rollout_only", (0, 3), marks=LONG),
-    pytest.param("fp8_unified, fp8 cache", (0, 3, 7), marks=LONG),
+HEADS = [  # flow, lengths, slots, chunk
+    ("bf16", (0, 1), 5, 2),
+    pytest.param("bf16", (0, 1, 3), 32, 3, marks=LONG),  # the last sequences in fewer slots
+    pytest.param("fp16", (0, 7), 1, 1, marks=LONG),
+    pytest.param("fp8_rollout_only", (0, 3), 5, 12, marks=LONG),
+    pytest.param("fp8_unified, fp8 cache", (0, 3, 7), 5, 2, marks=LONG),
 ]
 
 
-@pytest.mark.parametrize(("preset", "lengths"), HEADS)
+@pytest.mark.parametrize(("preset", "lengths", "slots", "chunk"), HEADS)
 def test_a_head_gives_the_tokens_and_bits_of_one_by_one(
-    preset: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, quick_compilation: None
+    preset: str,
+    lengths: tuple[int, ...],
+    slots: int,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_compilation: None,
 ) -> None:
     """A new head, one of NaN, and the first again, whose slots have the keys of the other; lengths by chance.
 
@@ -50,10 +55,9 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(
     """
     name, _, cache = preset.removesuffix(" cache").partition(", ")
     policy = SmallPolicy(name, DEEP, **({"kv_cache": cache} if cache else {}))
-    sizes, rng, chosen = SIZES | {"max_prompt_tokens": 9}, np.random.default_rng(0), [0]
-    asked = requests()
-    longer = [Request(len(asked) + i, [5 + i] * 9, 100 + i) for i in range(6)]
-    asked = [*asked, *longer]
+    sizes = SIZES | {"max_prompt_tokens": 9, "slots": slots, "decode_chunk_tokens": chunk}
+    rng, chosen = np.random.default_rng(0), [0]
+    asked = [*requests(), *(Request(100 + i, [5 + i] * 9, 100 + i) for i in range(6))]
     head = DraftHead(DEEP, policy.numerics, np.arange(0, VOCAB, 2), rngs=nnx.Rngs(0))
     engine = JaxEngine(policy.model, policy.plan, draft=HeadDraft.of(head, lengths), **sizes)
     engine.load(policy.published, 0)
@@ -92,7 +96,7 @@ def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pyt
     monkeypatch.setattr(draft, "draft_gradient", gradient)
     graphdef, weights = nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     told: list[str] = []
-    head = DraftHead(DEEP, resolved(), np.arange(VOCAB), rngs=nnx.Rngs(0))
+    head: Any = nnx.merge(graphdef, weights)  # any module with parameters
     programs: Any = SimpleNamespace(graphdef=graphdef)
     trainer = DraftTrainer(head, programs, 1e-3, (2,), told.append)
     start = trainer.saved

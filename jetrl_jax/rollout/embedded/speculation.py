@@ -16,7 +16,7 @@ drawn from the policy, but from logits whose last bits are those of another prog
 
 A rejected token leaves its keys and values above the sequence.  No query sees them: the step whose query
 first sees a place writes it before.  They must be finite, since a hidden key has weight 0 and 0 times NaN is
-NaN; `Lookup` proposes no token that is not in the sequence or in a sibling whose log-probabilities are finite.
+NaN; `Lookup` proposes no token that is not in the sequence or in a sibling with finite log-probabilities.
 
 Rejection sampling (Leviathan et al., arXiv 2211.17192) keeps the distribution but draws other tokens.
 Accepting a sample under shared noise is Daliri et al., arXiv 2408.07978.
@@ -242,9 +242,7 @@ class Texts:
         self.finished: list[list[np.ndarray]] = [[] for _ in prompts]
         self.spoilt = np.zeros(len(prompt_of), bool)  # a log-probability was not finite
 
-    def add(
-        self, request: np.ndarray, offset: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> None:
+    def add(self, request: np.ndarray, offset: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Takes sampled tokens, each of a request at an offset of its completion.
 
         A request with a log-probability that is not finite is shown to no other one from then on.
