@@ -345,16 +345,14 @@ def speculation(config: RunConfig) -> Any:
 
 
 def draft_head(config: RunConfig) -> Any:
-    """A draft head after an update."""
+    """A draft head as a run begins with it, and its optimiser's step by a gradient of ones."""
     policy = build_policy(config)
-    programs = build_programs(config, policy.model, policy.plan, None)
-    trainer = build_drafter(policy, programs)
+    trainer = build_drafter(policy, build_programs(config, policy.model, policy.plan, None))
     assert trainer is not None
-    ids = np.arange(8, dtype=np.int32)[None] % policy.model.config.vocab_size
-    zeros, ones = np.zeros(ids.shape, np.float32), np.ones_like(ids)
-    batch = TrainBatch(ids, np.arange(8, dtype=np.int32)[None], ones, ids >= 0, zeros, zeros, ones, zeros)
-    trainer(published_weights(policy), [batch])
-    return [np.asarray(leaf, np.float32).tolist() for leaf in jax.tree.leaves(trainer.params)]
+    ones = jax.tree.map(jnp.ones_like, trainer.params)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, _ = jit(trainer._optimizer.update)(ones, trainer.moments, trainer.params)
+    return [np.asarray(leaf, np.float32).tolist() for leaf in jax.tree.leaves((trainer.params, changes))]
 
 
 def examples(config: RunConfig) -> Any:
