@@ -83,6 +83,7 @@ import jax  # noqa: E402 (after the environment is set)
 import pytest  # noqa: E402
 
 import tests.shapes  # noqa: E402, F401 (before the packages)
+from tests.compilation import compilation  # noqa: E402
 
 # A silent promotion of bfloat16 or of a rank is how precision and shapes go wrong unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -95,20 +96,14 @@ if jax.__version_info__ >= (0, 11):
 
 
 @pytest.fixture(scope="module")
-def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For files that claim nothing of the machine code: no time is spent on making programs fast that run
-    once or twice.
+def product_compilation() -> Iterator[None]:
+    """For files that claim something of the machine code: programs as the product has them.
 
-    `make test-avx2` and `make test-long` compile as the product does.
+    `make test`, and whole runs everywhere, spend no time on making programs fast that run once or twice.
+    `make test-long` and `make test-avx2` compile all else as the product does.
     """
-    here = [item for item in request.session.items if item.path == request.path]
-    if "JETRL_TEST_ISA" in os.environ or any(item.get_closest_marker("long") for item in here):
+    with compilation(quick=False):
         yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # a file that comes later gets programs as the product has them
 
 
 # of processor time: the end of a session lists a test above the first; CI fails one above the second

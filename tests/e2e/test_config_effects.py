@@ -73,8 +73,6 @@ from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.runs.policy import build_policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HEAD = {"rollout.engine.speculation": {"kind": "head"}, "model.num_layers": 4}
 LOOKUP = {"rollout.engine.speculation": {"kind": "lookup"}}
 SLOTS = {"kind": "jax", "slots": 8, "prefill_rows": 2}

@@ -25,6 +25,7 @@ from jetrl_jax.training.programs import PolicyPrograms
 from jetrl_jax.training.step import Counters
 from tests.unit.test_tokenizer import write_files
 
+pytestmark = pytest.mark.usefixtures("product_compilation")
 LONG = pytest.mark.long
 
 

@@ -22,8 +22,6 @@ from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.small_model import small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QWEN3 = small_model(
     vocab_size=53,
     hidden_size=32,

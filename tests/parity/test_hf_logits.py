@@ -38,8 +38,6 @@ from tests.parity.hf_reference import (
     true_float64,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENGTHS = [24, 11, 1]
 ALLOWED_RATIO = 2.0
 

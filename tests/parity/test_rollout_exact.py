@@ -36,6 +36,8 @@ from pallas_kernels import quantize
 from tests.parity.small_episodes import episodes_of
 from tests.small_model import small_model
 
+pytestmark = pytest.mark.usefixtures("product_compilation")
+
 VOCAB = 61
 CONFIG = small_model(
     vocab_size=VOCAB,
@@ -54,6 +56,7 @@ SIZES = {
     ("fp8_unified", True): (2, 12, 40),
     ("bf16", False): (2, 12, 40),
     ("bf16 large", True): LARGE,
+    ("fp8_unified small", True): SMALL,
 }
 LONG = pytest.mark.long
 FLOWS = [
@@ -318,7 +321,7 @@ def test_equality_needs_each_ingredient(ingredient: Callable[[pytest.MonkeyPatch
     """The engine alone computes one thing otherwise: some of its logprobs are no longer the trainer's
     bits.
     """
-    one = setup("fp8_unified", True)
+    one = setup("fp8_unified small", True)
     engine = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6)
     with pytest.MonkeyPatch.context() as patch:
         ingredient(patch)
