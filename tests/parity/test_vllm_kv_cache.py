@@ -69,8 +69,6 @@ def first_scale_rounded(scales: Any) -> Any:
     ("preset", "config"),
     [
         pytest.param("fp8_unified", QWEN3, marks=(LONG, pytest.mark.instruction_sets)),
-        pytest.param("fp8_unified", QWEN2, marks=LONG),
-        pytest.param("bf16", QWEN3, marks=LONG),
         pytest.param("bf16", QWEN2, marks=LONG),
     ],
 )
