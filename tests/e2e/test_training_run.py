@@ -227,6 +227,10 @@ def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monke
 
     head, export = tmp_path / "head", tmp_path / "head" / "export"
     assert evaluated(head) == (True, False)
+    (tmp_path / "head again" / "config.yaml").write_text(
+        (head / "config.yaml").read_text().replace("head_path: null", "head_path: /gone/draft_head")
+    )
+    assert evaluated(tmp_path / "head again") == (True, False), "its own draft_head has the sizes"
     given = "--config", str(head / "config.yaml")
     assert evaluated(export, *given) == (False, True)
     at = f"rollout.engine.speculation.head_path={head / 'draft_head'}"

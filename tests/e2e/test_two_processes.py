@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT, command_environment, rows, run_here, tiny_config, train_command, write_config
+from tiny import ROOT, command_environment, manifest, rows, run_here, tiny_config, train_command, write_config
 
 from jetrl_jax.config.devices import DistributedSection
 from jetrl_jax.config.load import override_config
 from jetrl_jax.devices import processes
 from jetrl_jax.errors import UserError
-from jetrl_jax.record.checkpoint import CheckpointStore
 
 STEPS = 3
 FOUR_TERMS = 2 * 3 * 2**-24  # a sum of four float32, of magnitudes that add to one, in two orders
@@ -136,15 +135,6 @@ def wait_for_rows(directory: Path, count: int, started: list[subprocess.Popen[st
     while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < count):
         assert all(process.poll() is None for process in started), ended(started)
         time.sleep(0.01)
-
-
-def manifest(directory: Path) -> Any:
-    """Shape, dtype and SHA-256 of every array of the newest checkpoint, and the trainer's counters."""
-    with CheckpointStore(directory / "checkpoints", read_only=True) as store:
-        document = store.read_metadata(store.steps()[-1])
-    return document["manifest"], {
-        name: value for name, value in document["metadata"].items() if name != "before"
-    }
 
 
 def exported(directory: Path) -> dict[str, bytes]:

@@ -246,7 +246,7 @@ def test_a_flood_and_a_broken_text_are_cut_and_replaced(module):
 )
 def test_check_raises_on_a_broken_contract(module, name, message):
     pool = pool_of(module, name)
-    with pytest.raises(UserError, match=f"environment {name}: .*{message}"):
+    with pytest.raises(UserError, match=rf"environment {name}: .*{message}.*\. docs/environments.md has the"):
         pool.check()
     pool.close()
 
