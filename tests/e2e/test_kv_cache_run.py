@@ -15,7 +15,7 @@ from jetrl_jax.precision.parameters import named_params
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.runs.policy import build_policy, kv_scales, load_policy, published_weights
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("product_compilation")]
+pytestmark = [pytest.mark.long, pytest.mark.as_the_product]
 RUN = {"steps": 4, "tensorboard": False}
 
 

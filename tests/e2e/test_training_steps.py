@@ -23,9 +23,9 @@ from jetrl_jax.rollout.embedded.programs import EnginePrograms
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.training.programs import PolicyPrograms
 from jetrl_jax.training.step import Counters
-from tests.compilation import compilation
 from tests.unit.test_tokenizer import write_files
 
+pytestmark = pytest.mark.as_the_product
 LONG = pytest.mark.long
 
 
@@ -212,7 +212,6 @@ def test_programs_of_warm_start_and_updates_are_traced_once(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-@compilation(quick=False)  # or FP16's own products are not exact
 def test_loss_scale_falls_at_overflows_and_survives_a_resume(tmp_path, monkeypatch):
     """No program is traced twice meanwhile, neither for a state that was restored nor for the engine that
     samples from it.

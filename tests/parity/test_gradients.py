@@ -35,6 +35,8 @@ from tests.oracles.tolerances import U_BF16, U_E4M3, gamma
 from tests.parity.small_policy import CONFIG, SmallPolicy, trajectories
 from tests.sections import algorithm_section
 
+pytestmark = pytest.mark.compiled_quickly
+
 LENGTHS = [(5, 43), (3, 40), (9, 21), (2, 14), (4, 44), (6, 38)]
 ROW_TOKENS = 48
 ADVANTAGES = [1.2, -0.7, 0.4, -1.1, 0.9, -0.3]

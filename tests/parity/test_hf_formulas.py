@@ -22,6 +22,8 @@ from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.small_model import small_model
 
+pytestmark = pytest.mark.compiled_quickly
+
 QWEN3 = small_model(
     vocab_size=53,
     hidden_size=32,

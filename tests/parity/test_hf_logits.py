@@ -38,6 +38,8 @@ from tests.parity.hf_reference import (
     true_float64,
 )
 
+pytestmark = pytest.mark.compiled_quickly
+
 LENGTHS = [24, 11, 1]
 ALLOWED_RATIO = 2.0
 

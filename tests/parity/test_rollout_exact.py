@@ -36,8 +36,6 @@ from pallas_kernels import quantize
 from tests.parity.small_episodes import episodes_of
 from tests.small_model import small_model
 
-pytestmark = pytest.mark.usefixtures("product_compilation")
-
 VOCAB = 61
 CONFIG = small_model(
     vocab_size=VOCAB,

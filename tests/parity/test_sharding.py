@@ -65,7 +65,7 @@ LENGTHS = [
 LONG = pytest.mark.long
 # The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
 # makes these two of different instructions, so that a published value in 10^5 is not its master's.
-pytestmark = pytest.mark.usefixtures("product_compilation") if jax.__version_info__ >= (0, 11) else []
+pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.compiled_quickly
 NARROW = ["bf16", "fp16", "fp8_unified", "fp8_forward"]  # fp8_rollout_only trains as bf16
 MESHES = [(1, 2, 2)]
 QWEN2 = dataclasses.replace(
