@@ -36,8 +36,6 @@ from jetrl_jax.rollout.types import Trajectory, Turn
 from jetrl_jax.runs.grpo import GRPOTrainer
 from jetrl_jax.tasks.environments.guess_number import GuessNumber
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Slow(GuessNumber):
     """Takes a random time for each turn."""
