@@ -111,7 +111,6 @@ def test_adapters_of_a_directory_must_be_those_of_the_config(
         load_policy(tmp_path / "adapter")
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config gives task, tokenizer and formats; the directory gives the base and the adapters."""
     policy = build_policy(tiny_config(tmp_path / "run", **IN_BF16))
@@ -177,7 +176,6 @@ def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path)
         GRPOTrainer(policy.config, reward_functions=[shorter])
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_run_without_a_checkpoint_makes_its_base_again(tmp_path: Path) -> None:
     """Else it would train beside the base of a start that was cut short, and keep another one."""
     run = tmp_path / "run"

@@ -24,6 +24,8 @@ from jetrl_jax.training.draft import draft_loss
 from tests.parity.small_policy import resolved
 from tests.sections import changed
 
+pytestmark = pytest.mark.compiled_quickly
+
 DEEP = dataclasses.replace(QWEN3, num_layers=4, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
 VOCAB = np.sort(np.random.default_rng(0).permutation(DEEP.vocab_size)[:48])
 

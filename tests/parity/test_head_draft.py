@@ -26,9 +26,8 @@ from jetrl_jax.training.programs import PolicyPrograms
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
+pytestmark = pytest.mark.compiled_quickly
 DEEP = dataclasses.replace(CONFIG, num_layers=4)
-
-
 LONG = pytest.mark.long
 HEADS = [  # flow, lengths, slots, chunk
     ("bf16", (0, 1), 5, 2),
@@ -46,7 +45,6 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(
     slots: int,
     chunk: int,
     monkeypatch: pytest.MonkeyPatch,
-    quick_compilation: None,
 ) -> None:
     """A new head, one of NaN, and the first again, whose slots have the keys of the other; lengths by chance.
 
