@@ -88,7 +88,7 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
-test test-long test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
+test test-long test-avx2 test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)
@@ -100,11 +100,15 @@ test-long: $(VENV)/.installed-test  ## Run the tests that `make test` leaves out
 # Only this environment has the plugin that compiles for GPUs, as outside the tests it warns of a missing cuDNN when JAX starts.
 PY312 = @python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON="$$python" \
 	TEST_EXTRAS=dev,hf,tasks,aot
-# The tests that differ there: kernels interpreted and compiled for GPUs, the same numbers from the newer JAX, the package
+# What differs there: kernels interpreted and compiled for GPUs, the bits and numbers of the newer JAX, the package
 # without torch, and each command once.
-PY312_RUN := $(addprefix tests/e2e/test_training_run.py::,test_run_leaves_its_whole_record test_exact_run_has_no_mismatch \
-	test_generate_and_evaluate_read_the_run_and_its_export test_mismatch_names_the_first_operator_that_differs)
-PY312_TESTS := $(PY312_RUN) tests/kernels tests/parity tests/unit/test_config_cli.py tests/unit/test_report.py \
+PY312_TESTS := $(addprefix tests/e2e/test_training_run.py::test_,run_leaves_its_whole_record exact_run_has_no_mismatch \
+	generate_and_evaluate_read_the_run_and_its_export mismatch_names_the_first_operator_that_differs) tests/kernels \
+	$(filter-out $(addprefix tests/parity/test_,lora.py speculation.py head_draft.py vllm_%),$(wildcard tests/parity/test_*.py)) \
+	tests/parity/test_lora.py::test_adapted_layer_is_the_float64_formula \
+	tests/parity/test_speculation.py::test_lookup_gives_the_tokens_and_bits_of_one_by_one \
+	tests/unit/test_config_cli.py::test_every_command_reads_its_config_before_jax \
+	tests/unit/test_report.py::test_command_line_writes_the_page \
 	tests/unit/test_plan.py::test_command_prints_a_plan_and_stops_where_it_does_not_fit \
 	tests/unit/test_repository.py::test_packages_import_without_extras_and_without_touching_a_device
 
@@ -124,11 +128,14 @@ test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and
 
 # The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
-ISA_TESTS ?= tests/parity/test_instruction_set.py tests/parity/test_vllm_in_process.py tests/parity/test_vllm_exact.py \
-	tests/parity/test_vllm_lora.py tests/parity/test_vllm_kv_cache.py tests/parity/test_kv_cache.py tests/parity/test_vllm_export.py tests/parity/test_rollout_exact.py tests/parity/test_extend.py tests/parity/test_dense_products.py tests/unit/test_torch_exact.py \
-	tests/unit/test_check_engine.py tests/kernels/test_quantize.py tests/kernels/test_formats.py tests/kernels/test_rounding.py \
-	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch \
-	tests/e2e/test_training_steps.py::test_every_exact_flow_stays_exact_over_five_updates
+ISA_TESTS ?= $(addprefix tests/parity/test_,instruction_set.py vllm_exact.py vllm_lora.py vllm_export.py extend.py \
+	dense_products.py $(addprefix vllm_in_process.py::test_trainer_and_vllm_agree_,on_qwen3 on_qwen2 where_layers_are_bf16) \
+	$(addprefix vllm_kv_cache.py::test_,vllm_reads_the_trainers_codes_at_each_versions_scales codes_of_the_worker_are_the_trainers) \
+	$(addsuffix ::test_rollout_logprobs_are_the_trainers_bits,kv_cache.py rollout_exact.py) \
+	$(addprefix rollout_exact.py::test_,scores_are_the_bits_that_sampling_reports a_request_does_not_see_its_batch)) \
+	tests/unit/test_torch_exact.py tests/unit/test_check_engine.py \
+	$(addprefix tests/kernels/test_,quantize.py formats.py rounding.py) \
+	tests/e2e/test_training_run.py::test_exact_run_has_no_mismatch
 
 .PHONY: test-avx2
 test-avx2: $(VENV)/.installed-test  ## Run the tests of equal bits with every library forced to its kernels for AVX2 (or ISA=AVX512)

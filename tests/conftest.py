@@ -94,21 +94,30 @@ if jax.__version_info__ >= (0, 11):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-@pytest.fixture(scope="module")
-def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For files that claim nothing of the machine code: no time is spent on making programs fast that run
-    once or twice.
+QUICK_FOLDERS = ("e2e", "unit")
+MOST_OPTIMIZATIONS = (
+    "JAX_DISABLE_MOST_OPTIMIZATIONS"  # "1" without them, in the processes that a test starts too
+)
 
-    `make test-avx2` and `make test-long` compile as the product does.
+
+@pytest.fixture(scope="module", autouse=True)
+def _compilation(request: pytest.FixtureRequest) -> None:
+    """Programs as the product has them; quickly where nothing is claimed of the machine code: most run once or twice.
+
+    Quickly, unless marked `as_the_product`: whole runs and unit tests.  Elsewhere: files marked `compiled_quickly`,
+    but for their long tests.  All of `make test-avx2` compiles as the product does.
     """
     here = [item for item in request.session.items if item.path == request.path]
-    if "JETRL_TEST_ISA" in os.environ or any(item.get_closest_marker("long") for item in here):
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # a file that comes later gets programs as the product has them
+    quick = (
+        request.node.get_closest_marker("as_the_product") is None
+        if request.path.parent.name in QUICK_FOLDERS
+        else request.node.get_closest_marker("compiled_quickly") is not None
+        and not any(item.get_closest_marker("long") for item in here)
+    ) and "JETRL_TEST_ISA" not in os.environ
+    if os.environ.get(MOST_OPTIMIZATIONS, "0") != str(int(quick)):
+        os.environ[MOST_OPTIMIZATIONS] = str(int(quick))
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.clear_caches()
 
 
 # of processor time: the end of a session lists a test above the first; CI fails one above the second

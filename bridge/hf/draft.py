@@ -10,16 +10,17 @@ method `eagle3` select the model in vLLM.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from bridge.hf.config import rope_to_hf
+from bridge.hf.directory import Kind, write_json, written_directory
+from bridge.hf.safetensors_file import parse_json, read_header
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.config import ModelConfig
@@ -27,7 +28,7 @@ from jetrl_jax.models.draft_head import DraftHead, feature_layers
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import map_params, named_params
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def draft_config(policy: ModelConfig, draft_vocab: int) -> dict[str, Any]:
@@ -69,27 +70,27 @@ def draft_tensors(head: DraftHead) -> dict[str, np.ndarray]:
 
 
 def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
-    """Writes a head into a directory, in place of one that is there; returns it."""
-    target = user_path(directory)
-    target.mkdir(parents=True, exist_ok=True)
+    """Writes a head into a directory, whole or not at all, in place of one that is there; returns it."""
     tensors = draft_tensors(head)
-    config = draft_config(head.config, len(head.d2t[...]))
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    return target
+    with written_directory(directory, Kind((CONFIG, WEIGHTS), CONFIG), overwrite=True) as partial:
+        write_json(partial / CONFIG, draft_config(head.config, len(head.d2t[...])))
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
+    return user_path(directory)
 
 
 def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numerics) -> DraftHead:
     """The head in a directory, for a policy.
 
     Raises:
-      UserError: the directory has no head, or one of another policy's sizes; every difference is named.
+      UserError: the directory has no head, a damaged one, or one of another policy's sizes; every difference
+        is named.
     """
     root = user_path(directory)
-    missing = [name for name in ("config.json", WEIGHTS) if not (root / name).is_file()]
+    missing = [name for name in (CONFIG, WEIGHTS) if not (root / name).is_file()]
     if missing:
         raise UserError(f"read_draft_head: no draft head: got {root} without {missing}, expected both.")
-    found = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    found = parse_json((root / CONFIG).read_bytes(), str(root / CONFIG))
     size = found.get("draft_vocab_size") or policy.vocab_size
     expected = draft_config(policy, size)
     told = ("rope_parameters", "torch_dtype")  # in other words in files of other origin
@@ -100,7 +101,7 @@ def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numeri
     ]
     if wrong:
         raise UserError(f"read_draft_head: {root} is another policy's: got {'; '.join(wrong)}.")
-    tensors = load_file(root / WEIGHTS)
+    tensors = {name: stored.read() for name, stored in read_header(root / WEIGHTS).items()}
     offsets = tensors.get("d2t", np.zeros(policy.vocab_size, np.int64))  # of the whole vocabulary none
     if offsets.shape != (size,):
         raise UserError(
@@ -115,5 +116,9 @@ def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numeri
     ]
     if different:
         raise UserError(f"read_draft_head: {root / WEIGHTS} does not fit: got {'; '.join(different)}.")
-    nnx.update(head, map_params(lambda name, _: tensors[name].astype(np.float32), state))
+    arrays = {name: tensors[name].astype(np.float32) for name, _ in named_params(state)}
+    bad = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    if bad:
+        raise UserError(f"read_draft_head: {root / WEIGHTS}: got {bad} not finite, expected finite values.")
+    nnx.update(head, map_params(lambda name, _: arrays[name], state))
     return head

@@ -136,7 +136,12 @@ METRICS: tuple[Metric, ...] = (
         "share of the places in the training batches that is padding",
         "lower",
     ),
-    Metric("count/skipped_prompts", "prompts", "prompts longer than max_prompt_tokens", "lower"),
+    Metric(
+        "count/skipped_prompts",
+        "prompts",
+        "prompts longer than max_prompt_tokens; episodes that cannot begin",
+        "lower",
+    ),
     Metric(
         "count/masked_samples",
         "completions",

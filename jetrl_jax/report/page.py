@@ -58,7 +58,11 @@ def render(records: Sequence[RunRecord]) -> str:
         sections=chart_sections(records),
         precision=_precision(records),
         config=_config(records),
-        browsers=[(record.name, steps) for record in records if (steps := sample_steps(record.samples))],
+        browsers=[
+            (record.name, steps, record.config.get("task.kind") == "environment")
+            for record in records
+            if (steps := sample_steps(record.samples))
+        ],
     )
 
 

@@ -58,6 +58,7 @@ from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 from pallas_kernels import ScaledArray
 
 ACCURACY = "eval/accuracy"
+HEAD_DIRECTORY = "draft_head"  # in a run that trained a draft head to its end
 PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
 
@@ -290,17 +291,21 @@ def load_policy(
     """
     path = user_path(directory)
     if is_run(path):
-        settings = policy_config(path, overrides, config)
+        settings, trained = policy_config(path, overrides, config), load_config(path / "config.yaml")
+        asked, had, left = settings.draft_head, trained.draft_head, path / HEAD_DIRECTORY
+        own = asked is not None and had is not None and asked.head_path == had.head_path
         policy = _build(
-            settings, model=path / BASE_DIRECTORY if settings.lora is not None else None, restored=True
+            settings,
+            model=path / BASE_DIRECTORY if settings.lora is not None else None,
+            head=left if own and left.is_dir() else None,
+            restored=True,
         )
-        scales, trained = policy.plan.unit_scales, load_config(path / "config.yaml")
+        scales, head = policy.plan.unit_scales, policy.head
         template: dict[str, Any] = {"params": select(policy.params, policy.plan.trained)}
         kept = trained.precision.kv_cache, trained.precision.kv_query
         if scales is not None and kv_kinds(*kept) == policy.plan.kinds:
             template["kv"] = KVCalibration.start(scales)
-        head, asked, had = policy.head, policy.config.draft_head, trained.draft_head
-        if asked is not None and had is not None and asked.head_path == had.head_path:
+        if own:
             head = head or first_head(policy)
             template["draft"] = {"params": nnx.state(head, nnx.Param)}
         restored = _restore(path, step, template)
@@ -400,25 +405,33 @@ def with_base(policy: Policy, directory: Path) -> nnx.State:
     return map_params(lambda path, value: arrays.get(path, value), policy.params)
 
 
-def first_head(policy: Policy) -> DraftHead:
+def first_head(policy: Policy, directory: Path | None = None) -> DraftHead:
     """The draft head that a policy's config asks for, before training: read from `head_path`, or new.
+
+    directory: in place of `head_path`.
 
     Raises:
       UserError: a policy of too few layers, or a head of another policy.
     """
     section, model = policy.config.draft_head, policy.model
     assert section is not None
+    path = directory or section.head_path
     try:
-        if section.head_path is not None:
-            return read_draft_head(section.head_path, model.config, model.numerics)
+        if path is not None:
+            return read_draft_head(path, model.config, model.numerics)
         ids = np.arange(model.config.vocab_size)
         return DraftHead(model.config, model.numerics, ids, rngs=nnx.Rngs(policy.config.seed))
     except ValueError as error:
         raise UserError(f"rollout.engine: no draft head of this policy: {error}") from None
 
 
-def _build(config: RunConfig, model: Path | None = None, *, restored: bool = False) -> Policy:
-    """A policy for use without training: no trainer shares the GPU, so vLLM stays awake."""
+def _build(
+    config: RunConfig, model: Path | None = None, head: Path | None = None, *, restored: bool = False
+) -> Policy:
+    """A policy for use without training: no trainer shares the GPU, so vLLM stays awake.
+
+    head: a directory in place of the config's `head_path`, if that is set and may be gone.
+    """
     # before the first array and with the run's own settings, so that JAX does not preallocate a fixed share
     share_gpu(config)
     if config.shared_vllm is not None:
@@ -428,7 +441,7 @@ def _build(config: RunConfig, model: Path | None = None, *, restored: bool = Fal
     return (
         policy
         if section is None or section.head_path is None
-        else dataclasses.replace(policy, head=first_head(policy))
+        else dataclasses.replace(policy, head=first_head(policy, head))
     )
 
 

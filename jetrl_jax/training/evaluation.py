@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from jetrl_jax.collect.clock import StepClock
-from jetrl_jax.collect.episodes import EpisodePlayer, episode_metrics
+from jetrl_jax.collect.episodes import Episode, EpisodePlayer, episode_metrics, episode_record
 from jetrl_jax.collect.prompts import SEED_EVAL, Prompt, derived_seeds, fitting_prompts
+from jetrl_jax.collect.samples import token_record
 from jetrl_jax.config.task import RewardSection
 from jetrl_jax.errors import UserError
 from jetrl_jax.rewards.distributed import score
@@ -95,8 +96,11 @@ class Evaluator:
 
     def __call__(self, engine: RolloutEngine) -> Evaluation:
         """Runs the sampled and the greedy pass with the engine's present weights."""
-        sampled, _, metrics = self._run(engine, self.samples, greedy=False)
-        greedy, texts, _ = self._run(engine, 1, greedy=True)
+        sampled, _, _, metrics = self._run(engine, self.samples, greedy=False)
+        greedy, texts, episodes, _ = self._run(engine, 1, greedy=True)
+        records = [
+            token_record(self.tokenizer, episode.trajectory) | episode_record(episode) for episode in episodes
+        ]
         solved = sampled >= self.solved
         metrics = {
             "eval/accuracy": float(solved.mean()),
@@ -112,8 +116,11 @@ class Evaluator:
                 "completion": text,
                 "answer": p.example.answer,
                 "reward": float(score),
+                **record,
             }
-            for p, text, score in zip(self.prompts, texts, greedy[:, 0], strict=True)
+            for p, text, score, record in zip(
+                self.prompts, texts, greedy[:, 0], records or [{}] * len(texts), strict=True
+            )
         ]
         return Evaluation(metrics, samples)
 
@@ -123,11 +130,12 @@ class Evaluator:
 
     def _run(
         self, engine: RolloutEngine, samples: int, *, greedy: bool
-    ) -> tuple[np.ndarray, list[str], dict[str, float]]:
-        """(scores [P, samples] with 0 for a failed verifier, texts, metrics of lengths)."""
+    ) -> tuple[np.ndarray, list[str], list[Episode], dict[str, float]]:
+        """(scores [P, samples] with 0 for a failed verifier, texts, episodes if any, metrics of lengths)."""
         count = len(self.prompts) * samples
         examples = [self.prompts[i // samples].example for i in range(count)]
         metrics: dict[str, float] = {}
+        episodes: list[Episode] = []
         if self.player is None:
             seeds = derived_seeds(count, self.seed, SEED_EVAL)
             requests = [Request(i, self.prompts[i // samples].ids, seed) for i, seed in enumerate(seeds)]
@@ -153,4 +161,4 @@ class Evaluator:
         opened = [prompt.opens_thought(self.tokenizer) for prompt in self.prompts for _ in range(samples)]
         result = score(self.verifier, samples, prompts, texts, examples, reasons, ids, opened)
         scores = np.nan_to_num(result.total, nan=0.0).reshape(-1, samples)
-        return scores, texts, metrics
+        return scores, texts, episodes, metrics

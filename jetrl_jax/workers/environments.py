@@ -80,6 +80,8 @@ class Answer:
 class _EnvironmentProcess(WorkerProcess):
     """One worker and the episodes that it holds."""
 
+    hint = ". docs/environments.md has the contract of an environment."
+
     def __init__(self, name: str, start: Mapping[str, Any], timeout_s: float, logs: str | Path | None):
         message = {"environment": start, "served_by": playing.__name__}
         super().__init__("environment", name, message, timeout_s, log_directory=logs)
@@ -161,7 +163,7 @@ class _EnvironmentProcess(WorkerProcess):
     def _checked(self, message: dict[str, Any]) -> Answer:
         if "bad" in message:
             self._stop()  # further answers to this request must not answer the next
-            raise UserError(f"{self.what}: {message['bad'][0]}.")
+            raise UserError(f"{self.what}: {message['bad'][0]}{self.hint}")
         return Answer.of(message)
 
 

@@ -70,7 +70,10 @@ class WorkerProcess:
     kind, name: for messages and the file of its output, such as reward and module:function.
     start_message: its first message, which tells the worker its task.
     timeout_s: limit of one call.
+    hint: the end of the message about a broken contract.
     """
+
+    hint = ""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class WorkerProcess:
             raise UserError(f"{self.what}: its process ended while it was loaded: {error}") from None
         if "bad" in self._ready:
             self._stop()
-            raise UserError(f"{self.what}: {worker.BadReward(*self._ready['bad']).sentence()}")
+            raise UserError(f"{self.what}: {worker.BadReward(*self._ready['bad']).sentence()}{self.hint}")
 
     def close(self) -> None:
         """Ends the worker; a later call starts another."""

@@ -73,9 +73,7 @@ from jetrl_jax.models.draft_head import DraftHead
 from jetrl_jax.record.run_directory import flatten
 from jetrl_jax.runs.policy import build_policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-HEAD = {"rollout.engine.speculation": {"kind": "head"}, "model.num_layers": 4}
+HEAD = {"rollout.engine.speculation": {"kind": "head", "lengths": [0, 2]}, "model.num_layers": 4}
 LOOKUP = {"rollout.engine.speculation": {"kind": "lookup"}}
 SLOTS = {"kind": "jax", "slots": 8, "prefill_rows": 2}
 BASE: dict[str, Any] = {
@@ -405,8 +403,8 @@ CHANGES = (
     Change("rollout.engine.speculation.kind", "lookup", speculation, FP32),
     Change("rollout.engine.speculation.lengths", (0, 2), speculation, FP32 | LOOKUP),
     Change("rollout.engine.speculation.longest_match", 1, speculation, FP32 | LOOKUP),
-    Change("rollout.engine.speculation.head_path", "FILES/head", draft_head, FP32 | HEAD),
-    Change("rollout.engine.speculation.learning_rate", 1e-2, draft_head, FP32 | HEAD),
+    Change("rollout.engine.speculation.head_path", "FILES/head", draft_head, BF16 | HEAD),
+    Change("rollout.engine.speculation.learning_rate", 1e-2, draft_head, BF16 | HEAD),
     Change("algorithm.name", "dr_grpo", losses),
     Change("algorithm.name", "rloo", losses),
     Change("algorithm.name", "dapo", losses),

@@ -221,7 +221,6 @@ def test_adapters_to_start_from_are_not_read_beside_a_checkpoint(tmp_path: Path)
         GRPOTrainer(policy.config, reward_functions=[shorter])
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_run_without_a_checkpoint_makes_its_base_again(tmp_path: Path) -> None:
     """Else it would train beside the base of a start that was cut short, and keep another one."""
     run = tmp_path / "run"

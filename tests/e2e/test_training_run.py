@@ -9,7 +9,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tiny import (
@@ -161,15 +160,6 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(finished, tmp_path,
     assert exported_weights(tmp_path / "run") == exported_weights(finished[0])
 
 
-@pytest.fixture
-def few_optimizations():
-    """Programs of this process take less time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-
-
 SPOKEN = {
     "run.steps": 2,
     "run.tensorboard": "false",
@@ -189,7 +179,7 @@ DRAFTS = {
 
 
 @pytest.mark.long
-def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch, few_optimizations):
+def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch):
     """Guesses from the text and of a head that is trained, each also resumed before the last step; smaller than
     the shipped run.  Its policy is hardly trained here, so drafts are asked for by chance, and any completion
     has a reward.  The commands that read the head's run sample with it.  Of programs that are compiled as the
@@ -237,6 +227,10 @@ def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monke
 
     head, export = tmp_path / "head", tmp_path / "head" / "export"
     assert evaluated(head) == (True, False)
+    (tmp_path / "head again" / "config.yaml").write_text(
+        (head / "config.yaml").read_text().replace("head_path: null", "head_path: /gone/draft_head")
+    )
+    assert evaluated(tmp_path / "head again") == (True, False), "its own draft_head has the sizes"
     given = "--config", str(head / "config.yaml")
     assert evaluated(export, *given) == (False, True)
     at = f"rollout.engine.speculation.head_path={head / 'draft_head'}"
@@ -255,7 +249,7 @@ def test_resuming_a_finished_run_changes_no_row(finished, tmp_path):
 
 @pytest.mark.long
 def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
-    config = write_config(tiny_config(tmp_path / "run"), tmp_path / "config.yaml")
+    config = write_config(tiny_config(tmp_path / "run", warm_start=None), tmp_path / "config.yaml")
     found = run_module(
         "jetrl_jax.train", "--config", str(config), "--verify-resume", "2", cache=compilation_cache
     )
@@ -274,7 +268,8 @@ def test_verify_resume_finds_the_run_equal(tmp_path, compilation_cache):
 
 @pytest.mark.long
 def test_verify_resume_names_what_a_restart_changes(tmp_path, compilation_cache):
-    config = write_config(tiny_config(tmp_path / "run", rewards=None), tmp_path / "config.yaml")
+    fields = {"rewards": None, "warm_start": None}
+    config = write_config(tiny_config(tmp_path / "run", **fields), tmp_path / "config.yaml")
     sets = ("--set", "rewards=[{name: 'tiny:forgetful'}]", "--verify-resume", "2")
     found = run_module("jetrl_jax.train", "--config", str(config), *sets, cache=compilation_cache)
     assert found.returncode == 3 and "Traceback" not in found.stderr, found.stderr
@@ -320,8 +315,9 @@ def test_second_run_in_a_directory_is_refused(finished, tmp_path):
 @pytest.mark.long
 def test_killed_run_resumes_to_the_same_end(tmp_path, compilation_cache):
     """SIGKILL at random moments, some of them during a save, against an uninterrupted run."""
-    steps, kills = 24, 3
+    steps, kills = 18, 2
     sections = {"run": {"steps": steps, "tensorboard": False}, "checkpoint": {"every_steps": 1}}
+    sections |= {"warm_start": None}
     straight = write_config(tiny_config(tmp_path / "straight", **sections), tmp_path / "straight.yaml")
     process = run_module("jetrl_jax.train", "--config", str(straight), cache=compilation_cache)
     assert process.returncode == 0, process.stderr

@@ -17,6 +17,7 @@ import pytest
 from jetrl_jax.commands.entry import run_entry_point
 from jetrl_jax.config.load import config_from_dict, dump_config
 from jetrl_jax.config.run_config import RunConfig
+from jetrl_jax.record.checkpoint import CheckpointStore
 from jetrl_jax.record.metrics import read_metrics, without_clocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,15 @@ def command_environment(cache: Path | None = None) -> dict[str, str]:
 def rows(directory: Path) -> list[dict[str, float]]:
     """A run's metrics without its clocks."""
     return [without_clocks(row) for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def manifest(directory: Path) -> Any:
+    """Shape, dtype and SHA-256 of every array of the newest checkpoint, and the trainer's counters."""
+    with CheckpointStore(directory / "checkpoints", read_only=True) as store:
+        document = store.read_metadata(store.steps()[-1])
+    return document["manifest"], {
+        name: value for name, value in document["metadata"].items() if name != "before"
+    }
 
 
 def write_config(config: RunConfig, path: Path) -> Path:

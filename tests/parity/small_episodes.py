@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jetrl_jax.collect.clock import StepClock
@@ -16,9 +14,10 @@ from jetrl_jax.rollout.types import Trajectory
 from jetrl_jax.tasks.base import Example
 from jetrl_jax.text.tokenizer import CharacterTokenizer
 from jetrl_jax.workers.environments import Answer, Job
+from tests.stand_in_environments import StandInEnvironments
 
 
-class Game:
+class Game(StandInEnvironments):
     """Answers by a function of the actions; an episode ends after one to four of them.
 
     timing: of a conversation, which jobs are answered when, in any order.
@@ -26,22 +25,9 @@ class Game:
     """
 
     def __init__(self, timing: int = 0, letters: int = 26) -> None:
+        super().__init__()
         self.letters = letters
         self.timing = np.random.default_rng(timing)
-        self.asked: list[Job] = []
-        self.live: set[int] = set()
-
-    def conversation(self) -> Game:
-        return self
-
-    def begin(self, keys: Sequence[int]) -> None:
-        self.live = set(keys)
-
-    def end(self, key: int) -> None:
-        self.live.remove(key)
-
-    def ask(self, job: Job) -> None:
-        self.asked.append(job)
 
     def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
         late = [job for job in self.asked if self.timing.random() < 0.6]
@@ -50,16 +36,10 @@ class Game:
         ready = [job for job in self.asked if job not in late]
         self.asked = late
         return [
-            (job.key, self._answer(job)) for job in (ready[i] for i in self.timing.permutation(len(ready)))
+            (job.key, self.answer(job)) for job in (ready[i] for i in self.timing.permutation(len(ready)))
         ]
 
-    def close(self) -> None:
-        assert not self.asked and not self.live, "every environment has answered and ended"
-
-    def play(self, jobs: Sequence[Job]) -> list[Answer]:
-        return [self._answer(job) for job in jobs]
-
-    def _answer(self, job: Job) -> Answer:
+    def answer(self, job: Job) -> Answer:
         said = "".join(job.actions)
         text = "".join(chr(65 + (ord(c) + job.seed) % self.letters) for c in said[-1 - job.seed % 3 :])
         done = len(job.actions) > job.seed % 4

@@ -17,19 +17,22 @@ from bridge.hf.draft import draft_tensors, read_draft_head, save_draft_head
 from bridge.vllm.settings import set_environment
 from jetrl_jax.errors import UserError
 from jetrl_jax.models.draft_head import DraftHead, feature_layers
+from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.rollout.types import Request
 from jetrl_jax.training.draft import draft_loss
-from tests.parity.small_policy import SmallPolicy
+from tests.parity.small_policy import resolved
 from tests.sections import changed
+
+pytestmark = pytest.mark.compiled_quickly
 
 DEEP = dataclasses.replace(QWEN3, num_layers=4, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
 VOCAB = np.sort(np.random.default_rng(0).permutation(DEEP.vocab_size)[:48])
 
 
-def spread_head(policy: SmallPolicy) -> DraftHead:
+def spread_head(numerics: Numerics) -> DraftHead:
     """A head with norms that are not all alike and larger matrices."""
-    head, rng = DraftHead(DEEP, policy.numerics, VOCAB, rngs=nnx.Rngs(3)), np.random.default_rng(4)
+    head, rng = DraftHead(DEEP, numerics, VOCAB, rngs=nnx.Rngs(3)), np.random.default_rng(4)
 
     def spread(_: str, value: jax.Array) -> jax.Array:
         return (
@@ -48,14 +51,14 @@ def test_features_are_of_three_layers() -> None:
         feature_layers(3)
     for bad in ([], [3, 3], [-1, 4], [0, 128]):
         with pytest.raises(ValueError, match="expected ascending ids below vocab_size=128"):
-            DraftHead(DEEP, sampled_policy("bf16", DEEP).numerics, np.array(bad), rngs=nnx.Rngs(0))
+            DraftHead(DEEP, resolved(), np.array(bad), rngs=nnx.Rngs(0))
 
 
 def test_a_head_is_read_as_it_was_written(tmp_path: Path) -> None:
-    policy = sampled_policy("bf16", DEEP)
-    head = spread_head(policy)
+    numerics = resolved()
+    head = spread_head(numerics)
     directory = save_draft_head(tmp_path / "head", head)
-    again = read_draft_head(directory, DEEP, policy.numerics)
+    again = read_draft_head(directory, DEEP, numerics)
     np.testing.assert_array_equal(again.d2t[...], VOCAB)
     pairs = zip(
         named_params(nnx.state(head, nnx.Param)), named_params(nnx.state(again, nnx.Param)), strict=True
@@ -63,15 +66,26 @@ def test_a_head_is_read_as_it_was_written(tmp_path: Path) -> None:
     for (name, value), (other, read) in pairs:
         assert name == other
         np.testing.assert_array_equal(value.astype(jnp.bfloat16), read.astype(jnp.bfloat16))
-    whole = DraftHead(DEEP, policy.numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(3))
+    whole = DraftHead(DEEP, numerics, np.arange(DEEP.vocab_size), rngs=nnx.Rngs(3))
     assert not {"d2t", "t2d"} & set(draft_tensors(whole)), "vLLM has no such parameters then"
-    again = read_draft_head(save_draft_head(tmp_path / "whole", whole), DEEP, policy.numerics)
+    again = read_draft_head(save_draft_head(tmp_path / "whole", whole), DEEP, numerics)
     np.testing.assert_array_equal(again.d2t[...], whole.d2t[...])
     wide = dataclasses.replace(DEEP, hidden_size=256)
     with pytest.raises(UserError, match="another policy's: got hidden_size=128, expected 256"):
-        read_draft_head(directory, wide, policy.numerics)
+        read_draft_head(directory, wide, numerics)
     with pytest.raises(UserError, match=r"without \['config.json', 'model.safetensors'\]"):
-        read_draft_head(tmp_path, DEEP, policy.numerics)
+        read_draft_head(tmp_path, DEEP, numerics)
+    head.norm.weight[...] = head.norm.weight[...] * np.nan
+    with pytest.raises(UserError, match=r"got \['norm.weight'\] not finite"):
+        read_draft_head(save_draft_head(tmp_path / "broken", head), DEEP, numerics)
+    for name, message in (
+        ("model.safetensors", "damaged safetensors file"),
+        ("config.json", "no valid JSON"),
+    ):
+        file = directory / name
+        file.write_bytes(file.read_bytes()[:-7])
+        with pytest.raises(UserError, match=message):
+            read_draft_head(directory, DEEP, numerics)
 
 
 @pytest.mark.long
@@ -85,7 +99,9 @@ def test_vllm_computes_the_same_features_states_and_logits(tmp_path: Path) -> No
     from bridge.vllm.in_process import InProcessEngine
 
     policy = sampled_policy("bf16", DEEP)
-    head = read_draft_head(save_draft_head(tmp_path / "head", spread_head(policy)), DEEP, policy.numerics)
+    head = read_draft_head(
+        save_draft_head(tmp_path / "head", spread_head(policy.numerics)), DEEP, policy.numerics
+    )
     speculation = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(tmp_path / "head")}
     settings = changed(SETTINGS, speculative_config=speculation)
     engine = InProcessEngine(policy.model.config, fp8_paths(policy), settings)
@@ -160,7 +176,7 @@ def test_a_trained_step_is_the_step_of_a_rollout() -> None:
     own guesses' inputs; a policy has no gradient of it.
     """
     policy = sampled_policy("bf16", DEEP)
-    head, model, steps = spread_head(policy), policy.rollout_model(), 3
+    head, model, steps = spread_head(policy.numerics), policy.rollout_model(), 3
     count = 6
     ids = jnp.asarray(np.random.default_rng(2).integers(0, DEEP.vocab_size, (1, count)), jnp.int32)
     places, ones = jnp.arange(count, dtype=jnp.int32)[None], jnp.ones_like(ids)

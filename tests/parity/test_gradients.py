@@ -35,7 +35,7 @@ from tests.oracles.tolerances import U_BF16, U_E4M3, gamma
 from tests.parity.small_policy import CONFIG, SmallPolicy, trajectories
 from tests.sections import algorithm_section
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
 LENGTHS = [(5, 43), (3, 40), (9, 21), (2, 14), (4, 44), (6, 38)]
 ROW_TOKENS = 48

@@ -23,37 +23,64 @@ from jetrl_jax.rollout.types import Request
 from jetrl_jax.training import draft
 from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms
-from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, resolved
+from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
+pytestmark = pytest.mark.compiled_quickly
 DEEP = dataclasses.replace(CONFIG, num_layers=4)
+LONG = pytest.mark.long
+HEADS = [  # flow, lengths, slots, chunk
+    ("bf16", (0, 1), 5, 2),
+    pytest.param("bf16", (0, 1, 3), 32, 3, marks=LONG),  # the last sequences in fewer slots
+    pytest.param("fp16", (0, 7), 1, 1, marks=LONG),
+    pytest.param("fp8_rollout_only", (0, 3), 5, 12, marks=LONG),
+    pytest.param("fp8_unified, fp8 cache", (0, 3, 7), 5, 2, marks=LONG),
+]
 
 
-@pytest.mark.long
-def test_a_head_gives_the_tokens_and_bits_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new head, one of NaN, and lengths by chance."""
-    policy = SmallPolicy("bf16", DEEP)
-    plain = JaxEngine(policy.model, policy.plan, **SIZES)
-    plain.load(policy.published, 0)
-    expected = plain.generate(requests(), SAMPLING)
+@pytest.mark.parametrize(("preset", "lengths", "slots", "chunk"), HEADS)
+def test_a_head_gives_the_tokens_and_bits_of_one_by_one(
+    preset: str,
+    lengths: tuple[int, ...],
+    slots: int,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new head, one of NaN, and the first again, whose slots have the keys of the other; lengths by chance.
+
+    Prompts are of two buckets.  The loop without speculation is that of an engine without a head; of the case
+    that is not long, to compile less, the same engine's without drafts.
+    """
+    name, _, cache = preset.removesuffix(" cache").partition(", ")
+    policy = SmallPolicy(name, DEEP, **({"kv_cache": cache} if cache else {}))
+    sizes = SIZES | {"max_prompt_tokens": 9, "slots": slots, "decode_chunk_tokens": chunk}
+    rng, chosen = np.random.default_rng(0), [0]
+    asked = [*requests(), *(Request(100 + i, [5 + i] * 9, 100 + i) for i in range(6))]
     head = DraftHead(DEEP, policy.numerics, np.arange(0, VOCAB, 2), rngs=nnx.Rngs(0))
-    rng, chosen = np.random.default_rng(0), []
+    engine = JaxEngine(policy.model, policy.plan, draft=HeadDraft.of(head, lengths), **sizes)
+    engine.load(policy.published, 0)
+    plain, allowed = engine, (0,)
+    if lengths != (0, 1):
+        plain = JaxEngine(policy.model, policy.plan, **sizes)
+        plain.load(policy.published, 0)
 
     def choose(self: DraftLength, shape: tuple[int, int]) -> int:
-        chosen.append(int(rng.choice(self.lengths)))
+        chosen.append(int(rng.choice(allowed)))
         return chosen[-1]
 
     monkeypatch.setattr(DraftLength, "choose", choose)
-    engine = JaxEngine(policy.model, policy.plan, draft=HeadDraft.of(head, (0, 1, 3)), **SIZES)
-    engine.load(policy.published, 0)
+    engine.load_draft(head)
+    expected, allowed = plain.generate(asked, SAMPLING), lengths
+    assert engine.statistics.drafted == 0 and len(engine.shapes.prompt_buckets) == 2
     graphdef, state = nnx.split(head)
     broken = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-    for weights in (state, broken):
+    kept = []
+    for weights in (state, broken, state):
         engine.load_draft(nnx.merge(graphdef, weights))
-        engine._completions = Completions()
-        assert unequal(engine.generate(requests(), SAMPLING), expected) == []
-        assert engine.statistics.drafted > 0
-    assert set(chosen) == {0, 1, 3}
+        engine._completions, rng = Completions(), np.random.default_rng(0)
+        assert unequal(engine.generate(asked, SAMPLING), expected) == []
+        kept.append((engine.statistics.drafted, engine.statistics.accepted))
+    assert set(chosen) == set(lengths) and kept[0] == kept[2] and kept[0][1] > kept[1][1]
 
 
 def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +94,7 @@ def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pyt
     monkeypatch.setattr(draft, "draft_gradient", gradient)
     graphdef, weights = nnx.split(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     told: list[str] = []
-    head = DraftHead(DEEP, resolved(), np.arange(VOCAB), rngs=nnx.Rngs(0))
+    head: Any = nnx.merge(graphdef, weights)  # any module with parameters
     programs: Any = SimpleNamespace(graphdef=graphdef)
     trainer = DraftTrainer(head, programs, 1e-3, (2,), told.append)
     start = trainer.saved
@@ -90,7 +117,7 @@ def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pyt
     assert np.isnan(trained((np.nan, 1.0))[0]["draft/loss"])
 
 
-@pytest.mark.long
+@LONG
 def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
     """On the policy's own rollouts.  A new head guesses from uniform distributions, and not badly: with the
     noise of the policy's own sample.

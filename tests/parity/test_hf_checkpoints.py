@@ -17,6 +17,8 @@ from bridge.hf.names import to_hf_name
 from jetrl_jax.models.config import ModelConfig
 from tests.parity.hf_reference import CASES, random_model, save, torch, transformers
 
+pytestmark = pytest.mark.compiled_quickly
+
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 

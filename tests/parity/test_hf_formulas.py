@@ -22,7 +22,7 @@ from jetrl_jax.precision.numerics import Numerics
 from tests.oracles import decoder_oracle
 from tests.small_model import small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
 QWEN3 = small_model(
     vocab_size=53,

@@ -38,7 +38,7 @@ from tests.parity.hf_reference import (
     true_float64,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
 LENGTHS = [24, 11, 1]
 ALLOWED_RATIO = 2.0

@@ -52,7 +52,6 @@ FLOWS = [
         for flow in (
             ("fp8_unified", "qwen3", None),
             ("bf16", "qwen2", "float8_e4m3fn"),
-            ("bf16", "qwen3", None),
             ("fp16", "qwen3", "float8_e4m3fn"),
         )
     ),

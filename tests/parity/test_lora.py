@@ -30,7 +30,7 @@ from tests.oracles.tolerances import U_BF16, gamma
 from tests.parity.small_policy import SmallPolicy, resolved, trajectories
 from tests.sections import algorithm_section
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
 ROWS, INPUTS, OUTPUTS, RANK, SCALE = 21, 160, 72, 5, 2.0
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -29,9 +29,9 @@ from tests.parity.hf_reference import SIZES, float64_twin, random_model, save, t
 from tests.parity.small_policy import trajectories, with_adapters
 from tests.sections import algorithm_section
 
-peft = pytest.importorskip("peft", reason="the second opinion on adapters: pip install jetrl-jax[torch]")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
+peft = pytest.importorskip("peft", reason="the second opinion on adapters: pip install jetrl-jax[torch]")
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 RANK, ALPHA, SCALE = 4, 8.0, 2.0
 LENGTHS, ADVANTAGES = [(5, 20), (3, 14)], [1.2, -0.7]

@@ -23,7 +23,7 @@ from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.types import Request, SamplingParams
 from tests.parity.hf_reference import random_model, save, torch
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.compiled_quickly
 
 MAX_TOKENS = 20
 LENGTHS = (1, 2, 5, 8, 9, 13, 16)

@@ -18,6 +18,8 @@ from tests.oracles import decoder_oracle
 from tests.parity.hf_reference import transformers
 from tests.unit.test_hf_config import QWEN3, YARN
 
+pytestmark = pytest.mark.compiled_quickly
+
 ROUNDOFF = 2.0**-24
 
 

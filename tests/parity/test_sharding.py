@@ -65,7 +65,7 @@ LENGTHS = [
 LONG = pytest.mark.long
 # The update computes a new master once to keep it and once to publish it.  Without most optimisations JAX 0.12
 # makes these two of different instructions, so that a published value in 10^5 is not its master's.
-pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.usefixtures("quick_compilation")
+pytestmark = [] if jax.__version_info__ >= (0, 11) else pytest.mark.compiled_quickly
 NARROW = ["bf16", "fp16", "fp8_unified", "fp8_forward"]  # fp8_rollout_only trains as bf16
 MESHES = [(1, 2, 2)]
 QWEN2 = dataclasses.replace(
@@ -378,8 +378,7 @@ def engine_on(
 @pytest.mark.parametrize(
     ("flow", "mesh", "draft"),
     [
-        ("bf16", (1, 1, 2), None),
-        pytest.param("bf16", (3, 1, 1), None, marks=LONG),
+        pytest.param("bf16", (1, 1, 2), None, marks=LONG),
         pytest.param("fp8_unified", (2, 1, 2), Lookup((0, 3)), marks=LONG),
     ],
 )
@@ -406,9 +405,9 @@ def test_engine_on_many_devices_samples_what_one_samples(flow, mesh, draft, samp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flow", ["bf16", "fp8_unified"])
-def test_episodes_stream_over_split_layers(flow):
+def test_episodes_stream_over_split_layers():
     """The tokens and bits of one device in lockstep; several copies of the policy take no replies."""
+    flow = "fp8_unified"
     one, lengths = policy(flow), {"max_prompt_tokens": 15, "max_completion_tokens": 4}
     single = JaxEngine(one.model, one.plan, **{**SIZES, **lengths})
     single.load(one.published, 5)
@@ -423,8 +422,8 @@ def test_episodes_stream_over_split_layers(flow):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("flow", "mesh"), [("fp8_unified", (2, 1, 2)), ("bf16", (1, 1, 2))])
-def test_engine_on_many_devices_scores_as_one(flow, mesh):
+def test_engine_on_many_devices_scores_as_one():
+    flow, mesh = "fp8_unified", (2, 1, 2)
     one, sequences = policy(flow), [[2, 3, 4, 5], [7, 2, 2, 9, 4, 3, 11, 12, 5]]
     single, engines = JaxEngine(one.model, one.plan, **SIZES), engine_on(flow, mesh)
     single.load(one.published, 5)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.collect.batch import speculation_metrics
+from jetrl_jax.models.lora import Adapters
 from jetrl_jax.rollout.embedded import programs
 from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.jax_engine import SIBLINGS, JaxEngine
@@ -36,6 +37,7 @@ SIZES = {
 STOPS = (1, 2, 3, 4)
 SAMPLING = SamplingParams(0.9, MAX_TOKENS, STOPS, 11)
 WIDTH = SIBLINGS * (MAX_PROMPT + MAX_TOKENS + 1)
+CHOICE = Lookup((0, 3))  # of one engine, for several tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +62,11 @@ def requests() -> list[Request]:
 
 @functools.cache
 def policy(preset: str) -> SmallPolicy:
-    """Of a preset, or of "PRESET, KIND cache"."""
-    name, _, cache = preset.removesuffix(" cache").partition(", ")
-    return SmallPolicy(name, **({"kv_cache": cache} if cache else {}))
+    """Of a preset, or of "PRESET, fp8 cache" or "PRESET, adapters"."""
+    name, _, more = preset.partition(", ")
+    adapters = Adapters(4, 2.0, ("q_proj", "v_proj", "down_proj"))
+    options = {"": {}, "fp8 cache": {"kv_cache": "fp8"}, "adapters": {"adapters": adapters}}[more]
+    return SmallPolicy(name, **options)
 
 
 @functools.cache
@@ -129,7 +133,7 @@ def unequal(ours: list[Trajectory], expected: list[Trajectory]) -> list[int]:
 KINDS = ("perfect", "random", "adversarial", "mixed", "nothing")
 # The bits of k + 1 tokens at once are those of one in every flow (test_extend): two have every length here.
 LONG_LENGTHS = {"bf16": (1, 7), "fp8_unified": (1, 3, 7), "fp16": (7,), "fp8_forward": (1,)}
-LONG_LENGTHS |= {"fp8_rollout_only": (3,), "fp8_unified, fp8 cache": (3,)}
+LONG_LENGTHS |= {"fp8_rollout_only": (3,), "fp8_unified, fp8 cache": (3,), "bf16, adapters": (3,)}
 CASES = [
     *(("bf16", 3, kind) for kind in KINDS),
     *(
@@ -165,29 +169,35 @@ def test_any_draft_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int, 
 
 
 @pytest.mark.parametrize(
-    ("preset", "k"), [("bf16", 1), *(pytest.param("fp8_unified", k, marks=LONG) for k in (3, 7))]
+    ("preset", "k"), [("bf16", 3), *(pytest.param("fp8_unified", k, marks=LONG) for k in (3, 7))]
 )
-def test_lookup_gives_the_tokens_and_bits_of_one_by_one(preset: str, k: int) -> None:
+def test_lookup_gives_the_tokens_and_bits_of_one_by_one(
+    preset: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At a low temperature, where a policy repeats itself and lookup finds something; then greedily."""
+    draft = CHOICE if k == 3 else Lookup((k,))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, shape: max(self.lengths))
     for sampling in (
         dataclasses.replace(SAMPLING, temperature=0.3, stop_token_ids=(1,)),
         dataclasses.replace(SAMPLING, greedy=True, max_tokens=MAX_TOKENS - 1),
     ):
         expected = one_by_one(preset, sampling)
-        assert unequal(sampled_with(preset, Lookup((k,)), None, sampling), expected) == []
-        done = engine(preset, Lookup((k,))).statistics
+        assert unequal(sampled_with(preset, draft, None, sampling), expected) == []
+        done = engine(preset, draft).statistics
         assert 0 < done.accepted < done.drafted
         assert done.decode_steps < engine(preset).statistics.decode_steps
 
 
-@pytest.mark.parametrize("preset", ["bf16", pytest.param("fp8_unified", marks=LONG)])
+@pytest.mark.parametrize(
+    ("preset", "draft"), [("bf16", CHOICE), pytest.param("fp8_unified", Lookup((0, 1, 3, 7)), marks=LONG)]
+)
 def test_another_length_in_each_chunk_gives_the_tokens_and_bits_of_one_by_one(
-    preset: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, draft: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs for all lengths exist after the warm-up; the second time, drafts are the completions of the
     first with the same noise, which are perfect.
     """
-    draft, rng, chosen = Lookup((0, 1, 3)), np.random.default_rng(1), []
+    rng, chosen = np.random.default_rng(1), []
 
     def choose(self: DraftLength, shape: tuple[int, int]) -> int:
         chosen.append(int(rng.choice(self.lengths)))
@@ -200,9 +210,25 @@ def test_another_length_in_each_chunk_gives_the_tokens_and_bits_of_one_by_one(
     for _ in range(2):
         assert unequal(made.generate(requests(), SAMPLING), expected) == []
         accepted.append(made.statistics.accepted / made.statistics.asked)
-    assert set(chosen) == {0, 1, 3} and made.compilations == compiled
+    assert set(chosen) == set(draft.lengths) and made.compilations == compiled
     assert accepted[0] < 0.2 and accepted[1] > 0.5, "only the ends of completions are asked for in vain"
     assert made.counts()["asked"] == made.statistics.asked
+
+
+@LONG
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 1), (32, 3)])
+def test_slots_and_chunks_change_no_bit(slots: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 slots the last sequences move into fewer; the oracle has five."""
+    rng = np.random.default_rng(slots)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, shape: int(rng.choice(self.lengths)))
+    more = SIZES | {"slots": slots, "decode_chunk_tokens": chunk}
+    one = policy("bf16")
+    made = JaxEngine(one.model, one.plan, draft=CHOICE, **more)
+    made.load(one.published, 0)
+    assert unequal(made.generate(requests(), SAMPLING), one_by_one("bf16")) == []
+    assert made.statistics.accepted > 0
+    if slots == 32:
+        assert {key[1] for key in made.programs._compiled if key[0] == "speculate"} == {8, 32}
 
 
 def trusting(drafted: jax.Array, sampled: jax.Array, *rest: Any) -> jax.Array:

@@ -34,6 +34,8 @@ SIZES = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.instruction_sets
 def test_exported_fp8_checkpoint_loads_in_vllm_by_itself(tmp_path: Path) -> None:
     """`additional_config` is what the plugin asks for: without it vLLM takes AMX attention where there is
     AMX, another rounding.

@@ -68,9 +68,7 @@ def first_scale_rounded(scales: Any) -> Any:
 @pytest.mark.parametrize(
     ("preset", "config"),
     [
-        ("fp8_unified", QWEN3),
-        pytest.param("fp8_unified", QWEN2, marks=(LONG, pytest.mark.instruction_sets)),
-        pytest.param("bf16", QWEN3, marks=LONG),
+        pytest.param("fp8_unified", QWEN3, marks=(LONG, pytest.mark.instruction_sets)),
         pytest.param("bf16", QWEN2, marks=LONG),
     ],
 )

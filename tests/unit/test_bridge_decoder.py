@@ -20,8 +20,6 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.precision.numerics import Numerics
 from tests.small_model import MINUTE, small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QWEN3 = small_model(**MINUTE, max_position_embeddings=64)
 CONFIGS = {
     "qwen3": QWEN3,

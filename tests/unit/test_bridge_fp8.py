@@ -33,6 +33,8 @@ from pallas_kernels import ScaledArray
 from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG
 
+pytestmark = pytest.mark.as_the_product
+
 QWEN3 = dataclasses.replace(
     CONFIG, hidden_size=160, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64
 )

@@ -18,6 +18,8 @@ from jetrl_jax.errors import RunStopped, UserError
 from jetrl_jax.models import attention, dense, ops, vocabulary
 from tests.oracles import contract_oracle, fp8_oracle
 
+pytestmark = pytest.mark.as_the_product
+
 
 def test_contract_file_is_what_the_oracle_makes():
     assert json.loads(check_engine.CONTRACT.read_text(encoding="utf-8")) == contract_oracle.contract()

@@ -38,7 +38,6 @@ from tests.unit.stub_vllm import LOGPROB, TOKEN, StubServer, StubVllm
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
 from scripted import ScriptedEngine, scripted_logprobs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SIZES = {
     "slots": 2,
     "prefill_rows": 2,

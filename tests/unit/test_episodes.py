@@ -26,6 +26,7 @@ from jetrl_jax.tasks.base import Example
 from jetrl_jax.tasks.environment import episode_return
 from jetrl_jax.text.tokenizer import CharacterTokenizer
 from jetrl_jax.workers.environments import Answer, Job
+from tests.stand_in_environments import StandInEnvironments
 
 TOKENIZER = CharacterTokenizer("?<>!.=abcdefghijklmnopqrstuvwxyz0123456789")
 END = "|"  # in a script: the stop token
@@ -79,40 +80,26 @@ class ScriptedEngine(RolloutEngine):
             )
 
 
-class Pool:
+class Pool(StandInEnvironments):
     """Answers by a table: (episode, number of actions) -> Answer; by default goes on with "ok"."""
 
     def __init__(self, answers: dict[tuple[int, int], Answer] | None = None) -> None:
+        super().__init__()
         self.table = answers or {}
         self.jobs: list[list[Job]] = []
-        self.pending: list[Job] = []
-        self.live: set[int] = set()
-
-    def conversation(self) -> Pool:
-        return self
-
-    def begin(self, keys: Sequence[int]) -> None:
-        self.live = set(keys)
-
-    def end(self, key: int) -> None:
-        self.live.remove(key)
-
-    def ask(self, job: Job) -> None:
-        self.pending.append(job)
 
     def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
         if not wait:  # an environment is slow
             return []
-        job = self.pending.pop()
+        job = self.asked.pop()
         return [(job.key, *self.play([job]))]
-
-    def close(self) -> None:
-        assert not self.pending and not self.live
 
     def play(self, jobs: Sequence[Job]) -> list[Answer]:
         self.jobs.append(list(jobs))
-        default = Answer(observation="ok", digest="d")
-        return [self.table.get((job.key, len(job.actions)), default) for job in jobs]
+        return super().play(jobs)
+
+    def answer(self, job: Job) -> Answer:
+        return self.table.get((job.key, len(job.actions)), Answer(observation="ok", digest="d"))
 
 
 def player_of(

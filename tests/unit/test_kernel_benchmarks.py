@@ -22,8 +22,6 @@ from pallas_kernels.measure import Timing, copies_beyond_cache, markdown, steady
 from pallas_kernels.quantize import bench as quantize_bench
 from tests.benchmarks import kernel_layer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NAMED = {"layer": "decoder layer", "attention": "attention"}
 """Where a row is not named after a linear layer."""
 

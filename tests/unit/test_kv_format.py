@@ -26,6 +26,8 @@ from tests.oracles import attention_oracle, fp8_oracle
 from tests.oracles.tolerances import U_BF16
 from tests.parity.small_policy import resolved
 
+pytestmark = pytest.mark.as_the_product
+
 RANGE = range(-12, 5)
 
 

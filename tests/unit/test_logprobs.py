@@ -22,6 +22,8 @@ from jetrl_jax.rollout.types import Trajectory
 from tests.oracles.tolerances import U_FP32, gamma
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy, trajectories
 
+pytestmark = pytest.mark.as_the_product
+
 TEMPERATURE = 0.7
 LENGTHS = [(3, 20), (1, 9), (7, 1), (2, 14), (5, 5), (1, 2)]
 # BF16 in `make test`: tests/parity/test_rollout_exact.py.

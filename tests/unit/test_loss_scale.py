@@ -17,6 +17,8 @@ from jetrl_jax.training.loss_scale import LARGEST, SMALLEST, LossScale
 from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from tests.parity.small_policy import SmallPolicy
 
+pytestmark = pytest.mark.as_the_product
+
 
 def section(initial: float = 1024.0, growth_interval: int = 3) -> LossScaleSection:
     return LossScaleSection(initial=initial, growth_interval=growth_interval)

@@ -20,8 +20,6 @@ from jetrl_jax.training.programs import PolicyPrograms, TrainState
 from tests.oracles.tolerances import U_FP32
 from tests.parity.small_policy import SmallPolicy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DOWN = "layers.0.mlp.down_proj.weight"
 HUGE = 1e30  # a learning rate with which gradients of ordinary size take a master to the end of FP32
 

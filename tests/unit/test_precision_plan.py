@@ -33,6 +33,8 @@ from tests.oracles import fp8_oracle
 from tests.parity.small_policy import CONFIG, SmallPolicy
 from tests.sections import precision_section
 
+pytestmark = pytest.mark.as_the_product
+
 UNTIED = dataclasses.replace(CONFIG, num_layers=2, tie_word_embeddings=False, attention_bias=True)
 FORMATS = {  # rollout, fprop, dgrad, wgrad of a linear layer; everything else
     "fp32": ("fp32 fp32 fp32 fp32", "fp32"),

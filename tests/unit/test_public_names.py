@@ -14,7 +14,6 @@ from flax import nnx
 
 import jetrl_jax
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SETS = [
     "model.hidden_size=128",
     "model.intermediate_size=128",

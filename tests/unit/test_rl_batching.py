@@ -24,8 +24,6 @@ from jetrl_jax.rl.batching import (
 )
 from jetrl_jax.rollout.types import Trajectory, Turn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCABULARY = 7
 MAX_COMPLETION = 9
 

@@ -15,8 +15,6 @@ from jetrl_jax.rl import losses
 from jetrl_jax.rl.losses import Denominators
 from tests.oracles import rl_oracle
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CLIPS = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     "dapo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},

@@ -19,8 +19,6 @@ from jetrl_jax.rollout.types import Trajectory
 from tests.oracles import rl_oracle
 from tests.sections import algorithm_section
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 COUNT, LONGEST = 13, 9
 SETTINGS = {

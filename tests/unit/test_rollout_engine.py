@@ -27,8 +27,6 @@ from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.parity.small_policy import SmallPolicy
 from tests.small_model import small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, STOP = 160, 1
 CONFIG = small_model(
     "llama",

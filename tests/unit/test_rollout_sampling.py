@@ -15,7 +15,6 @@ from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import jit
 from jetrl_jax.rollout.embedded.sampling import Controls, request_keys, sample
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")  # distributions and formulas
 DRAWS = 20_000
 CHI_SQUARE_15_999 = 37.70  # 99.9 % quantile of chi-square with 15 degrees of freedom
 U_FP32 = 2.0**-24

@@ -58,3 +58,12 @@ def test_a_long_completion_is_cut_and_counted() -> None:
     assert len(record["tokens"]) == len(record["logprobs"]) == MAX_TOKENS
     assert record["tokens_left_out"] == 5
     assert len(json.dumps(record)) < 20 * MAX_TOKENS
+
+
+def test_an_episode_of_several_turns_is_shown_to_its_end() -> None:
+    count = MAX_TOKENS + 5
+    turns = Turn(0, 1, "prompt"), Turn(1, count, "environment"), Turn(count, count + 1, "policy", "stop")
+    sampled = np.arange(count + 1) == count
+    ids, logprobs = np.full(count + 1, 2, np.int32), np.where(sampled, np.float32(-1), np.float32(0))
+    record = token_record(CHARACTERS, Trajectory(1, ids, sampled, logprobs, turns, ((1, count + 1, 0),)))
+    assert len(record["tokens"]) == count and record["logprobs"][-2:] == [None, -1.0]

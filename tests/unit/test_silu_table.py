@@ -10,6 +10,8 @@ import pytest
 from jetrl_jax.models import ops
 from jetrl_jax.precision.parameters import jit
 
+pytestmark = pytest.mark.as_the_product
+
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_table_of_silu_matches_the_formula_for_every_gate(dtype: jnp.dtype) -> None:

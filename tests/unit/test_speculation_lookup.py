@@ -64,7 +64,7 @@ def noises(count: int) -> list:
 def test_texts_are_siblings_of_the_prompt_then_the_sequence() -> None:
     prompts, prompt_of = [ints(5, 6, 7), ints(8)], np.array([0, 1, 0, 0])
     texts = Texts(prompts, prompt_of, noises(4), 3, 9, 2, Completions())
-    texts.add(np.array([0, 0, 2, 1]), np.array([0, 1, 0, 0]), np.array([1, 2, 3, 4]))
+    texts.add(ints(0, 0, 2, 1), ints(0, 1, 0, 0), ints(1, 2, 3, 4), np.zeros(4))
     text, again = texts.of(np.array([2, -1, 1]), 5)
     running = [6, 7, 3, -1], [8, 4, -1]  # a sequence is itself among those that are still sampled
     shown = [[-1] * 5 + running[0] + [5, 6, 7, 3, -1], [-1] * 14, [-1] * 6 + running[1] + [8, 4, -1, -1, -1]]
@@ -80,12 +80,24 @@ def test_texts_of_a_later_call_have_the_completions_of_the_prompt_and_of_the_sam
     kept, prompts, prompt_of = Completions(), [ints(5, 6), ints(8)], np.array([0, 0, 1])
     for tokens in ([1, 2], [3, 4]):  # the second in place of the first
         texts = Texts(prompts, prompt_of, noises(3), 3, 8, 1, kept)
-        texts.add(np.array([1, 1]), np.array([0, 1]), np.array(tokens))
+        texts.add(ints(1, 1), ints(0, 1), np.array(tokens), np.zeros(2))
         texts.finish(1)
     text, again = Texts(prompts, prompt_of, noises(3), 1, 8, 1, kept).of(np.array([0, 1, 2]), 4)
     np.testing.assert_array_equal(again, [[-1] * 4, [-1, -1, 3, -1], [-1] * 4])  # as many as may be sampled
     assert text[0].tolist() == [6, 3, 4, -1, 6, -1, 6, -1, 5, 6, -1, -1]
     assert text[2].tolist() == [-1] * 6 + [8, -1] + [8, -1, -1, -1]
+
+
+def test_a_sequence_with_a_nan_is_shown_to_no_other() -> None:
+    """Neither while it is sampled nor finished: keys of its tokens may be NaN."""
+    kept, prompts = Completions(), [ints(5, 6)]
+    texts = Texts(prompts, np.zeros(2, int), noises(2), 3, 8, 1, kept)
+    texts.add(ints(0, 1), ints(0, 0), ints(1, 2), np.array([np.nan, -1.0]))
+    for _ in range(2):
+        text, _ = texts.of(ints(0, 1), 4)
+        np.testing.assert_array_equal(text[:, :8], [[-1] * 5 + [6, 2, -1]] * 2)
+        texts.finish(0)
+    assert kept.of(prompts[0]) == {}
 
 
 def test_completions_keep_the_newest() -> None:

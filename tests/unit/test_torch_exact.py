@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from bridge.vllm.worker import exact_torch  # noqa: E402
 from tests.parity.paged_cache import LAYOUTS, REQUESTS, Paged, assert_equal, bf16, normal  # noqa: E402
 
+pytestmark = pytest.mark.as_the_product
+
 VARIANTS = ("native", "cuda")
 EPS = 1e-6
 

@@ -312,9 +312,10 @@ class Generation:
             (np.cumsum(valid, axis=0) - 1 + self.sampled[occupants])[step, column],
         )
         self.tokens[request, offset] = tokens[step, busy[column]]
-        self.logprobs[request, offset] = bits.view(np.float32)[step, busy[column]]
+        logprobs = bits.view(np.float32)[step, busy[column]]
+        self.logprobs[request, offset] = logprobs
         if self.texts is not None:
-            self.texts.add(request, offset, tokens[step, busy[column]])
+            self.texts.add(request, offset, tokens[step, busy[column]], logprobs)
         self.sampled[occupants] += valid.sum(axis=0)
         last = self.tokens[occupants, self.sampled[occupants] - 1]
         finished = self.is_stop[last] | (self.sampled[occupants] == self.limits[occupants])
@@ -323,8 +324,7 @@ class Generation:
             self.waiting[busy[finished]] = occupants[finished]
         if self.texts is not None:
             for one in occupants[finished]:
-                if np.isfinite(self.logprobs[one]).all():
-                    self.texts.finish(one)
+                self.texts.finish(one)
         ended = np.cumsum(valid[:, finished], axis=0).argmax(axis=0)
         return occupants[finished][np.argsort(ended, kind="stable")]
 

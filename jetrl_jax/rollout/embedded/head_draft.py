@@ -89,14 +89,23 @@ class HeadSteps:
         return vocabulary.embed(self.model.embed_tokens.whole(), ids, self.numerics)
 
     def prompts(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array, features: jax.Array
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array,
+        longest: int,
     ) -> HeadPrompts:
-        """Reads prompts [R, T]; the token after the last one is not known yet."""
+        """Reads prompts [R, T]; the token after the last one is not known yet.  `longest`: of all prompts, T
+        of the result.
+        """
         states = self.head.combine(features)
         following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
         causal = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
         causal = jnp.broadcast_to(causal, (len(tokens), *causal.shape[1:]))
-        _, (keys, values) = self.head(self.embedded(following), states, positions, [], [causal])
+        _, pair = self.head(self.embedded(following), states, positions, [], [causal])
+        padding = ((0, 0), (0, longest - tokens.shape[1]), (0, 0), (0, 0))
+        keys, values = (jnp.pad(x, padding) for x in pair)
         last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return HeadPrompts(keys, values, last)
 

@@ -381,7 +381,7 @@ class EnginePrograms:
             hidden, cache = model.prefill(tokens, positions)
         else:
             hidden, cache, features = model.featured(tokens, positions, None, head.layers)
-            draft = head.prompts(tokens, positions, lengths, features)
+            draft = head.prompts(tokens, positions, lengths, features, self.prompt_length)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         stored = [KVCache.of(layer, self.prompt_length, self.numerics) for layer in cache]
         return Prefilled(stored, self._logits(model, last), lengths, draft)
@@ -445,8 +445,9 @@ class EnginePrograms:
         length = min(given.keys.shape[1], old.keys.shape[1])
 
         def put(before: jax.Array, added: jax.Array) -> jax.Array:
-            here = jnp.where(new[:, None, None, None], added[row, :length], before[:, :length])
-            return jax.lax.dynamic_update_slice(before, here, (0, 0, 0, 0))
+            # zeros after it, as in the cache: a NaN of the slot's last sequence would make all guesses NaN
+            whole = jnp.pad(added[row, :length], ((0, 0), (0, before.shape[1] - length), (0, 0), (0, 0)))
+            return jnp.where(new[:, None, None, None], whole, before)
 
         since = jnp.where(new, 0, old.since)
         filled = HeadState(put(old.keys, given.keys), put(old.values, given.values), since, old.guesses)

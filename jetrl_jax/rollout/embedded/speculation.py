@@ -16,7 +16,7 @@ drawn from the policy, but from logits whose last bits are those of another prog
 
 A rejected token leaves its keys and values above the sequence.  No query sees them: the step whose query
 first sees a place writes it before.  They must be finite, since a hidden key has weight 0 and 0 times NaN is
-NaN; `Lookup` proposes no token that is not in the sequence or in a finite sibling.
+NaN; `Lookup` proposes no token that is not in the sequence or in a sibling with finite log-probabilities.
 
 Rejection sampling (Leviathan et al., arXiv 2211.17192) keeps the distribution but draws other tokens.
 Accepting a sample under shared noise is Daliri et al., arXiv 2408.07978.
@@ -240,14 +240,21 @@ class Texts:
             for prompt, end in zip(prompts, ends, strict=True)
         ]
         self.finished: list[list[np.ndarray]] = [[] for _ in prompts]
+        self.spoilt = np.zeros(len(prompt_of), bool)  # a log-probability was not finite
 
-    def add(self, request: np.ndarray, offset: np.ndarray, tokens: np.ndarray) -> None:
-        """Takes sampled tokens, each of a request at an offset of its completion."""
+    def add(self, request: np.ndarray, offset: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Takes sampled tokens, each of a request at an offset of its completion.
+
+        A request with a log-probability that is not finite is shown to no other one from then on.
+        """
         self.own[request, self.lengths[request] + offset] = tokens
+        self.spoilt[request[~np.isfinite(logprobs)]] = True
         np.maximum.at(self.ends, request, self.lengths[request] + offset + 1)
 
     def finish(self, request: int) -> None:
         """Shows a whole completion to the other requests of the prompt, and to later calls."""
+        if self.spoilt[request]:
+            return
         prompt = self.prompt_of[request]
         self.finished[prompt].append(self._sibling(request))
         completion = self.own[request, self.lengths[request] : self.ends[request]]
@@ -266,7 +273,7 @@ class Texts:
         prompt_of = self.prompt_of[busy]
         for prompt in np.unique(prompt_of):
             here = prompt_of == prompt
-            running = [self._sibling(request) for request in busy[here]]
+            running = [self._sibling(request) for request in busy[here & ~self.spoilt[busy]]]
             shown = self._joined([*self.earlier[prompt], *running, *self.finished[prompt]])
             text[rows[here], self.width - len(shown) : self.width] = shown
         return text, again
