@@ -10,7 +10,6 @@ method `eagle3` select the model in vLLM.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from bridge.hf.config import rope_to_hf
+from bridge.hf.directory import write_json, written_directory
 from bridge.hf.safetensors_file import parse_json, read_header
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
@@ -28,7 +28,7 @@ from jetrl_jax.models.draft_head import DraftHead, feature_layers
 from jetrl_jax.precision.numerics import Numerics
 from jetrl_jax.precision.parameters import map_params, named_params
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def draft_config(policy: ModelConfig, draft_vocab: int) -> dict[str, Any]:
@@ -70,14 +70,13 @@ def draft_tensors(head: DraftHead) -> dict[str, np.ndarray]:
 
 
 def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
-    """Writes a head into a directory, in place of one that is there; returns it."""
-    target = user_path(directory)
-    target.mkdir(parents=True, exist_ok=True)
+    """Writes a head into a directory, whole or not at all, in place of one that is there; returns it."""
     tensors = draft_tensors(head)
-    config = draft_config(head.config, len(head.d2t[...]))
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    return target
+    with written_directory(directory, (CONFIG, WEIGHTS), CONFIG, overwrite=True) as partial:
+        write_json(partial / CONFIG, draft_config(head.config, len(head.d2t[...])))
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
+    return user_path(directory)
 
 
 def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numerics) -> DraftHead:
@@ -88,10 +87,10 @@ def read_draft_head(directory: str | Path, policy: ModelConfig, numerics: Numeri
         is named.
     """
     root = user_path(directory)
-    missing = [name for name in ("config.json", WEIGHTS) if not (root / name).is_file()]
+    missing = [name for name in (CONFIG, WEIGHTS) if not (root / name).is_file()]
     if missing:
         raise UserError(f"read_draft_head: no draft head: got {root} without {missing}, expected both.")
-    found = parse_json((root / "config.json").read_bytes(), str(root / "config.json"))
+    found = parse_json((root / CONFIG).read_bytes(), str(root / CONFIG))
     size = found.get("draft_vocab_size") or policy.vocab_size
     expected = draft_config(policy, size)
     told = ("rope_parameters", "torch_dtype")  # in other words in files of other origin

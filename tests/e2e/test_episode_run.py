@@ -69,13 +69,14 @@ def config(
             "name": "guess_number",
             "options": {"numbers": 8},
             "max_turns": 3,
-            "stop_texts": list("01234567"),
+            "stop_texts": list(CHARACTERS),
             "solved": 0.5,
             "train_size": 32,
             "eval_size": 8,
         }
         | task,
         "rewards": [{}],
+        "warm_start": None,
         "checkpoint": {"every_steps": 1, "keep_last": 5},
     }
     data["model"] |= {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
@@ -92,8 +93,9 @@ def config(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run whose episodes stream; that lockstep is the same is a long test's claim."""
     directory = tmp_path_factory.mktemp("episodes") / "run"
-    trainer = GRPOTrainer(config(directory))
+    trainer = GRPOTrainer(config(directory, "stream"))
     outcome = trainer.train()
     return directory, outcome, trainer
 
@@ -125,6 +127,15 @@ def test_a_run_of_episodes_is_exact_and_leaves_its_record(finished):
             if logprob is None
         ]
         assert set(observed) <= {"<", ">", "!"} and len(observed) == episode["logprobs"].count(None) > 0
+
+
+def test_a_warm_start_learns_the_turns_of_demonstrations_only(tmp_path):
+    parts = GRPOTrainer(config(tmp_path / "run", sections={"warm_start": {"steps": 1}})).parts
+    assert parts.sampler is not None
+    batch, decode = parts.sampler.batch(0), parts.policy.tokenizer.decode
+    parts.task.close()
+    assert set(decode(batch.token_ids[batch.loss_mask].tolist())) == set("01234567")
+    assert set("?<>") <= set(decode(batch.token_ids[~batch.loss_mask].tolist()))
 
 
 def test_unmasking_one_observation_token_changes_the_gradient(finished):
@@ -173,7 +184,7 @@ def test_the_time_of_environments_and_their_workers_change_nothing(turns, finish
 @pytest.mark.long
 @pytest.mark.parametrize("turns", ["lockstep", "stream"])
 def test_a_resumed_run_of_episodes_equals_an_uninterrupted_one(turns, finished, tmp_path):
-    """In a stream too, after steps in lockstep."""
+    """In lockstep too, after steps in a stream."""
     directory = tmp_path / "run"
     shutil.copytree(finished[0], directory)
     shutil.rmtree(next((directory / "checkpoints").glob("*2")))
@@ -194,7 +205,6 @@ def test_a_run_with_faults_killed_in_a_step_resumes_bit_for_bit(tmp_path, compil
         sections = {
             "seed": SEED,
             "tokenizer": {"characters": CHARACTERS + shown},
-            "warm_start": None,
             "run": {"directory": str(tmp_path / name), "steps": 4, "tensorboard": False},
         }
         faulty = {"name": "faulty_environment:Faulty", "workers": 2, "timeout_s": 5.0, "train_size": 64}
@@ -248,7 +258,8 @@ def test_a_run_with_faults_killed_in_a_step_resumes_bit_for_bit(tmp_path, compil
         GRPOTrainer(run(turns, turns), resume=True).train()
         assert rows(tmp_path / turns) == whole
         assert manifest(tmp_path / turns) == manifest(tmp_path / "whole")
-        assert exported_weights(tmp_path / turns) == exported_weights(tmp_path / "whole")
+        for file in ("samples.jsonl", "export/model.safetensors"):
+            assert (tmp_path / turns / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 @pytest.mark.long

@@ -223,9 +223,10 @@ def test_episodes_are_the_trainers_bits(preset: str, exact: bool) -> None:
     assert not np.array_equal(ours[first.stop - first.start :], long.logprobs[second.start : second.stop])
 
 
+@LONG
 @pytest.mark.parametrize(
     ("preset", "slots"),
-    [("bf16", 5), pytest.param("fp8_unified", 24, marks=LONG)],
+    [pytest.param("bf16", 5, marks=(pytest.mark.instruction_sets, pytest.mark.newest)), ("fp8_unified", 24)],
 )
 def test_a_stream_of_turns_changes_no_episode(preset: str, slots: int) -> None:
     """From the slots' caches, with answers in any order and at any time: tokens and bits of lockstep."""

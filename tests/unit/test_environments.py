@@ -265,10 +265,10 @@ def task_of(**section):
 
 
 def test_task_splits_seeds_and_skips_an_episode_that_cannot_begin(module):
-    task = task_of(name="guess_number", train_size=500, eval_size=8)
+    task = task_of(name="guess_number", train_size=100, eval_size=8)
     train, held_out = ({e.metadata["seed"] for e in split} for split in (task.train, task.eval))
-    assert len(train) == 500 and max(train) < 1 << 30 == min(held_out)
-    other = task_of(name="guess_number", train_size=500, eval_size=8)
+    assert len(train) == 100 and max(train) < 1 << 30 == min(held_out)
+    other = task_of(name="guess_number", train_size=100, eval_size=8)
     assert list(task.train) == list(other.train)
     seed = task.train[4].metadata["seed"]
     broken = task_of(name=f"{module}:Echo", options={"bad_seed": seed, "fault": "raises"}, train_size=5)
