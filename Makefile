@@ -15,9 +15,10 @@ HUGE_PAGES ?= $(or $(GLIBC_TUNABLES),glibc.malloc.hugetlb=1)
 ARGS ?=
 # Which tests `make test` runs.
 MARKED ?= not long
-# Each worker gets whole files (their tests share engines and programs); runs and meshes come first.
+# Each worker gets whole files (their tests share engines and programs); runs and meshes come first.  PYTEST_ARGS come
+# after it, so that -n 0 among them holds.
 WORKERS := 2
-PYTEST_ARGS ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The Python whose version counts: the environment's if it exists, else the one that will make it.
 ENV_PYTHON := $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
@@ -91,11 +92,11 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 test test-long test-avx2 test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
-	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: $(VENV)/.installed-test  ## Run the tests that `make test` leaves out: more meshes and flows, more ways for a process to end
-	$(RUN_PYTHON) -m pytest -m long $(PYTEST_ARGS)
+	$(RUN_PYTHON) -m pytest -m long $(PARALLEL) $(PYTEST_ARGS)
 
 # Only this environment has the plugin that compiles for GPUs, as outside the tests it warns of a missing cuDNN when JAX starts.
 PY312 = @python=$$(bash .ci/find_python.sh 3.12) && $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON="$$python" \
@@ -140,7 +141,7 @@ ISA_TESTS ?= $(addprefix tests/parity/test_,instruction_set.py vllm_exact.py vll
 .PHONY: test-avx2
 test-avx2: $(VENV)/.installed-test  ## Run the tests of equal bits with every library forced to its kernels for AVX2 (or ISA=AVX512)
 	JETRL_TEST_ISA=$(ISA) PYTHONPATH=$(CURDIR)/tests/instruction_set$(if $(PYTHONPATH),:$(PYTHONPATH)) \
-		$(RUN_PYTHON) -m pytest -m "not long or instruction_sets" $(PYTEST_ARGS) $(ISA_TESTS)
+		$(RUN_PYTHON) -m pytest -m "not long or instruction_sets" $(PARALLEL) $(PYTEST_ARGS) $(ISA_TESTS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-test  ## Run ruff (errors, order of imports, format) and import-linter (which module may import which: pyproject.toml)
