@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 
 
-@contextlib.contextmanager
-def written_directory(
-    directory: str | Path, own_files: Sequence[str], marker: str, overwrite: bool
-) -> Iterator[Path]:
-    """An empty directory whose files come to `directory` together, at the end, or not at all.
+@dataclass(frozen=True)
+class Kind:
+    """A kind of directory.
 
-    own_files: patterns of the only files that an earlier directory may have to be replaced; marker: the one
-      that it must have.
+    files: patterns of the only files that an earlier one may have to be replaced; marker: the one that it
+      must have.
     """
+
+    files: tuple[str, ...]
+    marker: str
+
+
+@contextlib.contextmanager
+def written_directory(directory: str | Path, kind: Kind, overwrite: bool) -> Iterator[Path]:
+    """An empty directory whose files come to `directory` together, at the end, or not at all."""
     target = Path(os.path.abspath(user_path(directory)))
-    _check_place(target, own_files, marker, overwrite)
+    check_place(target, kind, overwrite)
     partial = _sibling(target, "partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -47,7 +54,8 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}")
 
 
-def _check_place(target: Path, own_files: Sequence[str], marker: str, overwrite: bool) -> None:
+def check_place(target: Path, kind: Kind, overwrite: bool) -> None:
+    """Raises UserError if a directory cannot be written there."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir() or not overwrite:
@@ -56,10 +64,10 @@ def _check_place(target: Path, own_files: Sequence[str], marker: str, overwrite:
             "directory, or overwrite"
         )
     foreign = sorted(
-        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in own_files)
+        p.name for p in target.iterdir() if p.is_dir() or not any(p.match(pattern) for pattern in kind.files)
     )
-    if foreign or not (target / marker).is_file():
-        why = f"it also holds {foreign}" if foreign else f"it has no {marker}"
+    if foreign or not (target / kind.marker).is_file():
+        why = f"it also holds {foreign}" if foreign else f"it has no {kind.marker}"
         raise UserError(
             f"save_checkpoint: will not replace {str(target)!r}: {why}, expected only a checkpoint's files"
         )

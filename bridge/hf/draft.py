@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from bridge.hf.config import rope_to_hf
-from bridge.hf.directory import write_json, written_directory
+from bridge.hf.directory import Kind, write_json, written_directory
 from bridge.hf.safetensors_file import parse_json, read_header
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
@@ -72,7 +72,7 @@ def draft_tensors(head: DraftHead) -> dict[str, np.ndarray]:
 def save_draft_head(directory: str | Path, head: DraftHead) -> Path:
     """Writes a head into a directory, whole or not at all, in place of one that is there; returns it."""
     tensors = draft_tensors(head)
-    with written_directory(directory, (CONFIG, WEIGHTS), CONFIG, overwrite=True) as partial:
+    with written_directory(directory, Kind((CONFIG, WEIGHTS), CONFIG), overwrite=True) as partial:
         write_json(partial / CONFIG, draft_config(head.config, len(head.d2t[...])))
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)

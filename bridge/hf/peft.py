@@ -2,6 +2,7 @@
 
     adapter_config.json        rank, alpha, target modules, the base's directory
     adapter_model.safetensors  base_model.model.<Hugging Face's name>.lora_A.weight [r, in], .lora_B.weight
+    jetrl_base.json            the SHA-256 of the base's files; PEFT and vLLM do not read it
 
 The matrices are the FP32 masters.  A reader refuses everything but plain
 LoRA of whole layers, by name.
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from bridge.hf.directory import write_json, written_directory
+from bridge.hf.directory import Kind, write_json, written_directory
 from bridge.hf.names import to_hf_name
 from bridge.hf.safetensors_file import parse_json, read_header
 from jetrl_jax.config.types import user_path
@@ -26,6 +27,8 @@ from jetrl_jax.models.anatomy import MATRICES
 from jetrl_jax.models.config import ModelConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE_FILE = "jetrl_base.json"
+ADAPTER = Kind((CONFIG_FILE, WEIGHTS_FILE, BASE_FILE, "README.md"), CONFIG_FILE)
 PREFIX = "base_model.model."
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path")
 # These describe the past of an adapter, or the settings of a feature that another key turns on.  Dropout was
@@ -44,6 +47,7 @@ _IGNORED = (
 # its own (eva).
 _STARTS = (True, False, None, "gaussian", "orthogonal")
 _OFF: tuple[Any, ...] = (None, False, "none", {}, [])
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class PeftAdapter:
     alpha, rslora: as `lora` in a run's config; targets: last names of the layers.
     base: the directory of the base, as the adapter's config names it.
     arrays: parameter path -> float32.
+    base_files: the SHA-256 of each of the base's files; None if not known, as in a directory of PEFT.
     """
 
     rank: int
@@ -61,6 +66,7 @@ class PeftAdapter:
     targets: tuple[str, ...]
     base: str | None
     arrays: Mapping[str, np.ndarray]
+    base_files: Mapping[str, str] | None = None
 
 
 def peft_name(path: str) -> str:
@@ -107,9 +113,10 @@ def save_adapter(directory: str | Path, adapter: PeftAdapter, *, overwrite: bool
     bad = [name for name, array in tensors.items() if not np.isfinite(array).all()]
     if bad:
         raise ValueError(f"save_adapter: non-finite values: got {bad}, expected finite ones.")
-    own = (CONFIG_FILE, WEIGHTS_FILE, "README.md")
-    with written_directory(directory, own, CONFIG_FILE, overwrite) as partial:
+    with written_directory(directory, ADAPTER, overwrite) as partial:
         write_json(partial / CONFIG_FILE, adapter_config(adapter))
+        if adapter.base_files is not None:
+            write_json(partial / BASE_FILE, adapter.base_files)
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)
     return user_path(directory)
@@ -180,6 +187,11 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> PeftAdapter:
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
+    problems += [
+        f"wrong dtype {name}: got {tensor.dtype}, expected one of {list(_FLOATS)}"
+        for name, tensor in found.items()
+        if name in expected and tensor.dtype not in _FLOATS
+    ]
     if problems:
         raise UserError(f"read_adapter: {root} does not fit the model:\n  " + "\n  ".join(problems))
     arrays = {path: found[peft_name(path)].read().astype(np.float32) for path in shapes}
@@ -188,4 +200,6 @@ def read_adapter(directory: str | Path, model: ModelConfig) -> PeftAdapter:
         raise UserError(f"read_adapter: {root}: non-finite values: got {bad}, expected finite ones.")
     base = values.get("base_model_name_or_path")
     rslora = bool(values.get("use_rslora", False))
-    return PeftAdapter(values["r"], float(values["lora_alpha"]), rslora, targets, base, arrays)
+    of_base = root / BASE_FILE
+    files = parse_json(of_base.read_bytes(), str(of_base)) if of_base.is_file() else None
+    return PeftAdapter(values["r"], float(values["lora_alpha"]), rslora, targets, base, arrays, files)

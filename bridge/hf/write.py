@@ -23,7 +23,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from bridge.hf.config import to_hf
-from bridge.hf.directory import write_json, written_directory
+from bridge.hf.directory import Kind, write_json, written_directory
 from bridge.hf.names import mismatches, name_map
 from bridge.hf.read import INDEX_FILE, SINGLE_FILE, open_checkpoint, parameters_by_path
 from bridge.hf.tensors import hf_tensors, quantization_config
@@ -40,17 +40,19 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-# A checkpoint directory may be replaced if it contains only these files and tokenizer files.
-_OWN_FILES = (
+CHECKPOINT = Kind(
+    (
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors",
+        INDEX_FILE,
+        "*token*.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "chat_template.*",
+    ),
     "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    INDEX_FILE,
-    "*token*.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template.*",
 )
 
 
@@ -148,7 +150,7 @@ def _save(
         raise ValueError(
             f"save_checkpoint: bad size: got max_shard_bytes={max_shard_bytes!r}, expected a positive number"
         )
-    with written_directory(directory, _OWN_FILES, "config.json", overwrite) as partial:
+    with written_directory(directory, CHECKPOINT, overwrite) as partial:
         write_json(partial / "config.json", config)
         write_json(partial / "generation_config.json", _generation_config(model_config))
         _write_weights(partial, tensors, max_shard_bytes)

@@ -11,10 +11,14 @@ often less than half a step between two codes, and would vanish.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from bridge.hf.directory import check_place
+from bridge.hf.peft import ADAPTER
 from jetrl_jax.commands.entry import add_step_argument, command_parser
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
-from jetrl_jax.runs.policy_config import policy_config
+from jetrl_jax.runs.policy_config import ADAPTER_DIRECTORY, BASE_DIRECTORY, is_run, policy_config
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -72,9 +76,10 @@ def main(argv: list[str]) -> int:
     from jetrl_jax.precision.parameters import named_params, select
     from jetrl_jax.runs.policy import load_policy, published_weights
 
-    policy = load_policy(arguments.run, arguments.overrides, step=arguments.step)
     apart = adapted and not arguments.merge
-    out = arguments.out / "base" if apart else arguments.out
+    out = arguments.out / BASE_DIRECTORY if apart else arguments.out
+    _check_places(arguments.out, out, apart, arguments.overwrite)
+    policy = load_policy(arguments.run, arguments.overrides, step=arguments.step)
     options = {
         "tokenizer": policy.tokenizer,
         "max_shard_bytes": arguments.max_shard_gb * 1e9,
@@ -91,9 +96,29 @@ def main(argv: list[str]) -> int:
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     source = "" if policy.step is None else f" of step {policy.step}"
     if apart:
-        adapter = policy.save_adapter(arguments.out / "adapter", str(path), overwrite=arguments.overwrite)
+        adapter = policy.save_adapter(
+            arguments.out / ADAPTER_DIRECTORY, str(path), overwrite=arguments.overwrite
+        )
         print(f"adapters{source} in {adapter}, beside their base:")
     print(
         f"{arguments.format} checkpoint{source} in {path}: {size:,} bytes of weights, verified after writing"
     )
     return 0
+
+
+def _check_places(asked: Path, out: Path, apart: bool, overwrite: bool) -> None:
+    """Raises UserError, before the policy is read, if a directory cannot be written or belongs to a run.
+
+    asked: --out; out: the checkpoint's directory; apart: whether adapters come beside it.
+    """
+    from bridge.hf.write import CHECKPOINT
+
+    beside = sorted({path.name for path in out.parent.glob("*")} - {out.name, ADAPTER_DIRECTORY})
+    if beside and (apart or (out.name == BASE_DIRECTORY and is_run(out.parent))):
+        raise UserError(
+            f"export: would mix with other files: got --out {asked} with {out} beside {beside}, expected a "
+            "new directory or an earlier export."
+        )
+    check_place(out, CHECKPOINT, overwrite)
+    if apart:
+        check_place(asked / ADAPTER_DIRECTORY, ADAPTER, overwrite)

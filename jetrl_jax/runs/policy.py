@@ -30,6 +30,7 @@ from jetrl_jax.config.types import user_path
 from jetrl_jax.devices.compilation_cache import keep_programs
 from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import UserError
+from jetrl_jax.models.anatomy import MATRICES
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
@@ -45,13 +46,18 @@ from jetrl_jax.record.console import print_warning
 from jetrl_jax.record.metrics import read_metrics
 from jetrl_jax.record.run_directory import METRICS_FILE
 from jetrl_jax.rl.batching import padded_rows
-from jetrl_jax.runs.policy_config import adapter_sections, is_adapter_directory, is_run, policy_config
+from jetrl_jax.runs.policy_config import (
+    BASE_DIRECTORY,
+    adapter_sections,
+    is_adapter_directory,
+    is_run,
+    policy_config,
+)
 from jetrl_jax.tasks.fingerprint import sha256_of
 from jetrl_jax.text.tokenizer import Tokenizer, build_tokenizer
 from pallas_kernels import ScaledArray
 
 ACCURACY = "eval/accuracy"
-BASE_DIRECTORY = "base"  # in a run with adapters: what they are adapters of
 HEAD_DIRECTORY = "draft_head"  # in a run that trained a draft head to its end
 PROBE_TOKENS, PROBE_SEED = 128, 20250101
 
@@ -117,12 +123,13 @@ class Policy:
     def save_adapter(
         self, directory: str | Path, base: str, params: nnx.State | None = None, *, overwrite: bool = False
     ) -> Path:
-        """Writes adapters as a PEFT directory, which names `base` as the directory of their base."""
+        """Writes adapters as a PEFT directory, which names `base` as that of their base, with its hashes."""
         section = self.config.lora
         assert section is not None
         chosen = self.params if params is None else params
         arrays = {path: np.asarray(value) for path, value in named_params(chosen) if is_adapter(path)}
-        made = PeftAdapter(section.rank, section.alpha, section.rslora, section.targets, base, arrays)
+        own, files = (section.rank, section.alpha, section.rslora, section.targets), base_files(Path(base))
+        made = PeftAdapter(*own, base, arrays, files or None)
         return save_adapter(directory, made, overwrite=overwrite)
 
     def save(
@@ -184,7 +191,7 @@ def build_policy(
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
-        than the model's positions, or a tokenizer with more ids than the model.
+        than the model's positions, a tokenizer with more ids than the model, or adapters larger than a layer.
     """
     keep_programs()
     path = _model_path(config, model)
@@ -239,6 +246,14 @@ def policy_parts(
             f"{config.max_sequence_tokens}, expected at most "
             f"max_position_embeddings={sizes.max_position_embeddings}."
         )
+    if config.lora is not None:
+        adapted = [matrix for matrix in MATRICES if matrix.name in config.lora.targets]
+        least = min(adapted, key=lambda matrix: min(matrix.shape(sizes)))
+        if config.lora.rank > min(shape := least.shape(sizes)):
+            raise UserError(
+                f"build_policy: an adapter is larger than its layer: got lora.rank={config.lora.rank}, "
+                f"expected at most {min(shape)}, as {least.name} is {list(shape)}, or other lora.targets."
+            )
     # so that an exported policy stops at the same tokens as the run
     return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))
 
@@ -334,13 +349,29 @@ def _start_adapters(model: Decoder, config: RunConfig, base: str | None, restore
     ]
     if problems:
         raise UserError(f"lora.path: {section.path} has other adapters: got {'; '.join(problems)}.")
-    same = base is not None and user_path(base).resolve() == user_path(found.base or base).resolve()
-    if found.base is not None and not same:
-        print_warning(
-            f"lora.path: {section.path} names another base: got base_model_name_or_path={found.base!r}, "
-            f"expected model.path = {base!r}. Adapters fit only the weights that they were trained beside."
-        )
+    _check_named_base(section.path, found, base)
     return map_params(lambda path, _: jnp.asarray(found.arrays[path]), fresh)
+
+
+def _check_named_base(adapter: str | Path, found: PeftAdapter, base: str | None) -> None:
+    """Compares the base of a PEFT directory with the one that is read; base: its directory.
+
+    Another one gets a warning, and raises if it is now in the place of the adapter's own.
+    """
+    same = base is not None and user_path(base).resolve() == user_path(found.base or base).resolve()
+    files = None if base is None or found.base_files is None else base_files(user_path(base))
+    if found.base is None or (same if files is None else files == found.base_files):
+        return
+    if same:
+        differing = "; ".join(_differing_files(files or {}, found.base_files or {}))
+        raise UserError(
+            f"lora.path: the base of {adapter} was replaced: {base}: {differing}. Adapters fit only the "
+            "weights that they were trained beside."
+        )
+    print_warning(
+        f"lora.path: {adapter} names another base: got base_model_name_or_path={found.base!r}, "
+        f"expected model.path = {base!r}. Adapters fit only the weights that they were trained beside."
+    )
 
 
 def base_files(directory: Path) -> dict[str, str]:
@@ -349,15 +380,18 @@ def base_files(directory: Path) -> dict[str, str]:
     return {file.name: sha256_of(file) for file in files}
 
 
-def _check_base(run: Path, metadata: Mapping[str, Any]) -> None:
-    """Raises if the base of a run is not the one that its adapters were trained for."""
-    found, expected = base_files(run / BASE_DIRECTORY), metadata.get("base") or {}
-    differing = [
+def _differing_files(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Both hashes of every file that has others."""
+    return [
         f"{name}: got {found.get(name, '(absent)')}, expected {expected.get(name, '(absent)')}"
         for name in sorted({*found, *expected})
         if found.get(name) != expected.get(name)
     ]
-    if differing:
+
+
+def _check_base(run: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises if the base of a run is not the one that its adapters were trained for."""
+    if differing := _differing_files(base_files(run / BASE_DIRECTORY), metadata.get("base") or {}):
         raise UserError(
             f"load_policy: {run / BASE_DIRECTORY} is not the base of the run's adapters: "
             f"{'; '.join(differing)}."

@@ -17,6 +17,8 @@ from jetrl_jax.config.run_config import RunConfig
 from jetrl_jax.config.types import user_path
 from jetrl_jax.errors import UserError
 
+BASE_DIRECTORY, ADAPTER_DIRECTORY = "base", "adapter"  # side by side in a run with adapters and in its export
+
 
 def is_run(directory: str | Path) -> bool:
     """Whether a directory is a run directory."""
@@ -35,11 +37,14 @@ def adapter_sections(path: Path) -> dict[str, Any]:
       UserError: it is no plain LoRA, or its base is not on this machine.
     """
     values = read_adapter_config(path)
-    base, targets = values.get("base_model_name_or_path"), values.get("target_modules")
-    if not isinstance(base, str) or not (user_path(base) / "config.json").is_file():
+    named, targets = values.get("base_model_name_or_path"), values.get("target_modules")
+    # a run or an export that was moved has its base beside the adapter
+    places = [user_path(named), path.absolute().parent / Path(named).name] if isinstance(named, str) else []
+    base = next((place for place in places if (place / "config.json").is_file()), None)
+    if base is None:
         raise UserError(
-            f"{path / CONFIG_FILE}: the base is not there: got base_model_name_or_path={base!r}, expected a "
-            "Hugging Face directory."
+            f"{path / CONFIG_FILE}: the base is not there: got base_model_name_or_path={named!r}, expected a "
+            "Hugging Face directory there, or one of that name beside the adapter."
         )
     if not isinstance(targets, list):
         raise UserError(
@@ -52,7 +57,7 @@ def adapter_sections(path: Path) -> dict[str, Any]:
         "targets": targets,
         "path": str(path),
     }
-    return {"model": {"path": base}, "lora": lora}
+    return {"model": {"path": str(base)}, "lora": lora}
 
 
 def policy_config(
@@ -83,7 +88,14 @@ def policy_config(
         # the adapters are trained, and stand on a base that is
         given = {**adapter, "warm_start": None}
         own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items()]
-        return load_config(config, [*own, *overrides])
+        try:
+            return load_config(config, [*own, *overrides])
+        except UserError as error:
+            if not any(f"--set {name}={{" in str(error) for name in adapter):
+                raise
+            raise UserError(
+                f"{error}\nHere --set lora and --set model are of {path / CONFIG_FILE}."
+            ) from None
     if config is not None or is_run(path):
         return load_config(config or path / "config.yaml", overrides)
     fields = {

@@ -38,13 +38,14 @@ from jetrl_jax.record.resume_rules import (
 )
 from jetrl_jax.record.run_directory import RunDirectory, collect_environment
 from jetrl_jax.runs.parts import Parts
-from jetrl_jax.runs.policy import BASE_DIRECTORY, HEAD_DIRECTORY, base_files, with_base
+from jetrl_jax.runs.policy import HEAD_DIRECTORY, base_files, with_base
+from jetrl_jax.runs.policy_config import ADAPTER_DIRECTORY, BASE_DIRECTORY
 from jetrl_jax.training.optimizer import learning_rate_schedule
 from jetrl_jax.training.programs import TrainState
 from jetrl_jax.training.step import WARN_WITHOUT_SIGNAL, Counters
 from jetrl_jax.training.warm_start import warm_start
 
-EXPORT_DIRECTORY, ADAPTER_DIRECTORY = "export", "adapter"
+EXPORT_DIRECTORY = "export"
 
 
 class Run:

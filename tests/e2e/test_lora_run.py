@@ -15,7 +15,7 @@ from flax import nnx
 from tiny import rows, run_here, shorter, tiny_config
 
 from bridge.hf.read import load_checkpoint
-from jetrl_jax.commands import evaluate
+from jetrl_jax.commands import evaluate, export
 from jetrl_jax.config.load import dump_config
 from jetrl_jax.errors import UserError
 from jetrl_jax.precision.formats import is_adapter
@@ -109,21 +109,49 @@ def test_adapters_of_a_directory_must_be_those_of_the_config(
         build_policy(tiny_config(tmp_path / "run", **fields | {"lora": lora | {"alpha": 4.0}}))
     with pytest.raises(UserError, match="the base is not there: got base_model_name_or_path='/nowhere'"):
         load_policy(tmp_path / "adapter")
+    with pytest.raises(
+        UserError, match=r"lora\.rank=129, .* 128, as q_proj is \[128, 128\], or other lora\.targets"
+    ):
+        build_policy(
+            tiny_config(
+                tmp_path / "run", **FIELDS | {"lora": {"rank": 129, "alpha": 129.0}, "warm_start": None}
+            )
+        )
 
 
-def test_evaluate_takes_a_directory_of_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("evaluated", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_directory_of_peft_is_read_with_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], evaluated: bool
+) -> None:
     """The config gives task, tokenizer and formats; the directory gives the base and the adapters."""
     policy = build_policy(tiny_config(tmp_path / "run", **IN_BF16))
     policy.save_base(tmp_path / "base")
     policy.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
     file = tmp_path / "other.yaml"
     file.write_text(dump_config(tiny_config(tmp_path / "run", **IN_BF16 | {"lora": {"rank": 2}})))
-    assert evaluate.main(["--checkpoint", str(tmp_path / "adapter"), "--config", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["prompts"] == 8
+    if evaluated:
+        assert evaluate.main(["--checkpoint", str(tmp_path / "adapter"), "--config", str(file)]) == 0
+        assert json.loads(capsys.readouterr().out)["prompts"] == 8
+        return
     read = load_policy(tmp_path / "adapter", config=file)
     assert read.config.lora is not None and read.config.lora.rank == 4
     ours, theirs = (jax.tree.leaves(published_weights(one)) for one in (policy, read))
     assert all(map(np.array_equal, ours, theirs)) and len(ours) == len(theirs)
+
+    # base and adapter in another place; and another base in the place of theirs
+    (tmp_path / "moved").mkdir()
+    for name in ("base", "adapter"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    moved = load_policy(tmp_path / "moved" / "adapter", config=file)
+    assert moved.config.model_path == str(tmp_path / "moved" / "base")
+    assert "names another base" not in capsys.readouterr().err
+    build_policy(policy.config.model_copy(update={"seed": 1})).save_base(tmp_path / "moved" / "base")
+    load_policy(tmp_path / "moved" / "adapter", config=file)
+    assert "names another base" in capsys.readouterr().err
+    (tmp_path / "moved").rename(tmp_path / "base.d")
+    (tmp_path / "base.d" / "base").rename(tmp_path / "base")
+    with pytest.raises(UserError, match=r"was replaced: .*model\.safetensors: got \w{64}, expected \w{64}"):
+        load_policy(tmp_path / "base.d" / "adapter", config=file)
 
 
 def saved(run: Path, **fields: Any) -> Policy:
@@ -150,6 +178,23 @@ def test_load_policy_refuses_another_base(tmp_path: Path) -> None:
     build_policy(policy.config.model_copy(update={"seed": 1})).save_base(run / "base")
     with pytest.raises(UserError, match=r"not the base .*: model\.safetensors: got \w{64}"):
         load_policy(run)
+
+
+def test_export_writes_base_and_adapter_or_neither(tmp_path: Path) -> None:
+    """And not over the base of a run, even where it may overwrite."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    saved(run)
+    files = base_files(run / "base")
+    for place in (["--out", str(run)], ["--out", str(run / "base"), "--merge"]):
+        with pytest.raises(UserError, match=r"would mix with other files: .* beside \[.*'config\.yaml'"):
+            export.main(["--run", str(run), "--overwrite", *place])
+    assert base_files(run / "base") == files
+    (out / "adapter").mkdir(parents=True)
+    (out / "adapter" / "mine.txt").touch()
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(UserError, match=r"the place is taken|it also holds \['mine\.txt'\]"):
+            export.main(["--run", str(run), "--out", str(out), *more])
+    assert [path.name for path in out.iterdir()] == ["adapter"]
 
 
 def test_base_that_is_read_again_keeps_its_format(tmp_path: Path) -> None:

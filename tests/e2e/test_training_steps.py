@@ -116,19 +116,22 @@ def test_every_algorithm_takes_a_step(algorithm, compiled, tmp_path, monkeypatch
     assert ("policy/reference_kl" in row) == ("kl_coef" in algorithm)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=LONG)])
+CORRECTIONS: list[dict[str, Any]] = [
+    {
+        "weight": {"kind": "token_truncate", "normalize": True},
+        "reject": {"kind": "k3", "level": "token", "high": 1e-7},
+        "veto": 1e-4,
+    },
+    {"mode": "bypass"},
+    {"weight": {"kind": "sequence_mask", "low": 0.99, "high": 1.01}},
+]
+
+
+# compiled: the two that differ most; each weight against float64: tests/unit/test_rl_correction.py
 @pytest.mark.parametrize(
-    "correction",
-    [
-        {
-            "weight": {"kind": "token_truncate", "normalize": True},
-            "reject": {"kind": "k3", "level": "token", "high": 1e-7},
-            "veto": 1e-4,
-        },
-        {"weight": {"kind": "sequence_mask", "low": 0.99, "high": 1.01}},
-        {"mode": "bypass"},
-    ],
-    ids=lambda value: value.get("weight", {"kind": "bypass"})["kind"],
+    ("correction", "compiled"),
+    [(one, False) for one in CORRECTIONS] + [pytest.param(one, True, marks=LONG) for one in CORRECTIONS[:2]],
+    ids=lambda value: value.get("weight", {"kind": "bypass"})["kind"] if isinstance(value, dict) else None,
 )
 def test_correction_of_the_flow_that_needs_one(correction, compiled, tmp_path, monkeypatch):
     fields = {"algorithm": {"minibatches": 2}, "correction": correction}

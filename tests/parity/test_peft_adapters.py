@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,7 +19,7 @@ from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.lora import Adapters
 from jetrl_jax.precision.formats import is_adapter
 from jetrl_jax.precision.numerics import Numerics
-from jetrl_jax.precision.parameters import named_params
+from jetrl_jax.precision.parameters import map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rl.algorithm import resolve_algorithm
 from jetrl_jax.rl.batching import count_denominators, pack
@@ -37,14 +38,20 @@ LENGTHS, ADVANTAGES = [(5, 20), (3, 14)], [1.2, -0.7]
 
 
 def decoder_of(directory: Path) -> Decoder:
-    """The base in a directory, in FP32, with random adapters."""
+    """The base in a directory, in FP32, with places for adapters."""
     numerics = Numerics(compute_dtype="float32", exact=False)
     decoder = Decoder(
         read_config(directory), numerics, rngs=nnx.Rngs(0), adapters=Adapters(RANK, SCALE, TARGETS)
     )
     read_into(decoder, directory)
-    nnx.update(decoder, with_adapters(nnx.state(decoder, nnx.Param), 0))
     return decoder
+
+
+def adapter_of(decoder: Decoder, base: Path) -> PeftAdapter:
+    """The adapters of a decoder, with a file's hash, which PEFT does not know."""
+    arrays = {p: np.asarray(v) for p, v in named_params(nnx.state(decoder, nnx.Param)) if is_adapter(p)}
+    files = {"model.safetensors": "0" * 64}
+    return PeftAdapter(RANK, ALPHA, False, TARGETS, str(base), arrays, files)
 
 
 @nnx.jit
@@ -53,30 +60,52 @@ def our_logits(decoder: Decoder, ids: Any, positions: Any, segments: Any) -> Any
 
 
 def test_peft_and_we_read_each_others_adapters(tmp_path: Path) -> None:
-    base = random_model("qwen3")
-    save(base, tmp_path / "base")
-    decoder = decoder_of(tmp_path / "base")
-    arrays = {p: np.asarray(v) for p, v in named_params(nnx.state(decoder, nnx.Param)) if is_adapter(p)}
-    ours = PeftAdapter(RANK, ALPHA, False, TARGETS, str(tmp_path / "base"), arrays)
-    save_adapter(tmp_path / "ours", ours)
-    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"))
+    """An adapter that PEFT made, read by us, written by us, and read by PEFT: the same matrices and logits."""
+    made = random_model("qwen3")
+    save(made, tmp_path / "base")
+    fields = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS), "init_lora_weights": False}
+    theirs = peft.get_peft_model(made, peft.LoraConfig(**fields))
+    for name, value in theirs.named_parameters():
+        if ".lora_B." in name:
+            value.data *= 4
+    theirs.save_pretrained(str(tmp_path / "theirs"))
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 17)).astype(np.int32)
-    positions = np.tile(np.arange(17, dtype=np.int32), (2, 1))
     with torch.no_grad():
         expected = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-        without = theirs.get_base_model().model  # the wrapped layers
         with theirs.disable_adapter():
             plain = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    assert without is not None and np.abs(expected - plain).max() > 0.1
+    assert np.abs(expected - plain).max() > 0.1
+
+    decoder = decoder_of(tmp_path / "base")
+    found = read_adapter(tmp_path / "theirs", decoder.config)
+    assert (found.rank, found.alpha, set(found.targets), found.base_files) == (
+        RANK,
+        ALPHA,
+        set(TARGETS),
+        None,
+    )
+    params = nnx.state(decoder, nnx.Param)
+    nnx.update(decoder, map_params(lambda path, value: jnp.asarray(found.arrays.get(path, value)), params))
+    positions = np.tile(np.arange(17, dtype=np.int32), (2, 1))
     logits = np.asarray(our_logits(decoder, ids, positions, np.ones_like(ids)))
     assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
-    theirs.save_pretrained(str(tmp_path / "theirs"))
-    found = read_adapter(tmp_path / "theirs", decoder.config)
-    assert (found.rank, found.alpha, set(found.targets)) == (RANK, ALPHA, set(TARGETS))
-    assert all(np.array_equal(found.arrays[path], array) for path, array in arrays.items())
+    ours = adapter_of(decoder, tmp_path / "base")
+    save_adapter(tmp_path / "ours", ours)
+    again = peft.PeftModel.from_pretrained(random_model("qwen3"), str(tmp_path / "ours"))
+    with torch.no_grad():
+        assert np.array_equal(again(torch.tensor(ids, dtype=torch.long)).logits.numpy(), expected)
+    assert read_adapter(tmp_path / "ours", decoder.config).base_files == ours.base_files
 
-    # the gradient of a GRPO step, against PEFT's model in float64
+
+@pytest.mark.long
+def test_gradient_of_a_grpo_step_is_that_of_peft_in_float64(tmp_path: Path) -> None:
+    base = random_model("qwen3")
+    save(base, tmp_path / "base")
+    decoder = decoder_of(tmp_path / "base")
+    nnx.update(decoder, with_adapters(nnx.state(decoder, nnx.Param), 0))
+    arrays = adapter_of(decoder, tmp_path / "base").arrays
+    save_adapter(tmp_path / "ours", adapter_of(decoder, tmp_path / "base"))
     policy_params = nnx.state(decoder, nnx.Param)
     plan = PrecisionPlan([path for path, _ in named_params(policy_params)], "fp32")
     programs = PolicyPrograms(decoder, plan, optax.sgd(1.0), temperature=0.8, chunk_tokens=1000)
@@ -86,7 +115,7 @@ def test_peft_and_we_read_each_others_adapters(tmp_path: Path) -> None:
     state = programs.init(policy_params)
     grads, _, _ = programs.policy_gradient(state, batch, count_denominators([batch], 44), algorithm)
     twin = peft.PeftModel.from_pretrained(
-        float64_twin(random_model("qwen3")), str(tmp_path / "ours"), is_trainable=True
+        float64_twin(base), str(tmp_path / "ours"), is_trainable=True
     ).double()
     with true_float64():
         count, loss = 0, torch.zeros((), dtype=torch.float64)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from bridge.hf.peft import PeftAdapter, adapter_shapes, read_adapter, save_adapter
 from jetrl_jax.errors import UserError
-from jetrl_jax.runs.policy_config import adapter_sections
+from jetrl_jax.runs.policy_config import adapter_sections, policy_config
 from tests.small_model import MINUTE, small_model
 
 MODEL = small_model(**MINUTE)
@@ -104,11 +104,18 @@ def test_read_adapter_names_every_tensor_that_does_not_fit(directory: Path) -> N
     del tensors[f"{prefix}.self_attn.q_proj.lora_B.weight"]  # half a pair
     tensors[f"{prefix}.mlp.down_proj.lora_A.weight"] = np.zeros((4, 5), np.float32)
     tensors[f"{prefix}.mlp.up_proj.lora_A.weight"] = np.zeros((3, 8), np.float32)
+    name = f"{prefix}.mlp.down_proj.lora_B.weight"
+    tensors[name] = tensors[name].astype(np.int32)
     save_file(tensors, file)
     with pytest.raises(UserError, match="does not fit the model") as refused:
         read_adapter(directory, MODEL)
     lines = str(refused.value).splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["missing", "unmapped", "wrong"]
+    assert [line.split()[:2] for line in lines] == [
+        ["missing", f"{prefix}.self_attn.q_proj.lora_B.weight"],
+        ["unmapped", f"{prefix}.mlp.up_proj.lora_A.weight"],
+        ["wrong", "shape"],
+        ["wrong", "dtype"],
+    ]
     edit(directory, target_modules=["lm_head"])
     with pytest.raises(UserError, match=r"target_modules=\['lm_head'\]"):
         read_adapter(directory, MODEL)
@@ -134,6 +141,12 @@ def test_adapter_sections_needs_a_list_of_layers(directory: Path, tmp_path: Path
     (tmp_path / "config.json").touch()
     edit(directory, base_model_name_or_path=str(tmp_path))
     assert adapter_sections(directory)["lora"]["targets"] == sorted(TARGETS)
+    (tmp_path / "run.yaml").write_text("run: {steps: 1}")
+    edit(directory, lora_alpha=5.0)
+    with pytest.raises(
+        UserError, match=r"lora\.alpha: .* no power of two(.*\n)*.* are of .*adapter_config\.json"
+    ):
+        policy_config(directory, config=tmp_path / "run.yaml")
     file = directory / "adapter_config.json"
     values = json.loads(file.read_text())
     del values["target_modules"]
