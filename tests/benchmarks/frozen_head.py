@@ -44,12 +44,13 @@ def _slope(rows: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    """Prints the bounds of a run with adapters."""
+    """Prints the bounds of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory with adapters")
+    parser.add_argument("run", type=Path, help="run directory with adapters; without, its last head is taken")
     run = parser.parse_args().run
     config = load_config(run / "config.yaml")
-    sizes, arrays = load_checkpoint(run / "base")
+    trained = run / "export"  # of all weights, whose head is not frozen
+    sizes, arrays = load_checkpoint(trained if trained.is_dir() else run / "base")
     head = "embed_tokens.weight" if sizes.tie_word_embeddings else "lm_head.weight"
     bounds = largest_logprobs(*(np.asarray(arrays[name], np.float64) for name in (head, "norm.weight")))
     tokenizer, task = build_tokenizer(config.tokenizer, None), build_task(config.task, config.seed)
