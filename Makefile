@@ -16,8 +16,8 @@ ARGS ?=
 # Which tests `make test` runs.
 MARKED ?= not long
 # Each worker gets whole files (their tests share engines and programs); runs and meshes come first.  PYTEST_ARGS come
-# after it, so that -n 0 among them holds.
-WORKERS := 2
+# after it, so that -n 0 among them holds.  Three workers on two cores: some tests wait for other processes.
+WORKERS := 3
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The Python whose version counts: the environment's if it exists, else the one that will make it.
@@ -89,7 +89,6 @@ train: $(VENV)/.installed-train  ## Make .venv if missing, run the main job on t
 	$(RUN_PYTHON) -m jetrl_jax report $(RUN)
 
 .PHONY: test
-test test-long test-avx2 test-py312: WORKERS := 3  # on two cores: some tests wait for other processes
 test: $(VENV)/.installed-test  ## Make .venv if missing, run the tests; the reason of each skip is printed
 	$(call say,"testing with $$($(RUN_PYTHON) --version)")
 	$(RUN_PYTHON) -m pytest -m "$(MARKED)" $(PARALLEL) $(PYTEST_ARGS)
