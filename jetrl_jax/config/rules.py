@@ -224,8 +224,6 @@ def _stream(config: RunConfig) -> Iterator[Rule]:
     embedded = isinstance(engine, JaxEngineSection)
     what = "only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache"
     yield Rule(embedded, field, what, "lockstep, or rollout.engine: jax")
-    holds = not isinstance(engine, JaxEngineSection) or engine.speculation.kind == "none"
-    yield Rule(holds, field, "a stream drafts no tokens", "lockstep, or rollout.engine.speculation: none")
     what = "bits would depend on the time that environments take"
     expected = "lockstep, or numerics.exact: true with another precision.preset than fp32"
     yield Rule(config.numerics.exact and config.precision.preset != "fp32", field, what, expected)

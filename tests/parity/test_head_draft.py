@@ -23,6 +23,7 @@ from jetrl_jax.rollout.types import Request
 from jetrl_jax.training import draft
 from jetrl_jax.training.draft import DraftTrainer
 from jetrl_jax.training.programs import PolicyPrograms
+from tests.parity.small_episodes import episodes_of
 from tests.parity.small_policy import CONFIG, VOCAB, SmallPolicy
 from tests.parity.test_speculation import SAMPLING, SIZES, requests, unequal
 
@@ -79,6 +80,26 @@ def test_a_head_gives_the_tokens_and_bits_of_one_by_one(
         assert unequal(engine.generate(asked, SAMPLING), expected) == []
         kept.append((engine.statistics.drafted, engine.statistics.accepted))
     assert set(chosen) == set(lengths) and kept[0] == kept[2] and kept[0][1] > kept[1][1]
+
+
+@LONG
+def test_a_head_changes_no_stream_of_turns() -> None:
+    """Which it reads anew after each observation; the slots' caches are those of the turns before."""
+    policy = SmallPolicy("bf16", DEEP)
+    sizes = SIZES | {"max_prompt_tokens": 16, "slots": 5, "decode_chunk_tokens": 2}
+    head = DraftHead(DEEP, policy.numerics, np.arange(VOCAB), rngs=nnx.Rngs(0))
+    draft = HeadDraft.of(head, (2,))
+    found = []
+    for made in (None, draft):
+        engine = JaxEngine(policy.model, policy.plan, draft=made, streams=True, **sizes)
+        engine.load(policy.published, 0)
+        if made is not None:
+            engine.load_draft(head)
+        found.append(episodes_of(engine, VOCAB, 1.0, 24, turns="stream", timing=len(found)))
+    assert engine.statistics.accepted > 0 and engine.statistics.continuations > 3
+    for a, b in zip(*found, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
 
 
 def test_an_update_that_is_not_finite_leaves_the_head_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

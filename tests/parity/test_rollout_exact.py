@@ -244,14 +244,24 @@ def test_a_stream_of_turns_changes_no_episode(preset: str, slots: int) -> None:
 
 @pytest.mark.long
 def test_speculation_changes_no_episode() -> None:
-    """Turns of up to three tokens, drafted from the history and from what other episodes said."""
+    """Turns of up to three tokens, drafted from the history and from what other episodes said; in lockstep, and in
+    a stream, played twice: then each turn's own earlier tokens are the draft, and more are kept.
+    """
     one = setup("fp8_unified", True)
     draft = Lookup((2,))
     fast = one.new_engine(slots=12, prefill_rows=4, decode_chunk_tokens=6, draft=draft)
-    plain, drafted = (episodes_of(engine, VOCAB, TEMPERATURE, 24) for engine in (one.engine, fast))
-    for a, b in zip(plain, drafted, strict=True):
-        assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
-        assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
+    stream = one.new_engine(slots=5, prefill_rows=4, decode_chunk_tokens=2, draft=draft, streams=True)
+    plain = episodes_of(one.engine, VOCAB, TEMPERATURE, 24)
+    found, kept = [episodes_of(fast, VOCAB, TEMPERATURE, 24)], []
+    for timing in range(2):
+        found.append(episodes_of(stream, VOCAB, TEMPERATURE, 24, turns="stream", timing=timing))
+        assert stream.statistics.continuations > 3
+        kept.append(stream.statistics.accepted)
+    assert kept[1] > kept[0], kept
+    for drafted in found:
+        for a, b in zip(plain, drafted, strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids) and a.turns == b.turns
+            assert np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
 
 
 def rounding_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -374,9 +374,6 @@ rollout.turns: has no effect here
 rollout.turns: only the embedded engine keeps a turn's slot; vLLM finds a history in its prefix cache
     rollout: {max_turn_tokens: 4, turns: stream, engine: vllm}, task: {kind: environment, name: guess_number}
     rollout: {max_turn_tokens: 4, turns: stream, engine: jax}, task: {kind: environment, name: guess_number}
-rollout.turns: a stream drafts no tokens
-    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: lookup}}, task: {kind: environment, name: guess_number}
-    rollout: {max_turn_tokens: 4, turns: stream, engine: {speculation: none}}, task: {kind: environment, name: guess_number}
 rollout.turns: bits would depend on the time that environments take
     rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: false}
     rollout: {max_turn_tokens: 4, turns: stream}, task: {kind: environment, name: guess_number}, numerics: {exact: true}

@@ -28,7 +28,7 @@ from jetrl_jax.rollout.embedded.draft_length import DraftLength
 from jetrl_jax.rollout.embedded.programs import EnginePrograms, Prefilled, SlotState
 from jetrl_jax.rollout.embedded.sampling import Controls
 from jetrl_jax.rollout.embedded.shapes import EngineShapes, smallest_fit
-from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Texts
+from jetrl_jax.rollout.embedded.speculation import NOTHING, Completions, Noise, Texts
 from jetrl_jax.rollout.engine import Replies
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 
@@ -121,8 +121,8 @@ class Generation:
         draft = programs.draft
         self.texts = None
         if draft is not None:
-            noises = [(sampling.seed, sampling.greedy, sampling.temperature, r.seed) for r in requests]
-            sizes = longest, shapes.siblings, draft.context
+            noises = [self._noise(request) for request in requests]
+            sizes = longest if replies is None else shapes.cache_buckets[-1], shapes.siblings, draft.context
             self.texts = Texts(self.prompts, self.prompt_of, noises, *sizes, completions)
 
     @property
@@ -190,6 +190,9 @@ class Generation:
         for start in range(0, len(turns), rows):
             self._add_turns(turns[start : start + rows])
 
+    def _noise(self, request: Request) -> Noise:
+        return self.sampling.seed, self.sampling.greedy, self.sampling.temperature, request.seed
+
     def _held(self, index: int) -> int:
         """The number of tokens of a conversation so far."""
         return int(self.prompt_tokens[index] + self.sampled[index])
@@ -208,6 +211,8 @@ class Generation:
             self.histories[index] = np.array(request.prompt_ids, np.int32)
             self.prompt_tokens[index] = len(request.prompt_ids)
             self.sampled[index] = 0
+            if self.texts is not None:
+                self.texts.go_on(index, self.histories[index], self._noise(request))
             self.limits[index] = budgets[row] = request.limit(self.sampling)
         width = smallest_fit(self.shapes.turn_buckets, int(counts.max()))
         tokens = np.full((rows, width), self.pad_id, np.int32)
@@ -264,7 +269,12 @@ class Generation:
         end = np.minimum(
             self.sampled[occupants] + self.shapes.chunk * step, self.limits[occupants] + self.shapes.drafted
         )
-        length = smallest_fit(self.shapes.cache_buckets, int((self.prompt_tokens[occupants] + end).max()))
+        needed = self.prompt_tokens[occupants] + end
+        if self.shapes.drafted:  # a sequence that waits writes as many places as the others
+            waiting = self.waiting[self.waiting >= 0]
+            held = self.prompt_tokens[waiting] + self.sampled[waiting]
+            needed = np.concatenate([needed, held + self.shapes.drafted])
+        length = smallest_fit(self.shapes.cache_buckets, int(needed.max()))
         if not self.statistics.inserts:  # no sequence is in flight: any idle state of the right shape will do
             if self._state is None or self._state.shape != (slots, length):
                 self._state = None  # frees its memory first

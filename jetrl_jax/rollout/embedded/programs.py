@@ -109,10 +109,6 @@ class EnginePrograms:
         *,
         streams: bool = False,
     ) -> None:
-        if streams and draft is not None:
-            raise NotImplementedError(
-                "EnginePrograms: a stream drafts no tokens: got a draft, expected none."
-            )
         self.streams = streams
         self.config = model.config
         self.numerics = model.numerics
@@ -503,13 +499,18 @@ class EnginePrograms:
         remaining = jnp.where(controls.is_stop[token], 0, budgets - 1)
         report = jnp.full((2, 1, count), -1, jnp.int32)
         report = report.at[:, :, slots].set(_report(token[None], logprob[None], used[None]), mode="drop")
+        draft = state.draft
+        if self.head_draft is not None:  # it has not read these tokens
+            nothing = jnp.full((len(slots), draft.guesses.shape[1]), NOTHING, jnp.int32)
+            guesses = scattered(draft.guesses, nothing)
+            draft = dataclasses.replace(draft, since=scattered(draft.since, first + counts), guesses=guesses)
         state = SlotState(
             cache,
             scattered(state.keys, keys),
             scattered(state.token, token),
             scattered(state.position, first + counts),
             scattered(state.remaining, remaining),
-            state.draft,
+            draft,
         )
         return state, report
 
@@ -615,7 +616,11 @@ class EnginePrograms:
             bits = jax.lax.bitcast_convert_type(logprob, jnp.int32).reshape(slots, wide)
             rows_of_step = jnp.stack([jnp.where(kept, sampled, refused).T, bits.T])
             report = jax.lax.dynamic_update_slice(report, rows_of_step, (0, step * wide, 0))
-            position, kept_draft = jnp.where(remaining > 0, state.position + count, 0), state.draft
+            position, kept_draft = state.position + count, state.draft
+            if self.streams:  # a sequence that waits stays as it is
+                token = jnp.where(count > 0, token, state.token)
+            else:
+                position = jnp.where(remaining > 0, position, 0)
             if head is not None:
                 states = head.head.combine(features)
                 known = state.draft, states, sampled, state.position, count

@@ -219,7 +219,6 @@ class Texts:
         context: int,
         completions: Completions,
     ) -> None:
-        self.prompts = prompts
         self.prompt_of = prompt_of
         self.noises = noises
         self.width = width
@@ -230,10 +229,7 @@ class Texts:
         self.own = np.full((len(prompt_of), int(self.lengths.max()) + max_tokens), NOTHING, np.int32)
         self.again = self.own.copy()
         for request, index in enumerate(prompt_of):
-            start = self.lengths[request]
-            self.own[request, :start] = prompts[index]
-            before = completions.of(prompts[index]).get(noises[request], self.own[request, :0])[:max_tokens]
-            self.again[request, start : start + len(before)] = before
+            self._ask(request, prompts[index])
         ends = [prompt[max(len(prompt) - context, 0) :] for prompt in prompts]
         self.earlier = [
             [np.concatenate([end, one]) for one in completions.of(prompt).values()]
@@ -257,8 +253,22 @@ class Texts:
             return
         prompt = self.prompt_of[request]
         self.finished[prompt].append(self._sibling(request))
-        completion = self.own[request, self.lengths[request] : self.ends[request]]
-        self.completions.add(self.prompts[prompt], self.noises[request], completion)
+        asked, said = np.split(self.own[request, : self.ends[request]], [self.lengths[request]])
+        self.completions.add(asked, self.noises[request], said)
+
+    def go_on(self, request: int, history: np.ndarray, noise: Noise) -> None:
+        """Takes the next turn of a conversation, whose prompt is all of it so far."""
+        self.noises[request] = noise
+        self._ask(request, history)
+
+    def _ask(self, request: int, prompt: np.ndarray) -> None:
+        """Begins a request's own text with a prompt, and finds what it was answered earlier."""
+        start = self.lengths[request] = self.ends[request] = len(prompt)
+        self.own[request, :start] = prompt
+        before = self.completions.of(prompt).get(self.noises[request], prompt[:0])
+        before = before[: self.again.shape[1] - start]
+        self.again[request, start:] = NOTHING
+        self.again[request, start : start + len(before)] = before
 
     def of(self, occupant: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the slots' requests (idle: -1): siblings and then `length` places of its own, int32 [B, W]; and
