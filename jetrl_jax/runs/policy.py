@@ -30,7 +30,6 @@ from jetrl_jax.config.types import user_path
 from jetrl_jax.devices.compilation_cache import keep_programs
 from jetrl_jax.devices.gpu_memory import share_gpu
 from jetrl_jax.errors import UserError
-from jetrl_jax.models.anatomy import MATRICES
 from jetrl_jax.models.choices import resolve
 from jetrl_jax.models.config import ModelConfig
 from jetrl_jax.models.decoder import Decoder
@@ -191,7 +190,7 @@ def build_policy(
 
     Raises:
       UserError: kernels or attention that cannot run here, a checkpoint that cannot be read, sequences longer
-        than the model's positions, a tokenizer with more ids than the model, or adapters larger than a layer.
+        than the model's positions, or a tokenizer with more ids than the model.
     """
     keep_programs()
     path = _model_path(config, model)
@@ -246,14 +245,6 @@ def policy_parts(
             f"{config.max_sequence_tokens}, expected at most "
             f"max_position_embeddings={sizes.max_position_embeddings}."
         )
-    if config.lora is not None:
-        adapted = [matrix for matrix in MATRICES if matrix.name in config.lora.targets]
-        least = min(adapted, key=lambda matrix: min(matrix.shape(sizes)))
-        if config.lora.rank > min(shape := least.shape(sizes)):
-            raise UserError(
-                f"build_policy: an adapter is larger than its layer: got lora.rank={config.lora.rank}, "
-                f"expected at most {min(shape)}, as {least.name} is {list(shape)}, or other lora.targets."
-            )
     # so that an exported policy stops at the same tokens as the run
     return tokenizer, dataclasses.replace(sizes, eos_token_ids=tuple(tokenizer.eos_ids))
 
