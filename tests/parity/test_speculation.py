@@ -216,17 +216,20 @@ def test_another_length_in_each_chunk_gives_the_tokens_and_bits_of_one_by_one(
 
 
 @LONG
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 1), (32, 3)])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 3), (32, 1)])
 def test_slots_and_chunks_change_no_bit(slots: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 slots the last sequences move into fewer; the oracle has five."""
-    rng = np.random.default_rng(slots)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, shape: int(rng.choice(self.lengths)))
+    """Of 32 slots the last sequences move into fewer; the oracle has five.  The second time, drafts are the
+    completions of the first.
+    """
+    monkeypatch.setattr(DraftLength, "choose", lambda self, shape: max(self.lengths))
     more = SIZES | {"slots": slots, "decode_chunk_tokens": chunk}
     one = policy("bf16")
     made = JaxEngine(one.model, one.plan, draft=CHOICE, **more)
     made.load(one.published, 0)
-    assert unequal(made.generate(requests(), SAMPLING), one_by_one("bf16")) == []
-    assert made.statistics.accepted > 0
+    count = 10 if slots == 32 else REQUESTS  # most of all end together, and few of ten are the last
+    for _ in range(2):
+        assert unequal(made.generate(requests()[:count], SAMPLING), one_by_one("bf16")[:count]) == []
+    assert made.statistics.accepted > made.statistics.asked / 2
     if slots == 32:
         assert {key[1] for key in made.programs._compiled if key[0] == "speculate"} == {8, 32}
 
