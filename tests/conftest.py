@@ -105,14 +105,15 @@ def _compilation(request: pytest.FixtureRequest) -> None:
     """Programs as the product has them; quickly where nothing is claimed of the machine code: most run once or twice.
 
     Quickly, unless marked `as_the_product`: whole runs and unit tests.  Elsewhere: files marked `compiled_quickly`,
-    but for their long tests.  All of `make test-avx2` compiles as the product does.
+    but for their long tests without `long=True`.  All of `make test-avx2` compiles as the product does.
     """
     here = [item for item in request.session.items if item.path == request.path]
+    long = any(item.get_closest_marker("long") for item in here)
+    quickly = request.node.get_closest_marker("compiled_quickly")
     quick = (
         request.node.get_closest_marker("as_the_product") is None
         if request.path.parent.name in QUICK_FOLDERS
-        else request.node.get_closest_marker("compiled_quickly") is not None
-        and not any(item.get_closest_marker("long") for item in here)
+        else quickly is not None and (not long or quickly.kwargs.get("long", False))
     ) and "JETRL_TEST_ISA" not in os.environ
     if os.environ.get(MOST_OPTIMIZATIONS, "0") != str(int(quick)):
         os.environ[MOST_OPTIMIZATIONS] = str(int(quick))
@@ -135,6 +136,11 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Of a skip; empty where none was given."""
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return reason.removeprefix("Skipped").removeprefix(":").strip()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First the file that mostly waits for a server, beside which others have the processor."""
+    items.sort(key=lambda item: item.path.name != "test_vllm_server.py")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

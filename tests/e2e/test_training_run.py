@@ -180,7 +180,7 @@ DRAFTS = {
 
 @pytest.mark.long
 def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monkeypatch):
-    """Guesses from the text and of a head that is trained, each also resumed before the last step; smaller than
+    """Guesses from the text and of a head that is trained, which is also resumed before the last step; smaller than
     the shipped run.  Its policy is hardly trained here, so drafts are asked for by chance, and any completion
     has a reward.  The commands that read the head's run sample with it.  Of programs that are compiled as the
     product's: tests/parity/test_speculation.py.
@@ -208,6 +208,8 @@ def test_the_shipped_run_with_speculation_equals_the_one_without(tmp_path, monke
         assert (plain, *others) == expected
         accepted = [row.get("speculation/accepted_tokens", 0) for row in read_metrics(directory / METRICS)]
         assert sum(accepted) > 0
+        if draft == "lookup":  # of which a checkpoint has nothing
+            continue
         shutil.copytree(directory, again)
         shutil.rmtree(again / "checkpoints" / "2")
         assert train(again, draft, "--resume") == (table, *others)
