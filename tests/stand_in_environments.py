@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 
 from jetrl_jax.workers.environments import Answer, Job
 
 
-class StandInEnvironments:
+class StandInEnvironments(abc.ABC):
     """Notes what is asked of it; a test's class says what is answered (`answer`) and when (`answers`)."""
 
     def __init__(self) -> None:
         self.asked: list[Job] = []
         self.live: set[int] = set()
 
+    @abc.abstractmethod
     def answer(self, job: Job) -> Answer:
         """The answer to a job."""
-        raise NotImplementedError
 
     def play(self, jobs: Sequence[Job]) -> list[Answer]:
         return [self.answer(job) for job in jobs]
@@ -33,9 +34,9 @@ class StandInEnvironments:
     def ask(self, job: Job) -> None:
         self.asked.append(job)
 
+    @abc.abstractmethod
     def answers(self, *, wait: bool) -> list[tuple[int, Answer]]:
         """(key, answer) of some jobs that were asked; of at least one if `wait`."""
-        raise NotImplementedError
 
     def close(self) -> None:
         assert not self.asked and not self.live, "every environment has answered and ended"

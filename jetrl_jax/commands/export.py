@@ -11,6 +11,7 @@ often less than half a step between two codes, and would vanish.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from bridge.hf.directory import check_place
@@ -23,8 +24,7 @@ from jetrl_jax.runs.policy_config import ADAPTER_DIRECTORY, BASE_DIRECTORY, is_r
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def main(argv: list[str]) -> int:
-    """Parses the command line, reads the policy, writes the directory."""
+def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(
         "export",
         "Write a policy as a Hugging Face checkpoint directory.",
@@ -59,7 +59,12 @@ def main(argv: list[str]) -> int:
         metavar="KEY=VALUE",
         help="change a field: precision.preset=fp8_unified",
     )
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line, reads the policy, writes the directory."""
+    arguments = _arguments(argv)
     if not arguments.max_shard_gb > 0:
         raise UserError(
             f"export: bad size: got --max-shard-gb {arguments.max_shard_gb}, expected a positive number."
