@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -23,6 +24,7 @@ from jetrl_jax.precision.parameters import jit, map_params, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from jetrl_jax.rollout.embedded.jax_engine import JaxEngine
 from jetrl_jax.rollout.embedded.shapes import batch_sizes, cache_buckets, prompt_buckets
+from jetrl_jax.rollout.embedded.speculation import Lookup
 from jetrl_jax.rollout.types import Request, SamplingParams, Trajectory
 from tests.parity.small_policy import SmallPolicy
 from tests.small_model import small_model
@@ -63,7 +65,7 @@ def countdown_weights() -> nnx.State:
     return jit(plan_of(decoder).publish)(map_params(weight, nnx.state(decoder, nnx.Param)))
 
 
-def engine(**changes: int) -> JaxEngine:
+def engine(**changes: Any) -> JaxEngine:
     sizes = {
         "slots": 4,
         "prefill_rows": 3,
@@ -398,3 +400,19 @@ def test_caches_are_filled_and_extended_in_place(shared: JaxEngine) -> None:
             assert program.memory_analysis().alias_size_in_bytes >= held > 0, (kind, shape)
             seen.add(kind)
     assert seen == {"insert", "decode"}
+
+
+def test_guesses_of_a_sequence_that_is_over_stay_in_its_row_of_the_cache() -> None:
+    """In a stream a slot without a conversation keeps its place, here the last one of its row."""
+    built = engine(slots=2, draft=Lookup((3,)), streams=True)
+    programs, length = built.programs, 16
+    state = programs.empty_state(2, length)
+    before = jax.tree.map(jnp.ones_like, state.cache)
+    state = dataclasses.replace(state, cache=before, position=jnp.array([length - 1, 8], jnp.int32))
+    texts = np.zeros((2, built.shapes.siblings + length), np.int32), np.full((2, length), -1, np.int32)
+    state, _ = programs.decode(built._weights, state, built._controls(GREEDY), np.int32(3), 3, *texts)
+    assert state.position.tolist() == [length - 1, 8]
+    for layer in state.cache:
+        first, second = np.asarray(layer.keys)[:, 0]
+        assert np.all(first[:12] == 1) and np.all(second[:8] == 1) and np.all(second[12:] == 1)
+        assert np.all(second[8:12] == 0), "its own guesses are written"

@@ -580,6 +580,10 @@ class EnginePrograms:
             carry: tuple[jax.Array, SlotState, jax.Array, jax.Array],
         ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
             step, state, text, report = carry
+            # a sequence that is over may lie at the end of its row of the cache, which others follow
+            start = jnp.where(
+                state.remaining > 0, state.position, jnp.minimum(state.position, state.shape[1] - wide)
+            )
             if head is None:
                 assert not isinstance(draft, HeadDraft)
                 guessed = draft(text, first + state.position, drafted_tokens)
@@ -591,7 +595,7 @@ class EnginePrograms:
             # where nothing is drafted, the last token once more: no token that the sequence does not have
             guesses = jnp.where(drafted >= 0, drafted, state.token[:, None])
             tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)
-            positions = state.position[:, None] + ahead
+            positions = start[:, None] + ahead
             if head is None:
                 hidden, cache = model.extend(tokens, positions, state.cache)
             else:
@@ -631,8 +635,7 @@ class EnginePrograms:
         # a slot that was refilled has a token that the host has not read
         text = text.at[rows[:, 0], first + state.position].set(state.token)
         report = jnp.full((2, self.shapes.chunk * wide, slots), NOTHING, jnp.int32)
-        start = jnp.int32(0), state, text, report
-        _, state, _, report = jax.lax.while_loop(more, several_tokens, start)
+        _, state, _, report = jax.lax.while_loop(more, several_tokens, (jnp.int32(0), state, text, report))
         return state, report
 
     def _resize_program(self, state: SlotState, index: jax.Array, *, length: int) -> SlotState:
