@@ -6,10 +6,10 @@ The settings are those of `make bench-peers`.  Processor time is that of the who
 steps, so that it also stands on a machine that other work shares; everything outside the compiled programs is
 "host".  The floor is the larger of two quotients:
 
-    floating-point operations of the products / the rate of their dtype
+    floating-point operations of the products, those of each dtype / the rate of that dtype
     bytes of arguments, results and temporaries, once each / the rate of a copy
 
-with rates that are measured first: products of two 1,500 x 1,500 matrices and a copy of 64 MiB, both per second
+of all calls of a step, decode's for each token, with rates that are measured first: products of two 1,500 x 1,500 matrices and a copy of 64 MiB, both per second
 of processor time.  Operations come from JAX's profiler, in milliseconds on the clock of the thread that runs
 them: their shares count, not their sum, and on a shared machine not even these.
 """
@@ -24,7 +24,7 @@ import resource
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ import jax.numpy as jnp
 import job
 import numpy as np
 import worker_jetrl
-from compare import machine, markdown
+from compare import machine, markdown, named
 
 from jetrl_jax import GRPOTrainer
+from jetrl_jax.planning.hlo import Program
 from jetrl_jax.precision.parameters import jit
 
 SIZE, COPIED = 1500, 64 << 20
-PRODUCT = re.compile(r"= (\w+)\[[\d,]*\]\S* dot\(")
 WIDTHS = {"f64": jnp.float64, "f32": jnp.float32, "bf16": jnp.bfloat16}
 Parts = dict[str, list[float]]
 
@@ -134,23 +134,34 @@ class Profile:
         return found
 
 
-def modules() -> dict[str, Any]:
-    """The loaded programs: (text, executable), by the name of the module."""
+def modules(earlier: Collection[str] = ()) -> dict[str, Any]:
+    """The loaded programs: (text, executable), by the name of the module.
+
+    earlier: texts of programs of flavors before, some of which stay loaded.
+    """
     return {
-        module.name: (module.to_string(), executable)
+        module.name: (text, executable)
         for executable in jax.devices()[0].client.live_executables()
         for module in executable.hlo_modules()
+        if (text := module.to_string()) not in earlier
     }
 
 
-def floor_s(executable: Any, measured: dict[str, float], text: str) -> float:
-    """The floor of one call; a loop counts once, so that it says nothing of decode."""
-    cost = executable.cost_analysis()
+def floor(name: str, loaded: tuple[str, Any], measured: dict[str, float], turns: int) -> str:
+    """The floor of a program in milliseconds, and what it is made of.
+
+    turns: of the loop of a program, whose number XLA does not know.
+    """
+    text, executable = loaded
     memory = executable.get_compiled_memory_stats()
     moved = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    dtypes = Counter(PRODUCT.findall(text))
-    slowest = "f64" if dtypes["f64"] > dtypes["f32"] else "bf16"
-    return max(float(cost.get("flops", 0.0)) / measured[slowest], moved / measured["bytes"])
+    products: Counter[str] = Counter()
+    for launch in Program(text).launches():
+        for dtype, operations in launch.dots:
+            products[dtype] += turns * launch.times * operations / measured[dtype]
+    parts = {"memory": turns * moved / measured["bytes"]} | products
+    told = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in parts.items())
+    return f"{name} {1e3 * max(parts['memory'], sum(products.values())):.1f} ms ({told})"
 
 
 def operations(profile: Profile, count: int) -> Iterator[tuple[str, list[tuple[str, float]]]]:
@@ -197,19 +208,27 @@ def main() -> None:
     )
     options = parser.parse_args()
     about, measured = machine(), rates()
-    print(f"{options.setting}, {about['cpu']}, {about['cores']} cores, load {about['load_before'][0]:.1f}")
+    print(f"{options.setting}, {named(about)}, load {about['load_before'][0]:.1f}")
     print(", ".join(f"{name} {rate / 1e9:.0f} G/s" for name, rate in measured.items()), flush=True)
     names = ("prefill", "insert", "decode", "policy_gradient", "check", "update", "host", "step")
     rows = [["processor ms a step", *names]]
+    earlier: set[str] = set()
     for flavor in options.flavors:
         profile = Profile(options.setting, flavor)
         spent = profile.steps(options.steps)
         rows.append([flavor, *(f"{1e3 * float(np.median(spent[name])):.1f}" for name in names)])
-        loaded = {
-            name: value for name, value in modules().items() if "policy_gradient" in name or "prefill" in name
+        turns = {
+            "prefill": 1,
+            "decode": job.SETTINGS[options.setting].completion_tokens - 1,
+            "policy_gradient": 1,
         }
-        floors = {name: floor_s(executable, measured, text) for name, (text, executable) in loaded.items()}
-        print(flavor, "floors:", ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in floors.items()))
+        loaded = modules(earlier)
+        named_in = {
+            name: f"jit_{name}" if name == "policy_gradient" else f"jit__{name}_program" for name in turns
+        }
+        found = [floor(name, loaded[named_in[name]], measured, count) for name, count in turns.items()]
+        print(flavor, "floors:", "; ".join(found), flush=True)
+        earlier |= {text for text, _ in loaded.values()}
         if options.operations:
             for module, dearest in operations(profile, 3):
                 print(f"  {module}: " + "; ".join(f"{name} {value:.1f}" for name, value in dearest))

@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 WORKER_OF_OURS = (HERE / "worker_jetrl.py").relative_to(ROOT)
 RESAMPLES = 10_000
+VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 PAUSE_S = 0.3  # lets the spinning threads of the previous contender go to sleep
 
 
@@ -67,7 +68,8 @@ def start(
     library, _, flavor = name.partition(":")
     root = checkouts.get(library)
     worker = HERE / f"worker_{library}.py" if root is None else root / WORKER_OF_OURS
-    environment = os.environ if root is None else os.environ | {"PYTHONPATH": str(root)}
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ if root is None else os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [pythons.get(library, sys.executable), str(worker), "--setting", setting, "--flavor", flavor]
     errors = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(
@@ -173,18 +175,29 @@ def tables(contenders: list[Contender]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    """What the numbers were measured on; `isa`: the instruction set to which all libraries were forced
+    (`tests/instruction_set`).
+    """
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(
+        reversed([(key.strip(), value.strip()) for key, _, value in (x.partition(":") for x in cpuinfo)])
+    )
+    flags = fields.get("flags", "").split()
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": fields.get("model name", platform.processor()),
+        "family": f"{fields.get('cpu family')}, model {fields.get('model')}",
+        "flags": [flag for flag in VECTOR_FLAGS if flag in flags],
+        "isa": os.environ.get("JETRL_TEST_ISA"),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg(),
         "system": platform.platform(),
     }
+
+
+def named(about: dict[str, Any]) -> str:
+    """The machine in words."""
+    forced = f", forced to {about['isa']}" if about["isa"] else ""
+    return f"{about['cpu']} (family {about['family']}; {' '.join(about['flags'])}{forced}), {about['cores']} cores"
 
 
 def main() -> None:
@@ -247,10 +260,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {"machine": about, "options": {k: str(v) for k, v in vars(options).items()}, "numbers": numbers}
     options.out.write_text(json.dumps(record, indent=1))
-    print(
-        f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {about['cpu']}, "
-        f"{about['cores']} cores\n\n{text}"
-    )
+    print(f"\n{options.setting}: {contenders[0].about['parameters']:,} parameters, {named(about)}\n\n{text}")
     print(
         f"\nwritten to {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}"
     )

@@ -91,7 +91,7 @@ def build_config(setting: job.Setting, flavor: str) -> RunConfig:
                 "engine": {
                     "kind": "jax",
                     "slots": setting.sequences,
-                    "prefill_rows": setting.sequences,
+                    "prefill_rows": setting.prompts,
                     "decode_chunk_tokens": setting.completion_tokens,
                 },
             },
