@@ -2,9 +2,9 @@
 process.
 
 `make test-avx2` puts this folder on PYTHONPATH and names the instruction set in JETRL_TEST_ISA: "AVX2", or
-"AVX512" for AVX-512 without BF16.  XLA, oneDNN, MKL and torch read a variable.  vLLM picks one of three
-libraries by asking `torch.cpu`, so that is patched as it is imported; `tests/parity/test_instruction_set.py`
-checks that all of it took effect.
+"AVX512" for AVX-512 without BF16.  XLA, oneDNN, MKL and torch read a variable, but XLA's matrix products
+(YNNPACK) ask the CPU and stay as they are.  vLLM picks one of three libraries by asking `torch.cpu`, so that
+is patched as it is imported; `tests/parity/test_instruction_set.py` checks that all of it took effect.
 """
 
 from __future__ import annotations
