@@ -580,10 +580,6 @@ class EnginePrograms:
             carry: tuple[jax.Array, SlotState, jax.Array, jax.Array],
         ) -> tuple[jax.Array, SlotState, jax.Array, jax.Array]:
             step, state, text, report = carry
-            # a sequence that is over may lie at the end of its row of the cache, which others follow
-            start = jnp.where(
-                state.remaining > 0, state.position, jnp.minimum(state.position, state.shape[1] - wide)
-            )
             if head is None:
                 assert not isinstance(draft, HeadDraft)
                 guessed = draft(text, first + state.position, drafted_tokens)
@@ -595,7 +591,7 @@ class EnginePrograms:
             # where nothing is drafted, the last token once more: no token that the sequence does not have
             guesses = jnp.where(drafted >= 0, drafted, state.token[:, None])
             tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)
-            positions = start[:, None] + ahead
+            positions = _first_places(state, wide)[:, None] + ahead
             if head is None:
                 hidden, cache = model.extend(tokens, positions, state.cache)
             else:
@@ -672,3 +668,11 @@ def _report(token: jax.Array, logprob: jax.Array, sampled: jax.Array) -> jax.Arr
     """int32 [2, C, B] of tokens, log-probabilities and whether they were sampled, each [C, B]."""
     bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
     return jnp.stack([jnp.where(sampled, token, -1), bits])
+
+
+def _first_places(state: SlotState, wide: int) -> jax.Array:
+    """The first of `wide` places that each slot writes, int32 [B].
+
+    A sequence that is over may lie at the end of its row of the cache, which the next row follows.
+    """
+    return jnp.where(state.remaining > 0, state.position, jnp.minimum(state.position, state.shape[1] - wide))
