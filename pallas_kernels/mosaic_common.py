@@ -3,12 +3,16 @@
 A kernel is one body for the device and for the interpreter. The interpreter runs it on a CPU with a thread
 per warpgroup, and simulates every barrier and every asynchronous copy. If two threads race, it raises (JAX
 0.12) or prints (JAX 0.11). It raises if memory is read out of bounds, and fills unwritten memory with NaN.
+Its products are made here, one multiply-add of a column and a row after the other: numpy's matmul leaves the
+order of a sum to a library whose order depends on the CPU and on where in the tile an element lies.
 
 Imported only where a kernel is needed, as not every platform has `jax.experimental.pallas.mosaic_gpu`.
 """
 
 from __future__ import annotations
 
+import importlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +20,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.hopper import SWIZZLE_BYTES
@@ -38,8 +43,26 @@ def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Cal
         return plgpu.kernel(body, **options)
     if problem := interpreter_problem():
         raise NotImplementedError(f"launch: cannot interpret: {problem}.")
+    callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    callbacks.np = _NUMPY  # type: ignore[attr-defined]  # what it has no option for
     newer: Any = plgpu  # JAX 0.10 has no InterpretGPUParams
     return plgpu.kernel(body, interpret=newer.InterpretGPUParams(detect_races=True), **options)
+
+
+def ordered_matmul(a: np.ndarray, b: np.ndarray, *, dtype: Any) -> np.ndarray:
+    """a [M, K] times b [K, N], summed in `dtype` from the first of K to the last: an element's bits depend on
+    its row and its column alone, as those of wgmma, whose order is another.
+    """
+    a, b = a.astype(dtype), b.astype(dtype)
+    total = np.zeros((a.shape[0], b.shape[1]), dtype)
+    with np.errstate(all="ignore"):  # infinities and NaN pass, as through wgmma
+        for column, row in zip(a.T, b, strict=True):
+            total += column[:, None] * row
+    return total
+
+
+_NUMPY = types.SimpleNamespace(**{**vars(np), "matmul": ordered_matmul})
+"""numpy as the interpreter sees it."""
 
 
 def tile(rows: int, columns: int, dtype: Any, leading: tuple[int, ...] = ()) -> Any:

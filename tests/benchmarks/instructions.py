@@ -40,20 +40,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jetrl_jax.planning.rates import RATES  # noqa: E402
-from pallas_kernels.gemm.config import (  # noqa: E402
-    DECODE_64,
-    DECODE_256,
-    SWAP,
-    TRAINING,
-    WGRAD_ROWS,
-    TuningConfig,
-)
+from pallas_kernels.gemm.config import DECODE_64, DECODE_256, SWAP, TRAINING, WGRAD_ROWS  # noqa: E402
 from tests.kernels import aot  # noqa: E402
 
 ISSUED_PER_S = 132 * 4 * 32 * 1.755e9  # instructions of threads: schedulers of an H100 SXM at its boost clock
 SPIN = 8  # a loop of no more instructions waits for a barrier
 TENSOR = ("HGMMA", "QGMMA")
-ROWS, SQUARE = (1, 128), (128, 128)
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P[\dT]+)\s+)?([A-Z][\w.]*)([^;]*);")
 _TARGET = re.compile(r"\.L_x_\d+")
@@ -136,15 +128,6 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _product(tuning: TuningConfig, block: tuple[int, int], out: str, order: str = "deepgemm") -> list[Any]:
-    from pallas_kernels.gemm import mosaic
-
-    def run(a: Any, b: Any) -> Any:
-        return mosaic.matmul(a, b, jnp.dtype(out), order, False, tuning)
-
-    return [run, aot.scaled(1024, 4096, ROWS), aot.scaled(4096, 4096, block)]
-
-
 def _attention(name: str) -> list[Any]:
     from pallas_kernels.attention import mosaic, mosaic_backward
 
@@ -160,17 +143,17 @@ def _attention(name: str) -> list[Any]:
     }[name]  # fmt: skip
 
 
-PRODUCTS: dict[str, Callable[[], list[Any]]] = {
-    "FProp, DGrad": lambda: _product(TRAINING, SQUARE, "bfloat16"),
-    "FProp, DGrad, order triton": lambda: _product(TRAINING, SQUARE, "bfloat16", "triton"),
-    "WGrad, X in blocks": lambda: _product(TRAINING, SQUARE, "float32"),
-    "WGrad by rows": lambda: _product(WGRAD_ROWS, ROWS, "float32"),
-    "decode, 9 to 64 rows": lambda: _product(DECODE_64, SQUARE, "bfloat16"),
-    "decode, up to 256 rows": lambda: _product(DECODE_256, SQUARE, "bfloat16"),
-    "decode, up to 8 rows": lambda: _product(SWAP, SQUARE, "bfloat16"),
-    "attention forward": lambda: _attention("forward"),
-    "attention decode": lambda: _attention("decode"),
-    "attention backward": lambda: _attention("backward"),
+PRODUCTS: dict[str, Callable[[], list[aot.KernelReport]]] = {
+    "FProp, DGrad": lambda: [aot.compile_product(TRAINING, "deepgemm", "bfloat16")],
+    "FProp, DGrad, order triton": lambda: [aot.compile_product(TRAINING, "triton", "bfloat16")],
+    "WGrad, X in blocks": lambda: [aot.compile_product(TRAINING, "deepgemm", "float32")],
+    "WGrad by rows": lambda: [aot.compile_product(WGRAD_ROWS, "deepgemm", "float32", aot.ROWS)],
+    "decode, 9 to 64 rows": lambda: [aot.compile_product(DECODE_64, "deepgemm", "bfloat16")],
+    "decode, up to 256 rows": lambda: [aot.compile_product(DECODE_256, "deepgemm", "bfloat16")],
+    "decode, up to 8 rows": lambda: [aot.compile_product(SWAP, "deepgemm", "bfloat16")],
+    "attention forward": lambda: aot.compile_for_h100(*_attention("forward")),
+    "attention decode": lambda: aot.compile_for_h100(*_attention("decode")),
+    "attention backward": lambda: aot.compile_for_h100(*_attention("backward")),
 }
 
 
@@ -239,8 +222,7 @@ def found(name: str) -> list[tuple[aot.KernelReport, Assembly]]:
     """A kernel's report and instructions; two of attention's backward, dq before dk and dv, which have more
     products.
     """
-    program = PRODUCTS[name] if name in PRODUCTS else QUANTISERS[name].program
-    reports = aot.compile_for_h100(*program())
+    reports = PRODUCTS[name]() if name in PRODUCTS else aot.compile_for_h100(*QUANTISERS[name].program())
     made = [(report, assembly(report.ptx)) for report in reports]
     return sorted(made, key=lambda pair: pair[0].ptx.count("wgmma.mma_async"))
 

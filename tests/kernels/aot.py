@@ -23,9 +23,12 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+from pallas_kernels.gemm.config import TuningConfig
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 DESCRIPTION = Path(__file__).parents[2] / "jetrl_jax/planning/h100.txtpb"
+ROWS, SQUARE = (1, 128), (128, 128)
+"""Blocks of a quantised matrix that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,39 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any) -> list[Kern
     kernel once in a process, so ask for each once (`functools.cache`).
     """
     return program_and_reports(function, *arguments)[1]
+
+
+def compile_product(
+    tuning: TuningConfig | None,
+    order: str,
+    out_dtype: str,
+    b_block: tuple[int, int] = SQUARE,
+    sizes: tuple[int, int, int] = (1024, 4096, 4096),
+) -> KernelReport:
+    """The one kernel of a product of these sizes M, N, K."""
+    if tuning and b_block == SQUARE:
+        # not read there: the same kernel whatever it is
+        tuning = dataclasses.replace(tuning, scale_columns=32)
+    return _compile_product(tuning, order, out_dtype, b_block, sizes)
+
+
+@functools.cache
+def _compile_product(
+    tuning: TuningConfig | None,
+    order: str,
+    out_dtype: str,
+    b_block: tuple[int, int],
+    sizes: tuple[int, int, int],
+) -> KernelReport:
+    from pallas_kernels.gemm import mosaic
+
+    m, n, k = sizes
+    (report,) = compile_for_h100(
+        lambda a, b: mosaic.matmul(a, b, jnp.dtype(out_dtype), order, False, tuning),
+        scaled(m, k, ROWS),
+        scaled(n, k, b_block),
+    )
+    return report
 
 
 def program_and_reports(function: Callable[..., Any], *arguments: Any) -> tuple[str, list[KernelReport]]:

@@ -5,7 +5,6 @@ another.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -26,10 +25,9 @@ from pallas_kernels.gemm.config import (
 from pallas_kernels.gemm.mosaic import matmul
 from pallas_kernels.tune import candidates
 from tests.kernels import aot
-from tests.kernels.aot import scaled
+from tests.kernels.aot import ROWS, SQUARE, compile_product, scaled
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-ROWS, SQUARE = (1, 128), (128, 128)
 RULES = {
     "training": TRAINING,
     "training, narrow": dataclasses.replace(TRAINING, snake_width=4),
@@ -51,50 +49,17 @@ ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 
 
-def compile_gemm(
-    tuning: TuningConfig | None,
-    order: str,
-    out_dtype: str,
-    b_block: tuple[int, int] = SQUARE,
-    sizes: tuple[int, int, int] = (1024, 4096, 4096),
-) -> aot.KernelReport:
-    """The one kernel of a product of these sizes."""
-    if tuning and b_block == SQUARE:
-        # not read there: the same kernel whatever it is
-        tuning = dataclasses.replace(tuning, scale_columns=32)
-    return _compile(tuning, order, out_dtype, b_block, sizes)
-
-
-@functools.cache
-def _compile(
-    tuning: TuningConfig | None,
-    order: str,
-    out_dtype: str,
-    b_block: tuple[int, int],
-    sizes: tuple[int, int, int],
-) -> aot.KernelReport:
-    from pallas_kernels.gemm import mosaic
-
-    m, n, k = sizes
-    (report,) = aot.compile_for_h100(
-        lambda a, b: mosaic.matmul(a, b, jnp.dtype(out_dtype), order, False, tuning),
-        scaled(m, k, ROWS),
-        scaled(n, k, b_block),
-    )
-    return report
-
-
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 @pytest.mark.parametrize("name", [*RULES, *TABLE])
 def test_fprop_and_dgrad_kernels_compile_cleanly(name: str, order: str) -> None:
-    report = compile_gemm((RULES | TABLE)[name], order, "bfloat16")
+    report = compile_product((RULES | TABLE)[name], order, "bfloat16")
     assert report.clean, report.text
 
 
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 @pytest.mark.parametrize("block", [ROWS, SQUARE])
 def test_wgrad_kernels_compile_cleanly(block: tuple[int, int], order: str) -> None:
-    report = compile_gemm(WGRAD_ROWS if block == ROWS else TRAINING, order, "float32", block)
+    report = compile_product(WGRAD_ROWS if block == ROWS else TRAINING, order, "float32", block)
     assert report.clean, report.text
 
 
@@ -130,21 +95,21 @@ def test_promotion_is_fused_and_in_the_order_asked_for(order: str, multiplicatio
     """A thread holds 64 sums in two rows: 64 fused multiply-adds a block, and a scale product for each row or
     for each sum.
     """
-    operations = compile_gemm(TRAINING, order, "bfloat16").float_operations()
+    operations = compile_product(TRAINING, order, "bfloat16").float_operations()
     assert operations == {"mul": multiplications, "add": 0, "fma": 64}
 
 
 @pytest.mark.parametrize("order", ["deepgemm", "triton"])
 def test_promotion_with_a_scale_per_column_is_fused(order: str) -> None:
     """64 sums: the product of scales, or of dot and scale, and a fused multiply-add for each."""
-    operations = compile_gemm(WGRAD_ROWS, order, "float32", ROWS).float_operations()
+    operations = compile_product(WGRAD_ROWS, order, "float32", ROWS).float_operations()
     assert operations == {"mul": 64, "add": 0, "fma": 64}
 
 
 @pytest.mark.parametrize(("order", "multiplications"), [("deepgemm", 2), ("triton", 4)])
 def test_promotion_of_the_swapped_kernel_is_fused(order: str, multiplications: int) -> None:
     """A thread holds four sums, of two tokens."""
-    assert compile_gemm(SWAP, order, "bfloat16").float_operations() == {
+    assert compile_product(SWAP, order, "bfloat16").float_operations() == {
         "mul": multiplications,
         "add": 0,
         "fma": 4,
@@ -159,7 +124,7 @@ def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
     tunings = dict.fromkeys(tuning for m in rows for tuning in candidates(m, per_column))
     out_dtype, block = ("float32", ROWS) if per_column else ("bfloat16", SQUARE)
     reports = {
-        (tuning, order): compile_gemm(tuning, order, out_dtype, block)
+        (tuning, order): compile_product(tuning, order, out_dtype, block)
         for tuning in tunings
         for order in ("deepgemm", "triton")
     }
@@ -169,14 +134,14 @@ def test_candidates_of_the_tuner_compile_cleanly(per_column: bool) -> None:
 @pytest.mark.parametrize("tuning", [TRAINING, SWAP])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_outputs_compile_cleanly(dtype: str, tuning: TuningConfig) -> None:
-    report = compile_gemm(tuning, "deepgemm", dtype, SQUARE)
+    report = compile_product(tuning, "deepgemm", dtype, SQUARE)
     assert report.clean, report.text
 
 
 @pytest.mark.parametrize("sizes", [(1, 130, 300), (100, 7, 128), (1000, 1000, 1000)])
 def test_ragged_sizes_compile_cleanly(sizes: tuple[int, int, int]) -> None:
     for block in (ROWS, SQUARE):
-        report = compile_gemm(None, "deepgemm", "bfloat16", block, sizes)
+        report = compile_product(None, "deepgemm", "bfloat16", block, sizes)
         assert report.clean, report.text
 
 
@@ -184,7 +149,7 @@ def test_spills_are_seen() -> None:
     """Two tiles of 64 rows for each of two warpgroups need more registers than there are in the order
     "deepgemm".
     """
-    report = compile_gemm(TuningConfig(tile_m=256, warpgroups=2), "deepgemm", "bfloat16")
+    report = compile_product(TuningConfig(tile_m=256, warpgroups=2), "deepgemm", "bfloat16")
     assert report.spilled_bytes > 0 and not report.clean
 
 

@@ -4,6 +4,7 @@ bit for bit.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_column_does_not_depend_on_the_columns_beside_it(implementation: str) ->
     whole = product(x, w, implementation)
     for part in (slice(0, 24), slice(150, 300), slice(299, 300)):
         np.testing.assert_array_equal(product(x, w[part], implementation), whole[:, part], err_msg=str(part))
+
+
+@pytest.mark.parametrize("implementation", runnable("mosaic_interpret"))
+def test_the_interpreter_sums_in_one_order(implementation: str) -> None:
+    """Whatever the CPU: from the first of 64 to the last, then these sums, each operation rounded to FP32."""
+    x, w = operands(136, 40, 192)
+    terms = np.asarray(x, np.float32)[:, None] * np.asarray(w, np.float32)  # exact
+    parts = [functools.reduce(np.add, np.moveaxis(terms[..., at : at + 64], -1, 0)) for at in (0, 64, 128)]
+    np.testing.assert_array_equal(product(x, w, implementation), functools.reduce(np.add, parts))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
