@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, Float32, Float64, Shaped
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Float64, Shaped, UInt8
 
 E4M3 = jnp.float8_e4m3fn
 """Storage type of the codes."""
@@ -58,6 +58,7 @@ _FP32_MANTISSA_MASK = 0x007FFFFF
 _FP32_EXPONENT_MASK = 0xFF800000
 _E4M3_MAX_BITS = int(np.float32(E4M3_MAX).view(np.uint32))
 _MIN_NORMAL_BITS = int(np.float32(E4M3_MIN_SUBNORMAL * 8).view(np.uint32))
+_NAN_BITS = int(np.float32(np.nan).view(np.uint32))
 _SUBNORMAL_SHIFT = E4M3_MIN_SUBNORMAL * 2.0**23
 
 
@@ -170,6 +171,32 @@ def round_to_e4m3(x: Float32[Array, "*S"]) -> Float8e4m3fn[Array, "*S"]:
     code = jnp.where(magnitude < jnp.uint32(_MIN_NORMAL_BITS), subnormal, normal)
     code = jnp.where(magnitude > jnp.uint32(_E4M3_MAX_BITS), jnp.uint32(0x7F), code)
     return lax.bitcast_convert_type((sign | code).astype(jnp.uint8), E4M3)
+
+
+def code_bits(codes: Float8e4m3fn[Array, "*S"]) -> UInt8[Array, "*S"]:
+    """The codes as bytes.
+
+    XLA's CPU backend carries an E4M3 array through a slice, a transpose or a loop as FP16 and rounds it to
+    E4M3 again behind each; bytes stay as they are.
+    """
+    return lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def widen_bits(bits: UInt8[Array, "*S"], dtype: Any = jnp.float32) -> Float[Array, "*S"]:
+    """The codes with these bytes as `dtype`, float32 or bfloat16, exactly."""
+    wide = bits.astype(jnp.uint32)
+    magnitude = (wide & jnp.uint32(0x7F)) << 20  # exponent and mantissa where FP32 has them, with a bias of 7
+    normal = magnitude + jnp.uint32((127 - 7) << 23)
+    # Subnormal codes: with the exponent of the smallest normal number, which is subtracted again.
+    smallest = jnp.float32(E4M3_MIN_SUBNORMAL * 8)
+    shifted = lax.bitcast_convert_type(magnitude + jnp.uint32(_MIN_NORMAL_BITS), jnp.float32) - smallest
+    subnormal = lax.bitcast_convert_type(shifted, jnp.uint32)
+    value = jnp.where(magnitude < jnp.uint32(1 << 23), subnormal, normal)
+    value = jnp.where(magnitude == jnp.uint32(0x7F << 20), jnp.uint32(_NAN_BITS), value)
+    value = value | ((wide & jnp.uint32(0x80)) << 24)
+    if dtype == jnp.bfloat16:  # its bits are the upper ones: a cast would round
+        return lax.bitcast_convert_type((value >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return lax.bitcast_convert_type(value, jnp.float32)
 
 
 def _next_power_of_two(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
-from pallas_kernels.formats import BLOCK, E4M3
+from pallas_kernels.formats import BLOCK, E4M3, code_bits, widen_bits
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1))
 """Activations along the contraction, weights, WGrad operands along tokens."""
@@ -108,7 +108,7 @@ class ScaledArray:
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _dequantize(qvalue: jax.Array, scale: jax.Array, block_shape: tuple[int, int], dtype: Any) -> jax.Array:
     """The values [R, C] of codes and scales."""
-    return (qvalue.astype(jnp.float32) * expand_scale(scale, qvalue.shape, block_shape)).astype(dtype)
+    return (widen_bits(code_bits(qvalue)) * expand_scale(scale, qvalue.shape, block_shape)).astype(dtype)
 
 
 def expand_scale(

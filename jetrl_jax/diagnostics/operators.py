@@ -10,6 +10,7 @@ last output with the decoder's own, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -142,14 +143,17 @@ def _operators(model: Decoder) -> Iterator[tuple[int, str, Callable[[Values], Va
 
 def _bound(operator: Callable[[Any, Values], Values], module: nnx.Module) -> Callable[[Values], Values]:
     graphdef, state = nnx.split(module)
-    return lambda values: _run(operator, graphdef, state, values)
+    return lambda values: _program()(operator, graphdef, state, values)
 
 
 def _apply(operator: Callable[[Any, Values], Values], graphdef: Any, state: Any, values: Values) -> Values:
     return operator(nnx.merge(graphdef, state), values)
 
 
-_run = jit(_apply, static_argnums=(0, 1))
+@functools.cache
+def _program() -> Any:
+    """`_apply`, compiled once for each operator and its shapes."""
+    return jit(_apply, static_argnums=(0, 1))
 
 
 def _add_norm(norm: RMSNorm, values: Values) -> Values:

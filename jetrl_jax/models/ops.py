@@ -32,7 +32,7 @@ TABLE = "table"
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """x rounded to `dtype`, whatever is fused around it; the gradient is that of a cast.
 
-    FP16 and FP32 are plain casts (`COMPILER_OPTIONS` keeps them); BF16 is also pinned.
+    FP16 and FP32 are plain casts (`compiler_options` keeps them); BF16 is also pinned.
     """
     return _round_to_bfloat16(x.astype(jnp.float32)) if dtype == jnp.bfloat16 else x.astype(dtype)
 

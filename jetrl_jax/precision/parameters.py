@@ -8,13 +8,23 @@ from typing import Any
 import jax
 from flax import nnx
 
-# By default XLA may keep FP32 where the contract rounds to BF16, differently in each program (CPU and GPU).
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+from pallas_kernels.implementations import on_gpu
+
+
+def compiler_options() -> dict[str, Any]:
+    """What XLA is told of every program of a policy; starts the backend (`on_gpu`).
+
+    By default XLA may keep FP32 where the contract rounds to BF16, differently in each program (CPU and GPU).
+    On a CPU barriers outlive fusion here, so that codes that several products read are made once
+    (`pallas_kernels.quantize.reference`); no bit depends on it.
+    """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    return options if on_gpu() else options | {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def jit(function: Any, **options: Any) -> Any:
-    """`jax.jit` with `COMPILER_OPTIONS`; every program of a policy is compiled by it."""
-    return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options)
+    """`jax.jit` with `compiler_options()`; every program of a policy is compiled by it."""
+    return jax.jit(function, compiler_options=compiler_options(), **options)
 
 
 def named_params(params: nnx.State) -> list[tuple[str, Any]]:

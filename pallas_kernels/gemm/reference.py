@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import BLOCK, round_output, round_to_float32, to_float64
+from pallas_kernels.formats import BLOCK, code_bits, round_output, round_to_float32, to_float64, widen_bits
 from pallas_kernels.scaled_array import ScaledArray
 
 # Measured on 2 CPU cores; the choice changes the speed and the size of the program, never the bits of
@@ -54,7 +54,8 @@ def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order
     """a [M, K] times b [N, K] transposed, blocks (1 or 128, 128) both: [M, N], row-invariant."""
 
     def dot(a_codes: jax.Array, b_codes: jax.Array, dimensions: Any) -> jax.Array:
-        return lax.dot_general(to_float64(a_codes), to_float64(b_codes), dimensions)
+        a_values, b_values = (to_float64(widen_bits(codes)) for codes in (a_codes, b_codes))
+        return lax.dot_general(a_values, b_values, dimensions)
 
     def promote(accumulator: jax.Array, product: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
         product = round_to_float32(product)
@@ -70,10 +71,15 @@ def matmul_exact(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order
 
 @_jit
 def matmul_fast(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order: str) -> jax.Array:
-    """As `matmul_exact` with an FP32 dot of BF16 operands and FP32 promotion: [M, N], not row-invariant."""
+    """As `matmul_exact` with an FP32 dot of BF16 (or FP32) operands and FP32 promotion: [M, N], not
+    row-invariant.
+    """
 
     def dot(a_codes: jax.Array, b_codes: jax.Array, dimensions: Any) -> jax.Array:
-        a_values, b_values = a_codes.astype(jnp.bfloat16), b_codes.astype(jnp.bfloat16)  # exact: 4 of 8 bits
+        # FP32 where XLA's CPU backend made it of BF16 before codes were bytes: the gradient keeps its bits.
+        wide = dimensions == _CONTRACT_LAST_BATCHED or a.shape[1] <= BLOCK
+        dtype = jnp.float32 if wide else jnp.bfloat16  # both exact: 4 of 8 bits
+        a_values, b_values = (widen_bits(codes, dtype) for codes in (a_codes, b_codes))
         return lax.dot_general(a_values, b_values, dimensions, preferred_element_type=jnp.float32)
 
     def promote(accumulator: jax.Array, product: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
@@ -83,15 +89,18 @@ def matmul_fast(a: ScaledArray, b: ScaledArray, out_dtype: Any, promotion_order:
 
 
 def _matmul(dot: _Dot, promote: _Promote, a: ScaledArray, b: ScaledArray, out_dtype: Any) -> jax.Array:
-    """Computes the dots of the blocks of K, promotes them in order, rounds the accumulator to `out_dtype`."""
-    a_scale = _per_row(a)
-    b_scale = _per_row(b)
+    """Computes the dots of the blocks of K, promotes them in order, rounds the accumulator to `out_dtype`.
+
+    The codes go as bytes (`code_bits`).
+    """
+    a_codes, b_codes = code_bits(a.qvalue), code_bits(b.qvalue)
+    a_scale, b_scale = _per_row(a), _per_row(b)
     blocks = a_scale.shape[1]
     accumulator = jnp.zeros((a.shape[0], b.shape[0]), jnp.float32)
     if blocks > FUSED_BLOCKS or (blocks > 1 and 8 * blocks * accumulator.size > FUSED_BYTES):
-        accumulator = _loop(dot, promote, accumulator, a.qvalue, b.qvalue, a_scale, b_scale)
+        accumulator = _loop(dot, promote, accumulator, a_codes, b_codes, a_scale, b_scale)
     else:
-        for block, product in enumerate(_block_dots(dot, a.qvalue, b.qvalue, blocks)):
+        for block, product in enumerate(_block_dots(dot, a_codes, b_codes, blocks)):
             accumulator = promote(accumulator, product, a_scale[:, block, None], b_scale[None, :, block])
     return round_output(accumulator, out_dtype)
 

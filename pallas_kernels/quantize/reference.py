@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats import compute_scale, encode
+from pallas_kernels.formats import E4M3, code_bits, compute_scale, encode
 from pallas_kernels.scaled_array import ScaledArray, grid_shape
 
 
@@ -23,7 +23,10 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> S
     amax = _max_magnitude(blocks)
     scale = compute_scale(amax, scale_format)
     codes = encode(blocks, scale[:, None, :, None]).reshape(padded.shape)
-    return ScaledArray(codes[:rows, :columns], scale, block_shape)
+    # Codes are made once and read, where the barrier outlives fusion (`precision.parameters.jit`). Without it
+    # XLA's CPU backend quantises again in the loop of each reader, along that reader's axes.
+    bits, scale = lax.optimization_barrier((code_bits(codes[:rows, :columns]), scale))
+    return ScaledArray(lax.bitcast_convert_type(bits, E4M3), scale, block_shape)
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jetrl_jax.models.cache import empty_cache
 from jetrl_jax.models.decoder import Decoder
 from jetrl_jax.models.logprobs import completion_logprobs
 from jetrl_jax.precision.numerics import Numerics
-from jetrl_jax.precision.parameters import COMPILER_OPTIONS, named_params
+from jetrl_jax.precision.parameters import compiler_options, named_params
 from jetrl_jax.precision.plan import PrecisionPlan
 from pallas_kernels import implementations
 from tests.kernels import aot
@@ -75,8 +75,10 @@ def programs(preset: str, attention: str) -> dict[str, str]:
         "trainer": (params, published, row, row, row),
         "engine": (published, slot, slot, cache, temperature),
     }
+    with implementations.hopper_elsewhere():
+        options = compiler_options()
     return {
-        name: aot.program_for_h100(program, *arguments[name], compiler_options=COMPILER_OPTIONS)
+        name: aot.program_for_h100(program, *arguments[name], compiler_options=options)
         for name, program in (("trainer", trainer), ("engine", engine))
     }
 

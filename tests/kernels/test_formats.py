@@ -5,10 +5,12 @@ kind of program.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +183,19 @@ def test_round_to_e4m3_matches_table() -> None:
     np.testing.assert_array_equal(
         codes_of(formats.round_to_e4m3(values)), np.where(expected & 0x7F == 0x7F, 0x7F, expected)
     )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_byte_is_widened_exactly(dtype: Any, jit: bool) -> None:
+    codes = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
+    widen = functools.partial(formats.widen_bits, dtype=dtype)
+    wide = np.asarray((jax.jit(widen) if jit else widen)(formats.code_bits(jnp.asarray(codes))))
+    expected = codes.astype(dtype)
+    assert wide.dtype == expected.dtype
+    nan = np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(wide.astype(np.float32)), nan)
+    assert nan.sum() == 2 and wide[~nan].tobytes() == expected[~nan].tobytes()  # with the sign of zero
 
 
 def test_round_to_e4m3_gives_nan_beyond_its_range() -> None:

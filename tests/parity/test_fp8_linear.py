@@ -160,6 +160,22 @@ def test_fp8_backward_matches_the_oracle_on_its_operands(
     check_gemm(dw.master, values(case.quantized(case.dy, (128, 1))).T, values(case.wgrad_operand()).T, 0.0)
 
 
+def test_values_that_several_products_read_are_quantised_once() -> None:
+    """Two layers of one input, forward and backward: x in rows and again along tokens, and dy both ways."""
+    case = Case(SIZES[2], Numerics(kernels="xla"))
+
+    def run(x: jax.Array, weights: Any, dy: jax.Array) -> Any:
+        def layers(x: jax.Array, weights: Any) -> jax.Array:
+            shared = activation(x, weights, case.numerics)
+            return sum(linear(shared, weight, None, case.numerics) for weight in weights)
+
+        y, pullback = jax.vjp(layers, x, weights)
+        return y, pullback(dy)
+
+    arguments = jnp.asarray(case.x), (case.trainable(), case.trainable()), jnp.asarray(case.dy)
+    assert jit(run).lower(*arguments).compile().as_text().count(" clamp(") == 4
+
+
 def test_products_run_on_what_was_asked_for_or_say_why_not() -> None:
     found = [
         product_implementation(Numerics(exact=exact), forward=forward).name
