@@ -24,8 +24,9 @@ def quantize(x: jax.Array, block_shape: tuple[int, int], scale_format: str) -> S
     scale = compute_scale(amax, scale_format)
     codes = encode(blocks, scale[:, None, :, None]).reshape(padded.shape)
     # Codes are made once and read, where the barrier outlives fusion (`precision.parameters.jit`). Without it
-    # XLA's CPU backend quantises again in the loop of each reader, along that reader's axes.
-    bits, scale = lax.optimization_barrier((code_bits(codes[:rows, :columns]), scale))
+    # XLA's CPU backend quantises again in the loop of each reader, along that reader's axes. Two barriers, so
+    # that who reads only the scales makes no codes.
+    bits, scale = map(lax.optimization_barrier, (code_bits(codes[:rows, :columns]), scale))
     return ScaledArray(lax.bitcast_convert_type(bits, E4M3), scale, block_shape)
 
 
