@@ -183,7 +183,7 @@ def code_bits(codes: Float8e4m3fn[Array, "*S"]) -> UInt8[Array, "*S"]:
 
 
 def widen_bits(bits: UInt8[Array, "*S"], dtype: Any = jnp.float32) -> Float[Array, "*S"]:
-    """The codes with these bytes as `dtype`, float32 or bfloat16, exactly."""
+    """The codes with these bytes as `dtype`, which has all of them: bfloat16, float16, float32."""
     wide = bits.astype(jnp.uint32)
     magnitude = (wide & jnp.uint32(0x7F)) << 20  # exponent and mantissa where FP32 has them, with a bias of 7
     normal = magnitude + jnp.uint32((127 - 7) << 23)
@@ -196,7 +196,7 @@ def widen_bits(bits: UInt8[Array, "*S"], dtype: Any = jnp.float32) -> Float[Arra
     value = value | ((wide & jnp.uint32(0x80)) << 24)
     if dtype == jnp.bfloat16:  # its bits are the upper ones: a cast would round
         return lax.bitcast_convert_type((value >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return lax.bitcast_convert_type(value, jnp.float32)
+    return lax.bitcast_convert_type(value, jnp.float32).astype(dtype)
 
 
 def _next_power_of_two(x: jax.Array) -> jax.Array:

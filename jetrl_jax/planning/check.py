@@ -1,9 +1,10 @@
 """Compares a memory plan with XLA: each program is compiled ahead of time, without weights, and analysed.
 
 On fake CPU devices, arguments, outputs and donated bytes are those of a GPU and must agree with the plan.
-Temporaries need not agree.  The CPU backend widens FP8 and BF16 operands, and drops the barriers of
-rematerialisation, so that it keeps values that a GPU computes again.  With a target (the description of a GPU
-for which XLA's CUDA plugin compiles; it needs no GPU) temporaries are those of that GPU, except in attention.
+Temporaries need not agree.  The CPU backend widens FP8 and BF16 operands and, from JAX 0.11 on, drops the
+barriers of rematerialisation, so that it keeps values that a GPU computes again.  With a target (the
+description of a GPU for which XLA's CUDA plugin compiles; it needs no GPU) temporaries are those of that GPU,
+except in attention.
 """
 
 from __future__ import annotations

@@ -8,18 +8,24 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pallas_kernels.implementations import on_gpu
+from pallas_kernels.implementations import is_elsewhere
+
+FUSED_LOOPS = (0, 11)
+"""From this JAX on XLA's CPU backend emits small loops as one kernel, which cannot hold a barrier."""
 
 
 def compiler_options() -> dict[str, Any]:
-    """What XLA is told of every program of a policy; starts the backend (`on_gpu`).
+    """What XLA is told of every program of a policy; starts the backend before JAX 0.11.
 
     By default XLA may keep FP32 where the contract rounds to BF16, differently in each program (CPU and GPU).
-    On a CPU barriers outlive fusion here, so that codes that several products read are made once
-    (`pallas_kernels.quantize.reference`); no bit depends on it.
+    On a CPU before `FUSED_LOOPS` barriers outlive fusion here, so that codes that several products read are
+    made once (`pallas_kernels.quantize.reference`; newer ones do that anyway) and rematerialisation saves
+    memory. No bit depends on it.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    return options if on_gpu() else options | {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    if jax.__version_info__ < FUSED_LOOPS and not is_elsewhere() and jax.default_backend() == "cpu":
+        options["xla_disable_hlo_passes"] = "cse_barrier_expander"
+    return options
 
 
 def jit(function: Any, **options: Any) -> Any:
