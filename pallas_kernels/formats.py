@@ -183,7 +183,9 @@ def code_bits(codes: Float8e4m3fn[Array, "*S"]) -> UInt8[Array, "*S"]:
 
 
 def widen_bits(bits: UInt8[Array, "*S"], dtype: Any = jnp.float32) -> Float[Array, "*S"]:
-    """The codes with these bytes as `dtype`, which has all of them: bfloat16, float16, float32."""
+    """The codes with these bytes as `dtype`, bfloat16, float16 or float32: exact, as each holds every code;
+    a NaN stays NaN.
+    """
     wide = bits.astype(jnp.uint32)
     magnitude = (wide & jnp.uint32(0x7F)) << 20  # exponent and mantissa where FP32 has them, with a bias of 7
     normal = magnitude + jnp.uint32((127 - 7) << 23)

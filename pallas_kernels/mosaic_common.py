@@ -44,14 +44,16 @@ def launch(body: Callable[..., None], *, interpret: bool, **options: Any) -> Cal
     if problem := interpreter_problem():
         raise NotImplementedError(f"launch: cannot interpret: {problem}.")
     callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
-    callbacks.np = _NUMPY  # type: ignore[attr-defined]  # what it has no option for
+    # For every interpreted kernel of the process; the interpreter has no option for its product.
+    setattr(callbacks, "np", _NUMPY)  # noqa: B010
     newer: Any = plgpu  # JAX 0.10 has no InterpretGPUParams
     return plgpu.kernel(body, interpret=newer.InterpretGPUParams(detect_races=True), **options)
 
 
 def ordered_matmul(a: np.ndarray, b: np.ndarray, *, dtype: Any) -> np.ndarray:
-    """a [M, K] times b [K, N], summed in `dtype` from the first of K to the last: an element's bits depend on
-    its row and its column alone, as those of wgmma, whose order is another.
+    """numpy's matmul of a [M, K] and b [K, N], summed in `dtype` from the first of K to the last: [M, N].
+
+    An element's bits depend on its row and its column alone, as those of wgmma, whose order is another.
     """
     a, b = a.astype(dtype), b.astype(dtype)
     total = np.zeros((a.shape[0], b.shape[1]), dtype)

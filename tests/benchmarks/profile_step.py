@@ -10,8 +10,9 @@ steps, so that it also stands on a machine that other work shares; everything ou
     bytes of arguments, results and temporaries, once each / the rate of a copy
 
 of all calls of a step, decode's for each token, with rates that are measured first: products of two
-1,500 x 1,500 matrices and a copy of 64 MiB, both per second of processor time.  Operations come from JAX's profiler, in milliseconds on the clock of the thread that runs
-them: their shares count, not their sum, and on a shared machine not even these.
+1,500 x 1,500 matrices and a copy of 64 MiB, both per second of processor time.  Operations come from JAX's
+profiler, in milliseconds on the clock of the thread that runs them: their shares count, not their sum, and on
+a shared machine not even these.
 """
 
 from __future__ import annotations

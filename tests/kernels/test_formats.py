@@ -186,7 +186,7 @@ def test_round_to_e4m3_matches_table() -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_every_byte_is_widened_exactly(dtype: Any, jit: bool) -> None:
     codes = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
     widen = functools.partial(formats.widen_bits, dtype=dtype)
