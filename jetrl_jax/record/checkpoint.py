@@ -15,12 +15,15 @@ arrays.  The first process hashes (each array is gathered for it, one at a time)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -123,12 +126,11 @@ class CheckpointStore:
             state=ocp.args.PyTreeSave(_nest(_storable(leaves))), metadata=ocp.args.JsonSave(document)
         )
         try:
-            saved = manager.save(
-                step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf}
-            )
+            with _only_the_exception():
+                saved = manager.save(
+                    step, args=args, metrics={"score": score if math.isfinite(score) else -math.inf}
+                )
         except Exception as error:  # tensorstore reports a full disk by errors of many types
-            # otherwise each abandoned write would print a traceback
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise RunStopped(
                 f"CheckpointStore.save: the checkpoint of step {step} could not be written into "
                 f"{self.directory}: {error}. "
@@ -285,6 +287,34 @@ class CheckpointStore:
         for entry in sorted(self.directory.glob(f"*{_TEMPORARY}*")):
             self._warn(f"checkpoint {entry} was not finished and is removed")
             shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _only_the_exception() -> Iterator[None]:
+    """A save that fails inside raises, and prints nothing beside.
+
+    Each thread of Orbax logs its error with a traceback, and each write that it abandons finds the event loop
+    closed, some only after the error was raised: behind a failure all this stays hidden.
+    """
+    report = sys.unraisablehook
+
+    def report_others(unraisable: sys.UnraisableHookArgs) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        undo.callback(setattr, sys, "unraisablehook", report)
+        sys.unraisablehook = report_others
+        for logger in map(logging.getLogger, ("absl", "asyncio")):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        except Exception:
+            undo.pop_all()
+            raise
 
 
 def _score(metrics: Mapping[str, float]) -> float:

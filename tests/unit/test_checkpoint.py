@@ -4,6 +4,7 @@ resumes.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from warnings import filters
 
 import chex
 import jax
@@ -148,6 +150,16 @@ def test_checkpoint_saves_a_step_once_and_in_order(store: CheckpointStore) -> No
     restored = store.restore_latest(small(0))
     assert restored is not None
     assert_bit_equal(restored.state, small(1))
+
+
+def test_checkpoint_leaves_logging_warnings_and_hooks_as_they_were(store: CheckpointStore) -> None:
+    def of_the_process() -> tuple[Any, ...]:
+        levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
+        return sys.unraisablehook, list(filters), levels
+
+    before = of_the_process()
+    assert store.save(1, state(), {})
+    assert of_the_process() == before
 
 
 def test_checkpoint_raises_on_what_it_cannot_save(store: CheckpointStore) -> None:
