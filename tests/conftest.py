@@ -121,8 +121,9 @@ def _compilation(request: pytest.FixtureRequest) -> None:
         jax.clear_caches()
 
 
-# of processor time: the end of a session lists a test above the first; CI fails one above the second
-LISTED_S, LIMIT_S = 10, 30
+# of processor time: the end of a session lists a test above the first; CI fails one above the second, which is
+# several times what any takes, since a slower processor is no fault
+LISTED_S, LIMIT_S = 10, 90
 COST = pytest.StashKey[float]()
 
 

@@ -317,7 +317,7 @@ def test_lost_process_ends_the_other_in_time(
     os.kill(worker if fault == signal.SIGSTOP else started[victim].pid, fault)
     (survivor,) = ended([started[1 - victim]])
     assert survivor.status == 4 and survivor.errors.startswith(LOST.format(timeout_s)), survivor
-    assert time.monotonic() - begun < timeout_s + 5
+    assert time.monotonic() - begun < timeout_s + 30
     os.kill(started[victim].pid, signal.SIGKILL)
     ended([started[victim]])  # its output ends: so did the worker, which holds the other end
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]

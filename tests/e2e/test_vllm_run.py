@@ -93,9 +93,8 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(
     after = rows(tmp_path / "run")
     assert after[: len(before)] == before and [row["step"] for row in after] == list(range(STEPS + 1))
     assert max(row["mismatch/logprob_abs_max"] for row in after[1:]) == 0
-    certificates = [
-        json.loads(line) for line in (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run" / "certificates.jsonl").read_text().splitlines()
+    certificates = [json.loads(line) for line in lines]
     assert certificates and all(row["holds"] for row in certificates)
     (first, second) = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
     assert first["rollout_engine"]["mode"] == second["rollout_engine"]["mode"] == "server"
@@ -107,7 +106,8 @@ def test_killed_server_ends_the_run_which_goes_on_with_resume(
     for row in table:
         first, second = (row[f"speculation/accepted_{place}_fraction"] for place in (1, 2))
         assert row["speculation/tokens_per_step"] == pytest.approx(1 + first + second) and second <= first
-    assert table[-1]["speculation/accepted_fraction"] > table[0]["speculation/accepted_fraction"]
+    kept = np.array([row["speculation/accepted_fraction"] for row in table])
+    assert kept[len(kept) // 2 :].mean() > kept[0], kept
     head = load_policy(tmp_path / "run").head
     assert head is not None
     trained = read_draft_head(tmp_path / "run" / "draft_head", model.config, model.numerics)

@@ -94,6 +94,8 @@ def command_environment(cache: Path | None = None) -> dict[str, str]:
     """The environment of a child: CPU, this checkout, and a compilation cache where one is given."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        # of an entry that another test writes just then
+        "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
     }
     if cache is not None:
@@ -146,7 +148,7 @@ def run_here(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_module(
-    module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 300.0
+    module: str, *arguments: str, cache: Path | None = None, timeout_s: float = 900.0
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m module` and returns what it printed and its exit status."""
     command = [sys.executable, "-m", module, *arguments]

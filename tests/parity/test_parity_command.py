@@ -84,7 +84,7 @@ def test_parity_command_prints_the_flow_beside_its_floor(policy: Policy, tmp_pat
         [sys.executable, "-m", "jetrl_jax", "parity", *command],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+import warnings as standard_warnings
 from pathlib import Path
 from typing import Any
-from warnings import filters
 
 import chex
 import jax
@@ -155,7 +155,7 @@ def test_checkpoint_saves_a_step_once_and_in_order(store: CheckpointStore) -> No
 def test_checkpoint_leaves_logging_warnings_and_hooks_as_they_were(store: CheckpointStore) -> None:
     def of_the_process() -> tuple[Any, ...]:
         levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
-        return sys.unraisablehook, list(filters), levels
+        return sys.unraisablehook, list(standard_warnings.filters), levels
 
     before = of_the_process()
     assert store.save(1, state(), {})

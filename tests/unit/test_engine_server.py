@@ -289,13 +289,13 @@ def test_the_limit_of_a_weight_sync_is_on_all_its_calls(monkeypatch):
         monkeypatch.setattr(
             server.engine,
             "answer",
-            lambda url, body: time.sleep(1.4 * url.startswith(slow)) or answer(url, body),
+            lambda url, body: time.sleep(4.0 * url.startswith(slow)) or answer(url, body),
         )
-        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sync_timeout_s=2.0))
+        engine = ServerEngine(QWEN3, [], engine_settings("vllm_external", url=server.url, sync_timeout_s=6.0))
         with pytest.raises(
             EngineFailed,
             match=r"^vLLM: /finish_weight_update: it did not answer in time "
-            r"\(rollout\.engine\.sync_timeout_s: 2 s\)\.",
+            r"\(rollout\.engine\.sync_timeout_s: 6 s\)\.",
         ):
             engine.load(policy.published, 0)
         assert "resume" in server.engine.calls

@@ -88,17 +88,17 @@ def test_a_stage_is_run_again_with_other_versions(tmp_path: Path, monkeypatch: p
 
 def test_a_stage_that_runs_out_of_time_ends_with_all_its_children(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(alive)!r}).touch()"
+    child = f"import time, pathlib; time.sleep(9); pathlib.Path({str(alive)!r}).touch()"
     code = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
         "print('started', flush=True); time.sleep(60)"
     )
-    assert gpu.run_stages([stage("slow", code, limit_s=1.0)], here(tmp_path), 60.0, lambda: CARD) == 1
+    assert gpu.run_stages([stage("slow", code, limit_s=5.0)], here(tmp_path), 60.0, lambda: CARD) == 1
     assert (
         record(tmp_path)["slow"]["status"] == "out of time"
         and record(tmp_path)["slow"]["output"] == "started\n"
     )
-    time.sleep(3)
+    time.sleep(5)
     assert not alive.exists()
 
 
@@ -125,7 +125,7 @@ def test_a_result_that_is_half_made_is_kept_with_the_status(tmp_path: Path) -> N
     code = "import json, time; json.dump([1], open(r'{out}/a.json', 'w')); time.sleep(60)"
     assert (
         gpu.run_stages(
-            [stage("a", code, limit_s=1.0, result="{out}/a.json")], here(tmp_path), 60.0, lambda: CARD
+            [stage("a", code, limit_s=5.0, result="{out}/a.json")], here(tmp_path), 60.0, lambda: CARD
         )
         == 1
     )

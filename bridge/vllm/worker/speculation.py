@@ -1,13 +1,18 @@
-"""Mends vLLM's speculation on a CPU, up to 0.32 (vllm#55005).
+"""Mends vLLM's speculation on a CPU, up to 0.32: a stand-in for a kernel, and a second engine.
 
 Before a rejection sampler accepts drafted tokens, `expand_kernel` writes the temperature of each request
 once for each of its drafted tokens.  vLLM's stand-in for the CPU converts its output to int64 and fills the
 copy, so the temperatures are whatever the memory held.  Tokens are then drawn from other distributions, and
-their log-probabilities are those, or NaN.  This one fills the output itself.
+their log-probabilities are those, or NaN (vllm#55005).  This one fills the output itself.
+
+To put its stand-ins in place, each engine looks through the objects of every module for kernels, and stops at
+one of numba's, which `ngram` has imported: it answers every name, `__dict__` too.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +28,18 @@ def mend() -> None:
     except ImportError:  # a release before the stand-ins
         return
     cpu_triton_utils._expand_kernel_impl = expand
+    with contextlib.suppress(ImportError):  # a release that looks nowhere
+        from vllm.triton_utils import dispatcher
+
+        setattr(dispatcher, "vars", attributes)  # noqa: B010 - it has none of its own, for mypy
+
+
+def attributes(value: Any) -> Mapping[str, Any]:
+    """As `vars`, without asking the object itself; empty for one that has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
 
 
 def expand(

@@ -31,6 +31,7 @@ ROOT = HERE.parents[2]
 WORKER_OF_OURS = (HERE / "worker_jetrl.py").relative_to(ROOT)
 RESAMPLES = 10_000
 VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 PAUSE_S = 0.3  # lets the spinning threads of the previous contender go to sleep
 
 
@@ -64,12 +65,22 @@ class Contender:
 def start(
     name: str, pythons: dict[str, str], checkouts: dict[str, Path], setting: str, quiet: bool
 ) -> Contender:
-    """Start the worker of a contender such as `trl:float32`, or `NAME:bf16` of another checkout of ours."""
-    library, _, flavor = name.partition(":")
+    """Start the worker of a contender such as `trl:float32`, of `trl:float32+pages` in huge pages, or of
+    `NAME:bf16` of another checkout of ours.
+    """
+    library, _, kind = name.partition(":")
+    flavor, _, pages = kind.partition("+")
+    if pages not in ("", "pages"):
+        raise ValueError(
+            f"compare: got the contender {name!r}, expected LIBRARY:FLAVOR or LIBRARY:FLAVOR+pages"
+        )
     root = checkouts.get(library)
     worker = HERE / f"worker_{library}.py" if root is None else root / WORKER_OF_OURS
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ if root is None else os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = dict(os.environ)
+    if root is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    if pages:
+        environment["GLIBC_TUNABLES"] = HUGE_PAGES
     command = [pythons.get(library, sys.executable), str(worker), "--setting", setting, "--flavor", flavor]
     errors = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(
@@ -204,7 +215,12 @@ def main() -> None:
     """Run the comparison of the command line and write it beside its raw numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", default="tiny", help="tiny, small or real (see job.py)")
-    parser.add_argument("--contenders", nargs="+", required=True, help="library:flavor, such as trl:float32")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        required=True,
+        help="library:flavor, such as trl:float32; trl:float32+pages: in huge pages",
+    )
     parser.add_argument(
         "--python", nargs="*", default=[], help="library=path of the Python of its environment"
     )
