@@ -129,7 +129,8 @@ test-py312:  ## Run the tests that differ on Python 3.12, with the newer JAX and
 # The claims about bits, with each library's kernels for a CPU with only AVX2 (ISA=AVX512: AVX-512 without BF16).
 ISA ?= AVX2
 ISA_TESTS ?= $(addprefix tests/parity/test_,instruction_set.py vllm_exact.py vllm_lora.py vllm_export.py extend.py \
-	dense_products.py $(addprefix vllm_in_process.py::test_trainer_and_vllm_agree_,on_qwen3 on_qwen2 where_layers_are_bf16) \
+	dense_products.py $(addprefix vllm_in_process.py::test_trainer_and_vllm,$(addprefix _agree_,on_qwen3 on_qwen2 where_layers_are_bf16) \
+	s_own_operations_are_one_policy_but_for_single_roundings) \
 	$(addprefix vllm_kv_cache.py::test_,vllm_reads_the_trainers_codes_at_each_versions_scales codes_of_the_worker_are_the_trainers) \
 	$(addsuffix ::test_rollout_logprobs_are_the_trainers_bits,kv_cache.py rollout_exact.py) \
 	$(addprefix rollout_exact.py::test_,scores_are_the_bits_that_sampling_reports a_request_does_not_see_its_batch)) \

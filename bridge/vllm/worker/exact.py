@@ -1,10 +1,11 @@
 """vLLM's operations with reductions in float64, like the trainer's `numerics.exact`, on CPU and CUDA.
 
 vLLM's own kernels sum in other orders than the trainer and round at other places, and both change with the
-machine.  Its AVX2 library truncates RoPE to BF16 where its AVX-512 libraries round, and oneDNN's BF16 sums
-differ by instruction set.  So an exact engine uses no rounding operation of vLLM, oneDNN or torch.  The
-operations here compute in float64 and round where `jetrl_jax.models.ops` rounds
-(`bridge.vllm.worker.exact_torch`), so that both sides get the same bits whatever the order of a sum:
+machine.  Its libraries for AVX2 and for AVX-512 without BF16 truncate RoPE to BF16 where the one for AVX-512
+with BF16 rounds, and oneDNN's BF16 sums differ by instruction set.  So an exact engine uses no rounding
+operation of vLLM, oneDNN or torch.  The operations here compute in float64 and round where
+`jetrl_jax.models.ops` rounds (`bridge.vllm.worker.exact_torch`), so that both sides get the same bits
+whatever the order of a sum:
 
     attention over the paged cache     replaces CPU_ATTN (`exact_cpu`) and FLASH_ATTN (`exact_cuda`)
     RMSNorm                            both rounding variants (`numerics.engine_variant`)
