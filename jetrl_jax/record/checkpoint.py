@@ -307,14 +307,20 @@ def _only_the_exception() -> Iterator[None]:
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         undo.callback(setattr, sys, "unraisablehook", report)
         sys.unraisablehook = report_others
-        for logger in map(logging.getLogger, ("absl", "asyncio")):
-            undo.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
+        absl, asyncio = logging.getLogger("absl"), logging.getLogger("asyncio")
+        undo.callback(absl.removeFilter, _has_no_traceback)
+        absl.addFilter(_has_no_traceback)
+        undo.callback(asyncio.setLevel, asyncio.level)
+        asyncio.setLevel(logging.CRITICAL)
         try:
             yield
         except Exception:
             undo.pop_all()
             raise
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def _score(metrics: Mapping[str, float]) -> float:

@@ -166,5 +166,5 @@ def test_more_guesses_of_a_head_are_kept_while_it_trains() -> None:
         batch = TrainBatch(ids, places, np.ones_like(ids), sampled, zeros, zeros, rows, zeros)
         told = [trainer(policy.published, [batch] * 10)["draft/overlap"] for _ in range(4)]
         overlaps += told
-    assert kept[-1] > kept[0], kept
-    assert np.mean(overlaps[-4:]) > overlaps[0], overlaps
+    assert kept[-1] > kept[0] + 0.05, kept
+    assert overlaps[-1] > overlaps[0] + 0.03, overlaps

@@ -154,8 +154,9 @@ def test_checkpoint_saves_a_step_once_and_in_order(store: CheckpointStore) -> No
 
 def test_checkpoint_leaves_logging_warnings_and_hooks_as_they_were(store: CheckpointStore) -> None:
     def of_the_process() -> tuple[Any, ...]:
-        levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
-        return sys.unraisablehook, list(standard_warnings.filters), levels
+        loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+        of_loggers = [(logger.level, list(logger.filters)) for logger in loggers]
+        return sys.unraisablehook, list(standard_warnings.filters), of_loggers
 
     before = of_the_process()
     assert store.save(1, state(), {})

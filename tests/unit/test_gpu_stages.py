@@ -88,7 +88,7 @@ def test_a_stage_is_run_again_with_other_versions(tmp_path: Path, monkeypatch: p
 
 def test_a_stage_that_runs_out_of_time_ends_with_all_its_children(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(9); pathlib.Path({str(alive)!r}).touch()"
+    child = f"import time, pathlib; time.sleep(7); pathlib.Path({str(alive)!r}).touch()"
     code = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
         "print('started', flush=True); time.sleep(60)"
